@@ -1,0 +1,35 @@
+"""Model families as data (`ModelSpec`, one file each) and what is done with them: read, load, find layers, map names.
+
+Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
+"""
+
+from vlmcompress.models._load import REGISTRY, VLM, all_specs, load, quiet, refuse_quantized, skeleton, spec_for
+from vlmcompress.models._names import disk_module, disk_names, linear_names, tied_names
+from vlmcompress.models._read import read_config, shards, tensor_headers
+from vlmcompress.models._resolve import decoder_layers, layer_class, resolve, vision_linears
+from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+
+__all__ = [
+    "REGISTRY",
+    "VLM",
+    "Group",
+    "LinearGroup",
+    "ModelSpec",
+    "all_specs",
+    "decoder_layers",
+    "disk_module",
+    "disk_names",
+    "layer_class",
+    "linear_names",
+    "load",
+    "quiet",
+    "read_config",
+    "refuse_quantized",
+    "resolve",
+    "shards",
+    "skeleton",
+    "spec_for",
+    "tensor_headers",
+    "tied_names",
+    "vision_linears",
+]

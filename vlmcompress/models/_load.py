@@ -1,0 +1,180 @@
+"""From a model folder to a skeleton (shapes only) or to the loaded model with its processor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.models._names import disk_names
+from vlmcompress.models._read import read_config, tensor_headers
+from vlmcompress.models._spec import ModelSpec
+from vlmcompress.registry import Registry
+
+REGISTRY = Registry("vlmcompress.models", "model family")
+
+
+@dataclass(frozen=True)
+class VLM:
+    """A loaded model. `processor` turns images and chat messages into model inputs."""
+
+    model: PreTrainedModel
+    processor: Any
+    spec: ModelSpec
+    path: Path
+
+
+def all_specs() -> list[ModelSpec]:
+    """The specs of all families, by name."""
+    return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
+
+
+def spec_for(config: dict) -> ModelSpec:
+    """The family of a config.json, by its `model_type`."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
+    specs = {name: spec for spec in all_specs() for name in spec.model_types}
+    if model_type not in specs:
+        vision = any(key in config for key in ("vision_config", "visual", "vision_tower", "image_token_id"))
+        what = "is not supported" if vision else "is not a vision-language model"
+        raise UserError(f"model type '{model_type}' {what}{did_you_mean(model_type, specs)}")
+    text = config.get("text_config") or config
+    if any((text.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise UserError(f"'{model_type}' with a mixture-of-experts language model is not supported; use a dense one")
+    return specs[model_type]
+
+
+def refuse_quantized(config: dict) -> None:
+    """Raise `UserError` for a checkpoint that is quantized already."""
+    if config.get("quantization_config"):
+        raise UserError("the model is quantized already (config.json has quantization_config); give the original")
+
+
+def skeleton(path: str | Path) -> PreTrainedModel:
+    """The model of `path` on the meta device: names and shapes, no weights read."""
+    spec_for(read_config(path))
+    with quiet(), torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(_hf_config(Path(path)))
+
+
+def load(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> VLM:
+    """Load model and processor.
+
+    Args:
+        path: folder of a Hugging Face checkpoint.
+        device: where the weights go.
+        dtype: floating-point type of the weights; None keeps that of the checkpoint.
+        trust_remote_code: run Python code that the folder brings along. Only then may its config have an `auto_map`.
+    """
+    path = Path(path)
+    config = read_config(path)
+    spec = spec_for(config)
+    refuse_quantized(config)
+    _refuse_code(path, config, trust_remote_code)
+    bones = skeleton(path)
+    _check_shapes(path, bones, disk_names(bones, tensor_headers(path)))
+    with quiet():
+        try:
+            model, info = AutoModelForImageTextToText.from_pretrained(
+                path,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError(f"{path} does not load: {_first_line(error)}") from error
+        processor = _processor(path, trust_remote_code)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {sorted(map(str, info[what]))[0]}")
+    _check_finite(model, path)
+    return VLM(model.eval().requires_grad_(False).to(device), processor, spec, path)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and log messages."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _hf_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path / 'config.json'} is not a valid config: {_first_line(error)}") from error
+
+
+def _processor(path: Path, trust_remote_code: bool) -> Any:
+    try:
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise UserError(
+            f"{path} has no usable processor: {_first_line(error)}; copy tokenizer and processor files"
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
+    return processor
+
+
+def _refuse_code(path: Path, config: dict, trust_remote_code: bool) -> None:
+    """Refuse a folder whose configs ask for Python code of its own."""
+    if trust_remote_code:
+        return
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
+        file = path / name
+        content = config if name == "config.json" else json.loads(file.read_text()) if file.is_file() else {}
+        if content.get("auto_map"):
+            raise UserError(
+                f"{file} asks to run Python code from the folder (auto_map); allow it with trust_remote_code"
+            )
+
+
+def _check_shapes(path: Path, bones: PreTrainedModel, names: dict[str, str]) -> None:
+    """Compare shapes on disk with the model's, so that a wrong file is named before any weight is read."""
+    headers = tensor_headers(path)
+    state = bones.state_dict(keep_vars=True)
+    for memory, disk in names.items():
+        shape = tuple(headers[disk]["shape"])
+        if shape != tuple(state[memory].shape):
+            raise UserError(
+                f"tensor '{disk}' in {path / headers[disk]['file']} has shape {list(shape)}, config.json asks for "
+                f"{list(state[memory].shape)}; config and weights do not belong together"
+            )
+
+
+def _check_finite(model: PreTrainedModel, path: Path) -> None:
+    """Refuse NaN and infinity. One sum per tensor: it is not finite exactly when an entry is not (or it overflows)."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or torch.isfinite(tensor.sum(dtype=torch.float32)):
+            continue
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path}: tensor '{name}' holds NaN or infinity; download the checkpoint again")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,74 @@
+"""Three namings of one tensor: in memory (transformers 5), on disk (hub or transformers' own), in the engine (vLLM).
+
+Disk -> memory is transformers' own renaming, run on the checkpoint's names exactly as `from_pretrained` runs it, so it
+is right for hub names, for names saved by transformers 5 and for whatever a later release adds; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from vlmcompress.errors import UserError
+
+
+def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
+    """Memory name of each parameter and buffer -> its name in the checkpoint.
+
+    Args:
+        model: the model, or its skeleton.
+        disk_tensors: tensor names of the checkpoint.
+
+    A tied tensor (lm_head sharing the embedding) that the checkpoint does not hold has no entry. Raises `UserError` when
+    a checkpoint tensor is not in the model, when two map to one, when a tensor is missing, and when transformers would
+    merge or split tensors at load (such a tensor has no single name on disk).
+    """
+    state = model.state_dict(keep_vars=True)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+    names: dict[str, str] = {}
+    for disk in disk_tensors:
+        memory, converter = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
+        if converter is not None:
+            raise UserError(f"tensor '{disk}' is merged or split with others at load ({converter}); not supported")
+        if memory not in state:
+            if _ignored(model, memory):
+                continue
+            raise UserError(
+                f"checkpoint tensor '{disk}' has no place in {type(model).__name__} (looked for '{memory}')"
+            )
+        if memory in names:
+            raise UserError(f"checkpoint tensors '{names[memory]}' and '{disk}' are both '{memory}' in the model")
+        names[memory] = disk
+    missing = [name for name in state if name not in names and name not in tied_names(model)]
+    if missing:
+        raise UserError(f"checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'")
+    return names
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Memory name of each tied parameter -> the parameter it shares, e.g. `lm_head.weight` -> the embedding."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def disk_module(memory_module: str, names: dict[str, str]) -> str:
+    """Name on disk of a module with a `weight`, e.g. of a linear layer."""
+    return names[f"{memory_module}.weight"].removesuffix(".weight")
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Memory names of all linear layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _ignored(model: PreTrainedModel, memory: str) -> bool:
+    """Whether transformers drops this tensor knowingly, such as rotary tables in old checkpoints."""
+    import re
+
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return any(re.search(pattern, memory) for pattern in patterns)

@@ -1,0 +1,114 @@
+"""Look at a model folder without reading a weight: its config, and that its safetensors files are whole."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from vlmcompress.errors import UserError
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def read_json(path: Path, what: str) -> dict:
+    """The JSON object in `path`. `what` names the file in the message."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what} {path} is not readable JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{what} {path} holds no JSON object; download it again")
+    return content
+
+
+def read_config(path: str | Path) -> dict:
+    """config.json of the model in `path`, after checking that the folder holds whole safetensors files."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
+    if not any(path.iterdir()):
+        raise UserError(f"model folder {path} is empty; download the checkpoint into it")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
+    config = read_json(path / "config.json", "config")
+    tensor_headers(path)
+    return config
+
+
+def shards(path: str | Path) -> list[Path]:
+    """The safetensors files of the checkpoint in `path`, in order; those of the index where there is one."""
+    path = Path(path)
+    index = path / _INDEX
+    if index.is_file():
+        return [path / name for name in sorted(set(_weight_map(index).values()))]
+    single = path / "model.safetensors"
+    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    if len(files) > 1:
+        raise UserError(f"{path} has {len(files)} safetensors files but no {_INDEX}; download the checkpoint again")
+    if files:
+        return files
+    if any(True for pattern in _PICKLES for _ in path.glob(pattern)):
+        raise UserError(
+            f"{path} has only pickled weights (.bin/.pt), which can run code when read; convert them with "
+            "transformers' save_pretrained (it writes safetensors)"
+        )
+    raise UserError(f"{path} has no *.safetensors file; download the weights into it")
+
+
+def tensor_headers(path: str | Path) -> dict[str, dict]:
+    """Tensor name -> `{"dtype", "shape", "data_offsets", "file"}` of every tensor, from the headers alone.
+
+    Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
+    """
+    path = Path(path)
+    found: dict[str, dict] = {}
+    for file in shards(path):
+        for name, entry in _header(file).items():
+            if name in found:
+                raise UserError(f"tensor '{name}' is in {found[name]['file']} and in {file.name}; download again")
+            found[name] = {**entry, "file": file.name}
+    index = path / _INDEX
+    if index.is_file():
+        for name, shard in _weight_map(index).items():
+            if name not in found or found[name]["file"] != shard:
+                raise UserError(f"{index} puts tensor '{name}' into {shard}, which lacks it; download again")
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index, "index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise UserError(f"{index} has no usable weight_map; download it again")
+    if any(Path(shard).name != shard for shard in weight_map.values()):
+        raise UserError(f"{index} points outside its folder; download it again")
+    return weight_map
+
+
+def _header(file: Path) -> dict[str, dict]:
+    """The header of one safetensors file: 8 bytes of length, that many bytes of JSON, then exactly the data it lists."""
+    if not file.is_file():
+        raise UserError(f"weight file {file} is missing; download it again")
+    size = file.stat().st_size
+    bad = f"weight file {file} is truncated or corrupt"
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if len(start) < 8:
+            raise UserError(f"{bad} ({size} bytes); download it again")
+        (length,) = struct.unpack("<Q", start)
+        if length > size - 8:
+            raise UserError(f"{bad} (header of {length} bytes in a file of {size}); download it again")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            for entry in header.values():
+                assert isinstance(entry["dtype"], str) and isinstance(entry["shape"], list)
+        except (ValueError, AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
+            raise UserError(f"{bad} (unreadable header); download it again") from error
+    if size != 8 + length + end:
+        raise UserError(f"{bad} ({size} bytes instead of {8 + length + end}); download it again")
+    return header

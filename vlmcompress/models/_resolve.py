@@ -1,0 +1,85 @@
+"""Find a spec's linear groups in a real model (a skeleton on the meta device will do)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vlmcompress.errors import UserError
+from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+
+
+def decoder_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Full names of the decoder blocks, in order."""
+    return _blocks(model, spec.layers)
+
+
+def layer_class(model: nn.Module, spec: ModelSpec) -> str:
+    """Class name of the decoder blocks: what llm-compressor takes as `sequential_targets`."""
+    return type(model.get_submodule(decoder_layers(model, spec)[0])).__name__
+
+
+def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
+    """The linear groups of all decoder blocks, block by block, in the order in which a block runs them."""
+    return [
+        group
+        for index, block in enumerate(decoder_layers(model, spec))
+        for group in _groups(model, block, index, spec.groups)
+    ]
+
+
+def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
+    """The linear groups of the vision tower's blocks (patch embedding, merger and projector are none of them)."""
+    return [
+        group
+        for index, block in enumerate(_blocks(model, spec.vision_layers))
+        for group in _groups(model, block, index, spec.vision_groups)
+    ]
+
+
+def _blocks(model: nn.Module, path: str) -> list[str]:
+    try:
+        blocks = model.get_submodule(path)
+    except AttributeError as error:
+        raise UserError(
+            f"{type(model).__name__} has no '{path}': this variant of the family is not supported"
+        ) from error
+    return [f"{path}.{name}" for name, _ in blocks.named_children()]
+
+
+def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGroup, ...]) -> list[Group]:
+    """The groups of one block. A linear layer that no template names is a group of its own, without smoothing."""
+    linears = {
+        name: module for name, module in model.get_submodule(block).named_modules() if isinstance(module, nn.Linear)
+    }
+    modules = dict(model.get_submodule(block).named_modules())
+    found: list[Group] = []
+    seen: set[str] = set()
+    for template in templates:
+        members = [name for name in template.linears if name in linears]
+        if not members:
+            continue
+        seen.update(members)
+        smooth = next((name for name in template.smooth if name in modules), None)
+        if smooth is not None and not _fits(modules[smooth], [linears[name] for name in members]):
+            smooth = None
+        found.append(
+            Group(
+                layer=layer,
+                name=template.name,
+                linears=tuple(f"{block}.{name}" for name in members),
+                smooth=None if smooth is None else f"{block}.{smooth}",
+                smooth_kind=template.smooth_kind,
+                fused=template.fused and len(members) > 1,
+            )
+        )
+    found += [Group(layer, name, (f"{block}.{name}",)) for name in linears if name not in seen]
+    return found
+
+
+def _fits(op: nn.Module, linears: list[nn.Linear]) -> bool:
+    """Whether each output channel of `op` is one input channel of `linears`.
+
+    Not so for v_proj -> o_proj with grouped-query attention, where a value head feeds several query heads.
+    """
+    weight = getattr(op, "weight", None)
+    return weight is not None and all(weight.shape[0] == linear.in_features for linear in linears)

@@ -1,0 +1,118 @@
+"""What the project knows about one model family, as data.
+
+All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from transformers'
+own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SmoothKind = Literal["norm", "linear"]
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linear layers of one block that read the same input.
+
+    Attributes:
+        name: what reports call it, e.g. `qkv`.
+        linears: names within the block. Those that a block lacks are left out; a block with none has no such group.
+        smooth: the op before them, within the block, that can be divided by a per-channel vector while these weights are
+            multiplied by it. Several candidates: the first that exists wins.
+        smooth_kind: `norm` (its weight is divided) or `linear` (its output rows are divided).
+        fused: the engine runs them as one matrix, so all of them need the same scheme.
+    """
+
+    name: str
+    linears: tuple[str, ...]
+    smooth: tuple[str, ...] = ()
+    smooth_kind: SmoothKind = "norm"
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """A `LinearGroup` found in a model: full memory names."""
+
+    layer: int
+    name: str
+    linears: tuple[str, ...]
+    smooth: str | None = None
+    smooth_kind: SmoothKind = "norm"
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One family of vision-language models.
+
+    Attributes:
+        family: name, equal to the file's recipe name.
+        model_types: `model_type` values of config.json.
+        layers: the list of decoder blocks.
+        groups: linear groups of one decoder block.
+        vision: roots of the vision tower; `projector`: modules between the tower and the LLM.
+        vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them.
+        image_token: the config key that holds the id of the placeholder standing for one visual token.
+        positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
+        norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
+        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; None: vLLM has no such family.
+        vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
+    """
+
+    family: str
+    model_types: tuple[str, ...]
+    layers: str
+    groups: tuple[LinearGroup, ...]
+    vision: tuple[str, ...]
+    projector: tuple[str, ...]
+    vision_layers: str
+    vision_groups: tuple[LinearGroup, ...]
+    image_token: str
+    lm_head: str = "lm_head"
+    positions: Literal["1d", "mrope"] = "1d"
+    norm_offset: float = 0.0
+    engine_prefixes: tuple[tuple[str, str], ...] = ()
+    vllm_cpu: str | None = None
+
+    def engine_name(self, memory_name: str) -> str:
+        """The name of a module in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""
+        for memory, engine in self.engine_prefixes:
+            if memory_name == memory or memory_name.startswith(memory + "."):
+                return engine + memory_name[len(memory) :]
+        return memory_name
+
+
+# Blocks that several families share.
+QKV = LinearGroup(
+    "qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("input_layernorm",), "norm", fused=True
+)
+ATTENTION_OUT = LinearGroup("o", ("self_attn.o_proj",), ("self_attn.v_proj",), "linear")
+GATE_UP = LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("post_attention_layernorm",), "norm", fused=True)
+DOWN = LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear")
+LLAMA = (QKV, ATTENTION_OUT, GATE_UP, DOWN)  # also Mistral, Qwen2, Qwen3
+
+# CLIP and SigLIP. A GELU sits between fc1 and fc2, so fc2 has no op to smooth into.
+CLIP = (
+    LinearGroup(
+        "qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("layer_norm1",), "norm", fused=True
+    ),
+    LinearGroup("o", ("self_attn.out_proj",), ("self_attn.v_proj",), "linear"),
+    LinearGroup("fc1", ("mlp.fc1",), ("layer_norm2",), "norm"),
+    LinearGroup("fc2", ("mlp.fc2",)),
+)
+
+# vLLM's prefixes for the LLaVA shape: everything that transformers keeps under `model.` is top-level there.
+LLAVA_ENGINE = (
+    ("model.language_model", "language_model.model"),
+    ("model.vision_tower", "vision_tower"),
+    ("model.multi_modal_projector", "multi_modal_projector"),
+    ("lm_head", "language_model.lm_head"),
+)
+QWEN_ENGINE = (
+    ("model.language_model", "language_model.model"),
+    ("model.visual", "visual"),
+    ("lm_head", "language_model.lm_head"),
+)

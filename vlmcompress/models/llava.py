@@ -1,0 +1,18 @@
+"""LLaVA-1.5: CLIP tower, two-layer projector, Llama or Mistral decoder, one image placeholder per visual token."""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, ModelSpec
+
+SPEC = ModelSpec(
+    family="llava",
+    model_types=("llava",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    vision_layers="model.vision_tower.encoder.layers",
+    vision_groups=CLIP,
+    image_token="image_token_index",
+    engine_prefixes=LLAVA_ENGINE,
+)

@@ -1,0 +1,24 @@
+"""Qwen2.5-VL: window-attention ViT with a gated MLP, merger, Qwen2 decoder, M-RoPE positions."""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen2-5-vl",
+    model_types=("qwen2_5_vl",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.visual",),
+    projector=("model.visual.merger",),
+    vision_layers="model.visual.blocks",
+    vision_groups=(
+        LinearGroup("qkv", ("attn.qkv",), ("norm1",)),
+        LinearGroup("o", ("attn.proj",)),
+        LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("norm2",), fused=True),
+        LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear"),
+    ),
+    image_token="image_token_id",
+    positions="mrope",
+    engine_prefixes=QWEN_ENGINE,
+)
