@@ -1,0 +1,17 @@
+"""Idefics3 and SmolVLM: SigLIP-like tower on tiles, pixel shuffle and one linear connector, Llama decoder."""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec
+
+SPEC = ModelSpec(
+    family="idefics3",
+    model_types=("idefics3", "smolvlm"),
+    layers="model.text_model.layers",
+    groups=LLAMA,
+    vision=("model.vision_model",),
+    projector=("model.connector",),
+    vision_layers="model.vision_model.encoder.layers",
+    vision_groups=CLIP,
+    image_token="image_token_id",
+)

@@ -1,0 +1,25 @@
+"""InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT tower, pixel shuffle, Qwen2 or Llama decoder."""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import LLAMA, LLAVA_ENGINE, LinearGroup, ModelSpec
+
+SPEC = ModelSpec(
+    family="internvl",
+    model_types=("internvl",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    vision_layers="model.vision_tower.encoder.layer",
+    vision_groups=(
+        LinearGroup(
+            "qkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("layernorm_before",), fused=True
+        ),
+        LinearGroup("o", ("attention.projection_layer",), ("attention.v_proj",), "linear"),
+        LinearGroup("fc1", ("mlp.fc1",), ("layernorm_after",)),
+        LinearGroup("fc2", ("mlp.fc2",)),
+    ),
+    image_token="image_token_id",
+    engine_prefixes=LLAVA_ENGINE,
+)

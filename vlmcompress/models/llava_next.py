@@ -1,0 +1,18 @@
+"""LLaVA-NeXT (1.6): LLaVA-1.5 on several tiles of the image, with a learned newline between rows of patches."""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, ModelSpec
+
+SPEC = ModelSpec(
+    family="llava-next",
+    model_types=("llava_next",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    vision_layers="model.vision_tower.encoder.layers",
+    vision_groups=CLIP,
+    image_token="image_token_index",
+    engine_prefixes=LLAVA_ENGINE,
+)

@@ -1,0 +1,24 @@
+"""Qwen2-VL: full-attention ViT with a plain MLP, merger, Qwen2 decoder, M-RoPE positions."""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen2-vl",
+    model_types=("qwen2_vl",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.visual",),
+    projector=("model.visual.merger",),
+    vision_layers="model.visual.blocks",
+    vision_groups=(
+        LinearGroup("qkv", ("attn.qkv",), ("norm1",)),
+        LinearGroup("o", ("attn.proj",)),
+        LinearGroup("fc1", ("mlp.fc1",), ("norm2",)),
+        LinearGroup("fc2", ("mlp.fc2",)),
+    ),
+    image_token="image_token_id",
+    positions="mrope",
+    engine_prefixes=QWEN_ENGINE,
+)

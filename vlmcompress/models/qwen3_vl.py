@@ -1,0 +1,27 @@
+"""Qwen3-VL: ViT whose early features enter the first decoder layers (deepstack), Qwen3 decoder, interleaved M-RoPE.
+
+The deepstack mergers are projectors: they stay as they are unless the tower is asked for, and even then only its blocks.
+"""
+
+from __future__ import annotations
+
+from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen3-vl",
+    model_types=("qwen3_vl",),
+    layers="model.language_model.layers",
+    groups=LLAMA,
+    vision=("model.visual",),
+    projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
+    vision_layers="model.visual.blocks",
+    vision_groups=(
+        LinearGroup("qkv", ("attn.qkv",), ("norm1",)),
+        LinearGroup("o", ("attn.proj",)),
+        LinearGroup("fc1", ("mlp.linear_fc1",), ("norm2",)),
+        LinearGroup("fc2", ("mlp.linear_fc2",)),
+    ),
+    image_token="image_token_id",
+    positions="mrope",
+    engine_prefixes=QWEN_ENGINE,
+)
