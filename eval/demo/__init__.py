@@ -1,0 +1,1 @@
+"""The two demo vision-language models: how they are built, trained, measured and exported."""

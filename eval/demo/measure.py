@@ -1,0 +1,60 @@
+"""Exact-match accuracy of a checkpoint on a frozen split, by family, with transformers' own greedy generation."""
+
+import io
+from collections import defaultdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+DATA = Path(__file__).parent / "data"
+
+
+def load_rows(variant: str, split: str) -> list[dict]:
+    """Rows of a frozen split, as written by ``eval.world.freeze``."""
+    return pq.read_table(DATA / variant / f"{split}.parquet").to_pylist()
+
+
+def messages(row: dict) -> list[dict]:
+    """One user turn in the form that chat templates take."""
+    images = [{"type": "image", "image": Image.open(io.BytesIO(data)).convert("RGB")} for data in row["image"]]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": row["question"]}]}]
+
+
+@torch.inference_mode()
+def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
+    """Greedy answers, in batches of questions with equally many and equally large images."""
+    order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["image"]), _pixels(rows[i]), len(rows[i]["question"])))
+    found = [""] * len(rows)
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        inputs = processor.apply_chat_template(
+            [messages(rows[i]) for i in chosen], add_generation_prompt=True, tokenize=True, return_dict=True,
+            return_tensors="pt", processor_kwargs={"padding": True},
+        )  # fmt: skip
+        inputs = inputs.to(model.device)
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, inputs["input_ids"].shape[1] :]
+        for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True)):
+            found[i] = text.strip()
+    return found
+
+
+def _pixels(row: dict) -> tuple[int, int]:
+    return Image.open(io.BytesIO(row["image"][0])).size if row["image"] else (0, 0)
+
+
+def measure(folder: Path, kind: str, split: str, limit: int | None = None) -> dict:
+    """Accuracy overall and by family of a checkpoint as it is on disk."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    rows = load_rows(kind, split)[:limit]
+    right: dict[str, list[bool]] = defaultdict(list)
+    for row, answer in zip(rows, answers(model, processor, rows)):
+        right[row["family"]].append(answer == row["answer"])
+    families = {family: round(sum(hits) / len(hits), 4) for family, hits in right.items()}
+    overall = sum(map(sum, right.values())) / len(rows)
+    return {"rows": len(rows), "overall": round(overall, 4), "families": families}

@@ -1,0 +1,11 @@
+"""The bundled world: a seeded generator of small images with questions and short answers.
+
+``vocab``      names, colours, splits
+``stamps``     cached alpha masks of shapes, handwritten digits and letters
+``scene``      a grid of cells: what is in it, how it is drawn, what lies under each 16x16 token
+``chart``      a drawn bar chart, with the same interface
+``questions``  question families about one or two images
+``textual``    the text-only family
+``rows``       samples of each split, as rows with PNG bytes
+``freeze``     writes the parquet files under ``eval/demo/data``
+"""
