@@ -1,0 +1,226 @@
+"""Number formats of weights and the only quantization arithmetic in the project: find a scale, round, undo.
+
+A weight `W [out, in]` is cut into groups along `in` (`group` > 0), rows (`group` = -1) or not at all (`group` = 0).
+Each piece has one scale `s` and, when asymmetric, one zero point `z`:
+
+    q = clamp(round(W / s + z), qmin, qmax)        W ~ (q - z) * s
+
+Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so that an exporter only packs bits:
+
+* Integers are signed, `qmin = -2^(b-1)`, `qmax = 2^(b-1) - 1`, for symmetric *and* asymmetric formats; `q` and `z`
+  are int8. Formats that store unsigned codes add `2^(b-1)` to both.
+* Symmetric: `s = max|W| / ((2^b - 1) / 2)`, `z` is None. The largest value lands half a step outside and is clamped.
+* Asymmetric: `s = (max - min) / (2^b - 1)` over a range widened to hold 0, `z = round(qmin - min / s)`, so 0 stays
+  exact.
+* float8_e4m3fn: `s = max|W| / 448`, `q` is a float8 tensor.
+* The scale is rounded to the dtype it will be stored in *before* anything is rounded with it, so what a solver
+  optimizes is what an engine computes. A scale of zero (all-zero group, or underflow) becomes that dtype's epsilon.
+
+All arithmetic is float32 whatever the dtype of the input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight matrix `[out, in]` is stored.
+
+    Args:
+        kind: "int" (signed, 2 to 8 bits) or "float" (float8_e4m3fn).
+        bits: bits per weight.
+        group: columns that share a scale; -1 is one scale per output row, 0 one scale per matrix.
+        symmetric: no zero point.
+    """
+
+    kind: Literal["int", "float"]
+    bits: int
+    group: int
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind, self.bits)
+        if type(self.group) is not int or self.group < -1:
+            raise ValueError(f"group_size must be positive, -1 (per row) or 0 (per matrix), got {self.group!r}")
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(f"symmetric must be true or false, got {self.symmetric!r}")
+        if self.kind == "float" and not self.symmetric:
+            raise ValueError("float8 has no zero point: symmetric must be true")
+
+    @property
+    def qmin(self) -> float:
+        """Smallest code."""
+        return float(-(2 ** (self.bits - 1))) if self.kind == "int" else -FLOAT8_MAX
+
+    @property
+    def qmax(self) -> float:
+        """Largest code."""
+        return float(2 ** (self.bits - 1) - 1) if self.kind == "int" else FLOAT8_MAX
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that codes are kept in before an exporter packs them."""
+        return torch.int8 if self.kind == "int" else FLOAT8
+
+    def n_groups(self, columns: int) -> int:
+        """Scales per row of a matrix with `columns` columns. Raises ValueError if the group size does not divide."""
+        if self.group <= 0:
+            return 1
+        if columns % self.group:
+            raise ValueError(
+                f"group size {self.group} does not divide {columns} input features; "
+                f"choose a group_size that does (-1 always does), or skip the layer"
+            )
+        return columns // self.group
+
+
+@dataclass(frozen=True)
+class ActFormat:
+    """How an engine quantizes the input of a linear layer: a scale per token (dynamic) or one fixed scale (static)."""
+
+    kind: Literal["int", "float"]
+    bits: int
+    dynamic: bool
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind, self.bits)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The format of the weights and, unless they stay in 16 bits, of the activations."""
+
+    weights: Format
+    activations: ActFormat | None = None
+
+
+def weight_only(bits: int, group_size: int, symmetric: bool = True) -> Scheme:
+    """Integer weights, 16-bit activations. Engines have kernels for groups and rows, none for one scale per matrix."""
+    if group_size == 0:
+        raise ValueError("group_size must be a positive number or -1 (one scale per row), got 0")
+    return Scheme(Format("int", bits, group_size, symmetric))
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized weight matrix.
+
+    Args:
+        q: `[out, in]` codes, int8 or float8_e4m3fn.
+        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In the dtype it is stored in.
+        zero_point: int8, shaped like `scale`; None when symmetric.
+        format: what the codes mean.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    format: Format
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weights `[out, in]` that an engine computes with."""
+        return dequantize(self.q, self.scale, self.zero_point, self.format).to(dtype)
+
+
+def find_params(
+    w: Tensor, fmt: Format, *, scale_dtype: torch.dtype = torch.float32, ratio: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point that cover `ratio` of the range of each piece of `w`.
+
+    Args:
+        w: `[out, in]`, any float dtype.
+        fmt: the format to fit.
+        scale_dtype: dtype the scale is stored in.
+        ratio: at most 1; less clips the largest values for a finer step. A number, or a tensor shaped like the scale.
+
+    Returns:
+        scale `[out, n_groups]` (`[1]` per matrix) in `scale_dtype`, and the int8 zero point of that shape, or None.
+    """
+    pieces = _pieces(w.float(), fmt)
+    low, high = pieces.amin(-1), pieces.amax(-1)
+    if not (low.isfinite().all() and high.isfinite().all()):
+        raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
+    if fmt.group == 0:
+        low, high = low.view(1), high.view(1)
+    low, high = low.clamp(max=0) * ratio, high.clamp(min=0) * ratio
+    steps = fmt.qmax - fmt.qmin
+    span = high - low if not fmt.symmetric else 2 * torch.maximum(-low, high)
+    scale = (span / steps).clamp(max=torch.finfo(scale_dtype).max).to(scale_dtype)
+    scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
+    if fmt.symmetric:
+        return scale, None
+    zero = (fmt.qmin - low / scale.float()).round().clamp(fmt.qmin, fmt.qmax)
+    return scale, zero.to(torch.int8)
+
+
+def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """Codes of `x` as float32, one for each element; `scale` and `zero_point` are float32 and broadcast against `x`."""
+    x = x / scale
+    if zero_point is not None:
+        x = x.add_(zero_point)
+    if fmt.kind == "float":
+        return x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8).float()
+    return x.round_().clamp_(fmt.qmin, fmt.qmax)
+
+
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """The values that float32 `codes` stand for; the inverse of `encode` up to rounding."""
+    return codes * scale if zero_point is None else (codes - zero_point) * scale
+
+
+def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, given parameters from `find_params`."""
+    return encode(_pieces(w.float(), fmt), *_spread(scale, zero_point), fmt).to(fmt.dtype).view(w.shape)
+
+
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """Float32 values `[out, in]` of the codes `q [out, in]`."""
+    return decode(_pieces(q.float(), fmt), *_spread(scale, zero_point)).view(q.shape)
+
+
+def fake_quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """`dequantize(quantize(w))` in float32 `[out, in]`, without going through the storage dtype."""
+    spread = _spread(scale, zero_point)
+    return decode(encode(_pieces(w.float(), fmt), *spread, fmt), *spread).view(w.shape)
+
+
+def round_to_nearest(
+    w: Tensor, fmt: Format, *, scale_dtype: torch.dtype = torch.float32, ratio: float | Tensor = 1.0
+) -> QTensor:
+    """`w [out, in]` in `fmt` with every element rounded on its own."""
+    return quantize_with(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt)
+
+
+def quantize_with(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> QTensor:
+    """`w [out, in]` rounded to nearest with parameters already chosen."""
+    return QTensor(quantize(w, scale, zero_point, fmt), scale, zero_point, fmt)
+
+
+def _check_kind(kind: str, bits: int) -> None:
+    if kind not in ("int", "float"):
+        raise ValueError(f"kind must be 'int' or 'float', got {kind!r}")
+    if kind == "int" and (type(bits) is not int or not 2 <= bits <= 8):
+        raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
+    if kind == "float" and bits != 8:
+        raise ValueError(f"bits must be 8 for a float format, got {bits!r}")
+
+
+def _pieces(w: Tensor, fmt: Format) -> Tensor:
+    """`[out, in]` as `[out, n_groups, group]`, the last dimension sharing a scale; `[1, 1, out * in]` per matrix."""
+    if fmt.group == 0:
+        return w.reshape(1, 1, -1)
+    return w.reshape(w.shape[0], fmt.n_groups(w.shape[1]), -1)
+
+
+def _spread(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Parameters in float32, shaped to broadcast against `_pieces`."""
+    return scale.float().unsqueeze(-1), None if zero_point is None else zero_point.float().unsqueeze(-1)

@@ -1,0 +1,81 @@
+"""Post-training quantization schemes, one algorithm a file; the file's name is the scheme's name.
+
+A scheme is pure mathematics over weights and calibration statistics: no model, no IO. It works on *groups*, linear
+layers that read the same input (q/k/v; gate/up; ...). A module of this folder has
+
+    Options                                   frozen dataclass: the recipe's `options`, checked when made (ValueError)
+    NEEDS: frozenset[str]                     statistics it needs (see `vlmcompress.stats`); empty: needs no data
+    scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
+    quantize(weight, stats, options, scale_dtype, prepared) -> QTensor
+
+and, where the method has such a step,
+
+    smooth(weights, stats, options, scale_dtype) -> s | None      per input channel: the op before is divided by s [in]
+                                                                  and the weights multiplied by it; None: leave alone
+    prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`
+    input_scale(stats, options) -> Tensor                         static scale [1] of the activations
+
+`smooth` and `solve` below run these for a group whatever a module has. To add a scheme, add a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.registry import Registry
+from vlmcompress.stats import GroupStats
+
+REGISTRY = Registry("vlmcompress.quantizers", "scheme")
+
+
+class Quantizer(Protocol):
+    """The part of the protocol that every module of the folder has; the module itself is the object."""
+
+    NEEDS: frozenset[str]
+    Options: type
+
+    def scheme(self, options: Any) -> Scheme | None: ...
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A quantized group: a `QTensor` per weight, and the static scale `[1]` of their input where the scheme has one."""
+
+    weights: list[QTensor]
+    input_scale: Tensor | None = None
+
+
+@torch.no_grad()
+def smooth(
+    method: Any,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: Any,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor | None:
+    """The method's smoothing scale `s [in]`, float32, for weights `[out_i, in]` of one group; None: leave them alone."""
+    step = getattr(method, "smooth", None)
+    return None if step is None else step(weights, stats, options, scale_dtype)
+
+
+@torch.no_grad()
+def solve(
+    method: Any, weights: list[Tensor], stats: GroupStats | None, options: Any, scale_dtype: torch.dtype
+) -> Solution:
+    """Quantize the weights `[out_i, in]` of one group with the statistics of their input.
+
+    After smoothing, pass the scaled weights (best in float32) and `stats.rescaled(s)`. Layers that an engine fuses into
+    one matrix (q/k/v, gate/up) must come together, so that they can share what the engine wants shared.
+    """
+    prepare = getattr(method, "prepare", None)
+    prepared = None if prepare is None else prepare(weights, stats, options)
+    input_scale = getattr(method, "input_scale", None)
+    return Solution(
+        [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
+        None if input_scale is None else input_scale(stats, options),
+    )

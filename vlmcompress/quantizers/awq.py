@@ -1,0 +1,155 @@
+"""AWQ (arXiv 2306.00978): scale up the input channels that matter before rounding weights, found by search.
+
+Multiplying a weight's column by `s_j` and dividing the input by it changes nothing, but makes the rounding error of
+that column smaller next to its input, as long as the group's step does not grow. The scales come from a one-parameter
+family over the mean magnitudes of inputs and (`duo`) of weights relative to their group,
+
+    s = mean|X|^a / mean|W|^(1-a),  normalized by sqrt(max s * min s),      a in [0, 1],  and s = 1
+
+and the paper takes the point of smallest output error (eq. 4). Re-running the model for each point is what makes it
+slow. The error needs only the Gram matrix `G = X^T X`, accumulated once:
+
+    L(s) = sum over the group's layers of tr(D G D^T),      D = Q(W s) / s - W
+
+Since `s = 1` is among the candidates, the result is never worse than rounding to nearest on that objective.
+
+`clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
+values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
+falls.
+
+`objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
+Cost: `grid * out * in^2` multiply-adds for each layer. Loses: one family of scales, no error feedback (gptq has that).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import Format, QTensor, Scheme, fake_quantize, find_params, round_to_nearest, weight_only
+from vlmcompress.stats import GroupStats, quadratic
+
+NEEDS = frozenset({"gram", "absmean"})
+SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
+
+
+@dataclass(frozen=True)
+class Options:
+    """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: weight magnitudes join in;
+    `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"."""
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = False
+    grid: int = 20
+    duo: bool = True
+    clip: bool = True
+    clip_grid: int = 10
+    objective: str = "gram"
+
+    def __post_init__(self) -> None:
+        scheme(self)
+        for name in ("grid", "clip_grid"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 3:
+                raise ValueError(f"{name} must be a whole number of at least 3, got {value!r}")
+        for name in ("duo", "clip"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.objective not in ("gram", "block"):
+            raise ValueError(f"objective must be 'gram' or 'block', got {self.objective!r}")
+
+
+def scheme(options: Options) -> Scheme:
+    """Integer weights, 16-bit activations."""
+    return weight_only(options.bits, options.group_size, options.symmetric)
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Tensor | None:
+    """The best scale `[in]` for the weights `[out_i, in]` that share an input; None when none beats leaving them."""
+    fmt, gram = scheme(options).weights, stats.gram()
+    scales = candidates(weights, stats, options)
+    losses = torch.zeros(1 + len(scales), dtype=torch.float64)
+    for weight in weights:
+        w = weight.float()
+        losses[0] += _loss(w, None, gram, fmt, scale_dtype)
+        for k, s in enumerate(scales, start=1):
+            losses[k] += _loss(w, s, gram, fmt, scale_dtype)
+    best = int(losses.argmin())
+    return None if best == 0 else scales[best - 1]
+
+
+def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> list[Tensor]:
+    """The scales `[in]` to try besides 1, spread evenly over the exponent."""
+    x = stats.absmean()
+    points = options.grid - 1
+    exponents = [k / (points - 1) if options.duo else (k + 1) / points for k in range(points)]
+    w = _relative_magnitude(weights, scheme(options).weights) if options.duo else None
+    found = []
+    for a in exponents:
+        s = x.pow(a) if w is None else x.pow(a) / (w.pow(1 - a) + 1e-4)
+        s = s.clamp(min=1e-4)
+        s = s / (s.max() * s.min()).sqrt()
+        found.append(torch.where(s.isfinite() & (s > 0), s, 1.0))
+    return found
+
+
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tensor | None:
+    """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
+    return stats.gram() if options.clip else None
+
+
+def quantize(
+    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
+) -> QTensor:
+    """`weight [out, in]` and `stats`, both smoothed already: rounded to nearest in clipped or full ranges."""
+    fmt = scheme(options).weights
+    if not options.clip:
+        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
+    gram = stats.gram() if prepared is None else prepared
+    plain = round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
+    ratio = _best_ratio(weight.float(), gram, fmt, scale_dtype, options.clip_grid)
+    clipped = round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
+    errors = [quadratic(t.dequantize(torch.float32) - weight, gram) for t in (plain, clipped)]
+    better = errors[1] < errors[0]  # [out]
+    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.where(better[:, None], ratio, 1.0))
+
+
+def _loss(w: Tensor, s: Tensor | None, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> float:
+    """`tr(D G D^T)` for `D = Q(W s) / s - W`; `w [out, in]` float32."""
+    scaled = w if s is None else w * s
+    d = fake_quantize(scaled, *find_params(scaled, fmt, scale_dtype=scale_dtype), fmt)
+    if s is not None:
+        d /= s
+    return quadratic(d.sub_(w), gram).sum().item()
+
+
+def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
+    """Mean over all rows of `|W|` relative to the largest of its group: `[in]`, in 0 to 1."""
+    total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
+    for weight in weights:
+        groups = weight.float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))
+        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).sum(0).flatten()
+        rows += weight.shape[0]
+    return total / rows
+
+
+def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int) -> Tensor:
+    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G."""
+    n = fmt.n_groups(w.shape[1])
+    size = w.shape[1] // n
+    blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
+    best = torch.ones(w.shape[0], n, device=w.device)
+    least = torch.full_like(best, torch.inf)
+    for k in range(steps):
+        ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
+        d = fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt).sub_(w)
+        d = d.view(w.shape[0], n, size).transpose(0, 1)  # [n, out, size]
+        error = torch.linalg.vecdot(torch.bmm(d, blocks), d).T  # [out, n]
+        best = torch.where(error < least, ratio, best)
+        least = torch.minimum(error, least)
+    return best

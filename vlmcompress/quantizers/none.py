@@ -1,0 +1,17 @@
+"""Leave the weights in 16 bits: for recipes that only reduce visual tokens, and as the baseline of a comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEEDS: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Options:
+    """No options."""
+
+
+def scheme(options: Options) -> None:
+    """No number format: nothing is quantized."""
+    return None

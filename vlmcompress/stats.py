@@ -1,0 +1,198 @@
+"""What calibration remembers of the input `X [tokens, in]` of a group of linear layers, for each modality apart.
+
+A weight change `dW` changes the output by `X dW^T`, whose squared size needs no `X` once `G = X^T X` is known:
+
+    ||X dW^T||^2 = tr(dW G dW^T)
+
+so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-modality error reports and any later
+weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
+absolute maxima and means cost next to nothing, so a method says what it `needs`. Only the block upper triangle of `G`
+is computed and kept current (the rest follows by symmetry): it is the hot loop of calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+MODALITIES = ("text", "vision", "answer")
+"""Names of the token kinds; a mask holds 0 for tokens to ignore and `1 + index` for these."""
+
+NEEDS = frozenset({"gram", "absmax", "absmean"})
+_BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
+
+
+class GroupStats:
+    """Statistics of the inputs of linear layers that share one input.
+
+    Args:
+        width: input features `in`.
+        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean"}.
+    """
+
+    def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
+        self.width = width
+        self.needs = frozenset(needs)
+        if not self.needs <= NEEDS:
+            raise ValueError(f"unknown statistics {sorted(self.needs - NEEDS)}; known are {sorted(NEEDS)}")
+        self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
+        self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
+        self._absmax: dict[str, Tensor] = {}  # [in]
+        self._abssum: dict[str, Tensor] = {}  # [in]
+
+    @torch.no_grad()
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            x: `[..., in]` inputs, any float dtype.
+            mask: `[...]` modality of each token (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
+        """
+        if x.shape[-1] != self.width:
+            raise ValueError(f"expected inputs of {self.width} features, got {x.shape[-1]}")
+        x = x.reshape(-1, self.width)
+        for name, rows in _by_modality(x, mask):
+            if not rows.isfinite().all():
+                raise ValueError("the activations hold NaN or Inf")
+            self.count[name] += rows.shape[0]
+            if "gram" in self.needs:
+                if name not in self._gram:
+                    self._gram[name] = torch.zeros(self.width, self.width, device=x.device)
+                _accumulate(self._gram[name], rows)
+            if "absmax" in self.needs:
+                new = rows.abs().amax(0).float()
+                old = self._absmax.get(name)
+                self._absmax[name] = new if old is None else torch.maximum(old, new)
+            if "absmean" in self.needs:
+                new = rows.abs().sum(0, dtype=torch.float32)
+                old = self._abssum.get(name)
+                self._abssum[name] = new if old is None else old + new
+
+    def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
+        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: every modality with weight 1."""
+        chosen = _weights(self._seen(self._gram, "gram"), weights)
+        total: Tensor | None = None
+        for name, weight in chosen.items():
+            part = self._gram[name] * weight
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return _mirror(total)
+
+    def absmax(self) -> Tensor:
+        """`max_t |x_t|` over all modalities, float32 `[in]`."""
+        return torch.stack(list(self._seen(self._absmax, "absmax").values())).amax(0)
+
+    def absmean(self) -> Tensor:
+        """`mean_t |x_t|` over all modalities, float32 `[in]`."""
+        return torch.stack(list(self._seen(self._abssum, "absmean").values())).sum(0) / sum(self.count.values())
+
+    def rescaled(self, s: Tensor) -> GroupStats:
+        """The statistics of `X / s` for `s [in]`, positive; nothing is recomputed from activations."""
+        s = s.float()
+        if not (s.isfinite().all() and (s > 0).all()):
+            raise ValueError("smoothing scales must be positive and finite")
+        new = GroupStats(self.width, self.needs)
+        new.count = dict(self.count)
+        new._gram = {name: g / s / s[:, None] for name, g in self._gram.items()}
+        new._absmax = {name: v / s for name, v in self._absmax.items()}
+        new._abssum = {name: v / s for name, v in self._abssum.items()}
+        return new
+
+    def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
+        """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
+        result = {}
+        for name in self._seen(self._gram, "gram"):
+            size = quadratic(w, self._gram[name]).sum().item()
+            result[name] = quadratic(dw, self._gram[name]).sum().item() / size if size > 0 else 0.0
+        return result
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as named tensors that safetensors can store."""
+        state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
+        state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
+        for kind, values in (("gram", self._gram), ("absmax", self._absmax), ("abssum", self._abssum)):
+            state.update({f"{kind}.{name}": value for name, value in values.items()})
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> GroupStats:
+        """The inverse of `state_dict`."""
+        needs = [name for name, kept in zip(sorted(NEEDS), state["needs"].tolist(), strict=True) if kept]
+        stats = cls(int(state["width"]), needs)
+        stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
+        for key, value in state.items():
+            kind, dot, name = key.partition(".")
+            if dot:
+                getattr(stats, f"_{kind}")[name] = value.clone()
+        return stats
+
+    def _seen(self, values: dict[str, Tensor], need: str) -> dict[str, Tensor]:
+        if need not in self.needs:
+            raise ValueError(f"'{need}' was not collected; name it in `needs`")
+        if not values:
+            raise ValueError("no calibration token reached this layer; add calibration samples")
+        return values
+
+
+def quadratic(d: Tensor, gram: Tensor) -> Tensor:
+    """`d_i G d_i^T` for each row of `d [rows, in]`: float32 `[rows]`. Their sum is `tr(d G d^T)`.
+
+    Reads only the block upper triangle of the symmetric `gram [in, in]`, which halves the arithmetic.
+    """
+    d = d.float()
+    total = d.new_zeros(d.shape[0])
+    for a, b in _blocks(d.shape[1]):
+        product = d[:, a:b] @ gram[a:b, a:b]
+        if a:
+            product.addmm_(d[:, :a], gram[:a, a:b], alpha=2)
+        total += torch.linalg.vecdot(product, d[:, a:b])
+    return total
+
+
+def _blocks(width: int) -> list[tuple[int, int]]:
+    return [(a, min(a + _BLOCK, width)) for a in range(0, width, _BLOCK)]
+
+
+def _accumulate(gram: Tensor, rows: Tensor) -> None:
+    """`gram += rows^T rows` in its block upper triangle."""
+    rows = rows.float()
+    for a, b in _blocks(gram.shape[0]):
+        gram[:b, a:b].addmm_(rows[:, :b].T, rows[:, a:b])
+
+
+def _mirror(gram: Tensor) -> Tensor:
+    """Fill the lower triangle from the upper one, in place."""
+    for a, b in _blocks(gram.shape[0]):
+        gram[a:b, :a] = gram[:a, a:b].T
+    return gram
+
+
+def _by_modality(x: Tensor, mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """The rows of `x [tokens, in]` of each modality that occurs, without a copy when there is only one."""
+    if x.shape[0] == 0:
+        return
+    if mask is None:
+        yield MODALITIES[0], x
+        return
+    if mask.numel() != x.shape[0]:
+        raise ValueError(f"the modality mask has {mask.numel()} entries for {x.shape[0]} tokens")
+    mask = mask.reshape(-1).to(x.device)
+    for code, name in enumerate(MODALITIES, start=1):
+        index = (mask == code).nonzero().squeeze(1)
+        if index.numel() == x.shape[0]:
+            yield name, x
+        elif index.numel():
+            yield name, x.index_select(0, index)
+
+
+def _weights(seen: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(seen, 1.0)
+    if unknown := set(weights) - set(MODALITIES):
+        raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
+    chosen = {name: weights.get(name, 0.0) for name in seen}
+    if not any(chosen.values()):
+        raise ValueError(f"every modality that occurs ({', '.join(seen)}) has weight 0")
+    return chosen
