@@ -1,0 +1,79 @@
+"""Say which linear layers a config group is for, and check that every reader understands it the same way.
+
+A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
+and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
+the decoder's main scheme gets the class `Linear`, a vision tower's a pattern on the last part of the tower's name
+(`visual`, `vision_tower`: the same in all three), and any other layer its exact memory and disk names. What stays
+as it is belongs into `ignore`, which comes first everywhere (`models.ignore_patterns`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from vlmcompress.exporters.compressed_tensors import group_of
+from vlmcompress.models import ModelSpec
+from vlmcompress.numerics import Scheme
+
+
+def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
+    """Schemes with their targets, the decoder's main scheme first.
+
+    Args:
+        layers: quantized linear layer (memory name) -> its scheme.
+        disk: memory name of a parameter -> its name on disk.
+        spec: where the vision tower is.
+    """
+    found: dict[Scheme, list[str]] = {}
+    rest = dict(layers)
+    towers = []
+    for root in spec.vision:
+        inside = {name: rest.pop(name) for name in layers if name in rest and name.startswith(f"{root}.")}
+        common = _most_common(inside)
+        if common:
+            towers.append((common, f"re:(.*\\.)?{re.escape(root.split('.')[-1])}\\..*"))
+        rest |= {name: scheme for name, scheme in inside.items() if scheme != common}
+    main = _most_common({name: scheme for name, scheme in rest.items() if not name.startswith(spec.vision)})
+    if main:
+        found[main] = ["Linear"]
+    for scheme, pattern in towers:
+        found.setdefault(scheme, []).append(pattern)
+    for name, scheme in rest.items():
+        if scheme != main or name.startswith(spec.vision):
+            exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
+            found.setdefault(scheme, []).extend(dict.fromkeys(exact))
+    return list(found.items())
+
+
+def misread(
+    config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
+) -> list[tuple[str, str, str | None]]:
+    """Where a reader would take a layer for something else: (its name there, what it is, what it would be read as).
+
+    Args:
+        config: the `quantization_config` block.
+        layers: every linear layer of the model (memory name) -> its config group, None where it stays as it is.
+        disk: memory name of a parameter -> its name on disk. A tied output head may be missing.
+        spec: how vLLM names things.
+    """
+    stored = {name: disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in layers}
+    in_engine = {alias: spec.engine_name(name) for name in layers for alias in (name, stored[name])}
+    found = []
+    for aliases, renamed in (({}, {}), (stored, {}), (in_engine, in_engine)):
+        groups = {
+            key: {"targets": [renamed.get(target, target) for target in group["targets"]]}
+            for key, group in config["config_groups"].items()
+        }
+        seen = {"config_groups": groups, "ignore": [renamed.get(entry, entry) for entry in config["ignore"]]}
+        for name, expected in layers.items():
+            alias = aliases.get(name, name)
+            got = group_of(seen, alias)
+            if got != expected:
+                found.append((alias, expected or "unquantized", got))
+    return found
+
+
+def _most_common(layers: Mapping[str, Scheme]) -> Scheme | None:
+    return Counter(layers.values()).most_common(1)[0][0] if layers else None

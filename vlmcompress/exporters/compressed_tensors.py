@@ -1,0 +1,175 @@
+"""The compressed-tensors format: what vLLM, SGLang and transformers read without a plug-in.
+
+Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
+
+| scheme | format | tensors |
+|---|---|---|
+| int weights, 16-bit activations | pack-quantized | `weight_packed` i32 [out, in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
+| int 8 weights and activations | int-quantized | `weight` i8 [out, in], `weight_scale` [out, 1] |
+| FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1] or [1], static activations: `input_scale` [1] |
+
+Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
+Sources: compressed_tensors 0.19 `compressors/*`, vLLM 0.32 `quantization/compressed_tensors` (which reads `weights` of
+8-bit weight-only layers from pack-quantized files only).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from compressed_tensors import __version__
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationConfig
+from torch import Tensor
+
+from vlmcompress.errors import UserError
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
+from vlmcompress.tensorfile import Spec
+
+FORMAT = "compressed-tensors"
+
+
+def storage(scheme: Scheme) -> str:
+    """The name of the storage format of a scheme.
+
+    Raises:
+        UserError: a combination that the format (or every engine that reads it) lacks.
+    """
+    weights, activations = scheme.weights, scheme.activations
+    if weights.kind == "float":
+        if weights.bits != 8 or weights.group > 0 or not weights.symmetric:
+            raise UserError("FP8 weights are stored with one scale per channel or tensor only; use group -1 or 0")
+        return "float-quantized"
+    if activations is None:
+        if weights.group == 0:
+            raise UserError("weight-only int needs one scale per group or channel; use a group size or -1")
+        return "pack-quantized"
+    if weights.bits != 8 or activations.bits != 8 or activations.kind != "int" or weights.group > 0:
+        raise UserError("int weights with quantized activations are stored as W8A8 with a scale per channel only")
+    if not weights.symmetric:
+        raise UserError("W8A8 int needs symmetric weights; no engine reads asymmetric ones")
+    return "int-quantized"
+
+
+def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
+    """Local names, types and shapes of what `tensors` returns, from shapes alone."""
+    rows, columns = qt.q.shape
+    scale = Spec.of(qt.scale)
+    if storage(scheme) != "pack-quantized":
+        specs = {"weight": Spec.of(qt.q), "weight_scale": scale}
+        if input_scale is not None:
+            specs["input_scale"] = Spec(Spec.of(input_scale).dtype, (1,))
+        return specs
+    bits = scheme.weights.bits
+    specs = {
+        "weight_packed": Spec("I32", (rows, math.ceil(columns * bits / 32))),
+        "weight_scale": scale,
+        "weight_shape": Spec("I64", (2,)),
+    }
+    if not scheme.weights.symmetric:
+        specs["weight_zero_point"] = Spec("I32", (math.ceil(rows * bits / 32), scale.shape[1]))
+    return specs
+
+
+def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """What is stored for one linear layer.
+
+    Args:
+        qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
+        scheme: how weights and activations are quantized.
+        input_scale: the scale of static activations, one value.
+    """
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    if static != (input_scale is not None):
+        raise ValueError("an input scale belongs to static activations, and to nothing else")
+    if storage(scheme) != "pack-quantized":
+        stored = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.contiguous()}
+        if input_scale is not None:
+            stored["input_scale"] = input_scale.reshape(1)
+        return stored
+    bits = scheme.weights.bits  # the helper adds 2^(b-1) to codes and zero points itself
+    stored = {
+        "weight_packed": pack_to_int32(qt.q, bits).contiguous(),
+        "weight_scale": qt.scale.contiguous(),
+        "weight_shape": torch.tensor(qt.q.shape, dtype=torch.int64),
+    }
+    if qt.zero_point is not None:
+        stored["weight_zero_point"] = pack_to_int32(qt.zero_point, bits, packed_dim=0).contiguous()
+    return stored
+
+
+def quantization_config(
+    groups: Sequence[tuple[Scheme, Sequence[str]]], ignore: Sequence[str], *, kv_cache: bool = False
+) -> dict:
+    """The `quantization_config` block of config.json.
+
+    Only fields that every release of the last year knows are written: vLLM 0.32 pins an older compressed-tensors than
+    llm-compressor does.
+
+    Args:
+        groups: schemes with their targets, e.g. `[(w4a16, ["Linear"]), (fp8, ["re:.*visual.*proj$"])]`. Patterns win
+            over class names in transformers and vLLM alike.
+        ignore: layers (or `re:` patterns) that stay as they are.
+        kv_cache: whether the checkpoint has FP8 `k_scale` and `v_scale` per attention layer.
+    """
+    formats = sorted({storage(scheme) for scheme, _ in groups})
+    config = {
+        "quant_method": FORMAT,
+        "version": __version__,
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": {
+                "targets": list(targets),
+                "format": storage(scheme),
+                "weights": _weight_args(scheme.weights),
+                "input_activations": _activation_args(scheme.activations),
+                "output_activations": None,
+            }
+            for i, (scheme, targets) in enumerate(groups)
+        },
+        "ignore": list(ignore),
+        "kv_cache_scheme": _args("float", 8, "tensor", dynamic=False) if kv_cache else None,
+        "global_compression_ratio": None,
+    }
+    QuantizationConfig.model_validate(config)
+    return config
+
+
+def _args(
+    kind: str, bits: int, strategy: str, *, dynamic: bool, symmetric: bool = True, group: int | None = None
+) -> dict:
+    args = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": dynamic}
+    return args | ({"group_size": group} if group else {})
+
+
+def _weight_args(fmt: Format) -> dict:
+    strategy = {-1: "channel", 0: "tensor"}.get(fmt.group, "group")
+    group = fmt.group if fmt.group > 0 else None
+    return _args(fmt.kind, fmt.bits, strategy, dynamic=False, symmetric=fmt.symmetric, group=group)
+
+
+def _activation_args(fmt: ActFormat | None) -> dict | None:
+    if fmt is None:
+        return None
+    return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
+
+
+def group_of(config: Mapping, name: str) -> str | None:
+    """The config group that a linear layer called `name` falls into, or None when it stays as it is.
+
+    The rule that transformers and vLLM share: ignored names first, then names, then patterns, then the class `Linear`.
+    """
+    if any(_matches(name, entry) or entry == "Linear" for entry in config.get("ignore") or ()):
+        return None
+    targets = [(target, key) for key, group in config["config_groups"].items() for target in group["targets"]]
+    targets.sort(key=lambda item: item[0].startswith("re:"))
+    named = [key for target, key in targets if _matches(name, target)]
+    return next(iter(named + [key for target, key in targets if target == "Linear"]), None)
+
+
+def _matches(name: str, entry: str) -> bool:
+    return bool(re.match(entry[3:], name)) if entry.startswith("re:") else name == entry
