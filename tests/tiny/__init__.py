@@ -2,8 +2,8 @@
 
 Each has a tokenizer, a processor, a chat template and tensors under the names that the family's checkpoints have on the
 hub. Hidden and intermediate sizes are multiples of 128 and heads are 32 wide, so that every scheme applies and vLLM's
-CPU attention runs. One module per family, named like its spec in `vlmcompress.models`; each has `model() -> PreTrainedModel`,
-`processor() -> ProcessorMixin` and, where transformers 5 saves other names than the hub has, `RENAME` (prefix -> prefix).
+CPU attention runs. One module per family, named like its spec in `vlmcompress.models`; each has `model()`,
+`processor()` and, where transformers 5 saves other names than the hub has, `RENAME` (prefix -> prefix).
 """
 
 from __future__ import annotations

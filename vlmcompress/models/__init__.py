@@ -3,6 +3,7 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
+from vlmcompress.models._ignore import ignore_patterns
 from vlmcompress.models._load import REGISTRY, VLM, all_specs, load, quiet, refuse_quantized, skeleton, spec_for
 from vlmcompress.models._names import disk_module, disk_names, linear_names, tied_names
 from vlmcompress.models._read import read_config, shards, tensor_headers
@@ -19,6 +20,7 @@ __all__ = [
     "decoder_layers",
     "disk_module",
     "disk_names",
+    "ignore_patterns",
     "layer_class",
     "linear_names",
     "load",

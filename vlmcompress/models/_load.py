@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +46,10 @@ def spec_for(config: dict) -> ModelSpec:
         vision = any(key in config for key in ("vision_config", "visual", "vision_tower", "image_token_id"))
         what = "is not supported" if vision else "is not a vision-language model"
         raise UserError(f"model type '{model_type}' {what}{did_you_mean(model_type, specs)}")
-    text = config.get("text_config") or config
-    if any((text.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    text = config.get("text_config")
+    if isinstance(text, dict) and any(
+        (text.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    ):
         raise UserError(f"'{model_type}' with a mixture-of-experts language model is not supported; use a dense one")
     return specs[model_type]
 
@@ -62,8 +63,13 @@ def refuse_quantized(config: dict) -> None:
 def skeleton(path: str | Path) -> PreTrainedModel:
     """The model of `path` on the meta device: names and shapes, no weights read."""
     spec_for(read_config(path))
-    with quiet(), torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(_hf_config(Path(path)))
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return AutoModelForImageTextToText.from_config(config)
+    except Exception as error:  # any value in a config can be wrong, and each raises something of its own
+        problem = f"{Path(path) / 'config.json'} is not a valid config ({_first_line(error)})"
+        raise UserError(f"{problem}; restore it from the source") from error
 
 
 def load(
@@ -84,12 +90,13 @@ def load(
     config = read_config(path)
     spec = spec_for(config)
     refuse_quantized(config)
-    _refuse_code(path, config, trust_remote_code)
+    if config.get("auto_map") and not trust_remote_code:
+        raise UserError(f"{path}/config.json would run Python code from the folder (auto_map); allow trust_remote_code")
     bones = skeleton(path)
     _check_shapes(path, bones, disk_names(bones, tensor_headers(path)))
     with quiet():
         try:
-            model, info = AutoModelForImageTextToText.from_pretrained(
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
                 path,
                 dtype=dtype or "auto",
                 output_loading_info=True,
@@ -98,11 +105,13 @@ def load(
                 trust_remote_code=trust_remote_code,
             )
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{path} does not load: {_first_line(error)}") from error
+            raise UserError(f"{path} does not load ({_first_line(error)}); download it again") from error
         processor = _processor(path, trust_remote_code)
+    model, info = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
-            raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {sorted(map(str, info[what]))[0]}")
+            first = sorted(map(str, info[what]))[0]
+            raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {first}; download it again")
     _check_finite(model, path)
     return VLM(model.eval().requires_grad_(False).to(device), processor, spec, path)
 
@@ -122,36 +131,15 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _hf_config(path: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path / 'config.json'} is not a valid config: {_first_line(error)}") from error
-
-
 def _processor(path: Path, trust_remote_code: bool) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise UserError(
-            f"{path} has no usable processor: {_first_line(error)}; copy tokenizer and processor files"
-        ) from error
+        problem = f"{path} has no usable processor ({_first_line(error)})"
+        raise UserError(f"{problem}; copy the tokenizer and processor files from the source") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
     return processor
-
-
-def _refuse_code(path: Path, config: dict, trust_remote_code: bool) -> None:
-    """Refuse a folder whose configs ask for Python code of its own."""
-    if trust_remote_code:
-        return
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
-        file = path / name
-        content = config if name == "config.json" else json.loads(file.read_text()) if file.is_file() else {}
-        if content.get("auto_map"):
-            raise UserError(
-                f"{file} asks to run Python code from the folder (auto_map); allow it with trust_remote_code"
-            )
 
 
 def _check_shapes(path: Path, bones: PreTrainedModel, names: dict[str, str]) -> None:

@@ -6,12 +6,13 @@ is right for hub names, for names saved by transformers 5 and for whatever a lat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from vlmcompress.errors import UserError
 
@@ -23,14 +24,14 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
         model: the model, or its skeleton.
         disk_tensors: tensor names of the checkpoint.
 
-    A tied tensor (lm_head sharing the embedding) that the checkpoint does not hold has no entry. Raises `UserError` when
-    a checkpoint tensor is not in the model, when two map to one, when a tensor is missing, and when transformers would
-    merge or split tensors at load (such a tensor has no single name on disk).
+    A tied tensor (lm_head sharing the embedding) that the checkpoint does not hold has no entry. Raises `UserError`
+    when a checkpoint tensor is not in the model, when two map to one, when a tensor is missing, and when transformers
+    would merge or split tensors at load (such a tensor has no single name on disk).
     """
     state = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     names: dict[str, str] = {}
     for disk in disk_tensors:
         memory, converter = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
@@ -39,15 +40,15 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
         if memory not in state:
             if _ignored(model, memory):
                 continue
-            raise UserError(
-                f"checkpoint tensor '{disk}' has no place in {type(model).__name__} (looked for '{memory}')"
-            )
+            where = f"in {type(model).__name__} (looked for '{memory}'); config.json and weights do not belong together"
+            raise UserError(f"checkpoint tensor '{disk}' has no place {where}")
         if memory in names:
-            raise UserError(f"checkpoint tensors '{names[memory]}' and '{disk}' are both '{memory}' in the model")
+            raise UserError(f"checkpoint tensors '{names[memory]}' and '{disk}' are both '{memory}'; remove one")
         names[memory] = disk
     missing = [name for name in state if name not in names and name not in tied_names(model)]
     if missing:
-        raise UserError(f"checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'")
+        what = f"{len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'"
+        raise UserError(f"checkpoint lacks {what}; download it again")
     return names
 
 
@@ -68,7 +69,5 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def _ignored(model: PreTrainedModel, memory: str) -> bool:
     """Whether transformers drops this tensor knowingly, such as rotary tables in old checkpoints."""
-    import re
-
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    patterns = {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"} | set(model._keys_to_ignore_on_load_unexpected or ())
     return any(re.search(pattern, memory) for pattern in patterns)

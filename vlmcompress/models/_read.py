@@ -89,7 +89,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, dict]:
-    """The header of one safetensors file: 8 bytes of length, that many bytes of JSON, then exactly the data it lists."""
+    """The header of one safetensors file: 8 bytes of length, that many bytes of JSON, then the data it lists."""
     if not file.is_file():
         raise UserError(f"weight file {file} is missing; download it again")
     size = file.stat().st_size

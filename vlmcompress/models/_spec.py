@@ -1,7 +1,7 @@
 """What the project knows about one model family, as data.
 
-All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from transformers'
-own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`.
+All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from
+transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ class LinearGroup:
     Attributes:
         name: what reports call it, e.g. `qkv`.
         linears: names within the block. Those that a block lacks are left out; a block with none has no such group.
-        smooth: the op before them, within the block, that can be divided by a per-channel vector while these weights are
-            multiplied by it. Several candidates: the first that exists wins.
-        smooth_kind: `norm` (its weight is divided) or `linear` (its output rows are divided).
+        smooth: the op before them, within the block, that can be divided by a per-channel vector while these weights
+            are multiplied by it. Several candidates: the first that exists wins.
+        smooth_kind: `norm` (its weight, and bias where it has one, is divided; see `ModelSpec.norm_offset`) or `linear`
+            (its output rows, weight and bias, are divided).
         fused: the engine runs them as one matrix, so all of them need the same scheme.
     """
 
@@ -107,7 +108,7 @@ CLIP = (
 # vLLM's prefixes for the LLaVA shape: everything that transformers keeps under `model.` is top-level there.
 LLAVA_ENGINE = (
     ("model.language_model", "language_model.model"),
-    ("model.vision_tower", "vision_tower"),
+    ("model.vision_tower", "vision_tower.vision_model"),  # CLIP, SigLIP
     ("model.multi_modal_projector", "multi_modal_projector"),
     ("lm_head", "language_model.lm_head"),
 )

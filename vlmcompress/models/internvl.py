@@ -1,8 +1,8 @@
-"""InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT tower, pixel shuffle, Qwen2 or Llama decoder."""
+"""InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT, pixel shuffle, Qwen2 or Llama decoder."""
 
 from __future__ import annotations
 
-from vlmcompress.models._spec import LLAMA, LLAVA_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import LLAMA, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="internvl",
@@ -21,5 +21,10 @@ SPEC = ModelSpec(
         LinearGroup("fc2", ("mlp.fc2",)),
     ),
     image_token="image_token_id",
-    engine_prefixes=LLAVA_ENGINE,
+    engine_prefixes=(
+        ("model.language_model", "language_model.model"),
+        ("model.vision_tower", "vision_tower"),
+        ("model.multi_modal_projector", "multi_modal_projector"),
+        ("lm_head", "language_model.lm_head"),
+    ),
 )

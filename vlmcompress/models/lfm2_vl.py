@@ -1,7 +1,7 @@
 """LFM2-VL: SigLIP2 tower at native resolution, two-layer projector, LFM2 decoder.
 
-Decoder blocks are of two kinds, gated short convolution (`conv`) or grouped-query attention (`self_attn`), each followed
-by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups whose layers it has.
+Decoder blocks are of two kinds, gated short convolution (`conv`) or grouped-query attention (`self_attn`), each
+followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups whose layers it has.
 """
 
 from __future__ import annotations

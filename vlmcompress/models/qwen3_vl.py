@@ -1,6 +1,6 @@
 """Qwen3-VL: ViT whose early features enter the first decoder layers (deepstack), Qwen3 decoder, interleaved M-RoPE.
 
-The deepstack mergers are projectors: they stay as they are unless the tower is asked for, and even then only its blocks.
+The deepstack mergers are projectors: they stay as they are, even where the tower's blocks are quantized.
 """
 
 from __future__ import annotations

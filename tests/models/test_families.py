@@ -1,0 +1,131 @@
+"""What every family has to keep: it loads whole, answers, and its groups are what the spec says they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.models.inputs import encode
+from vlmcompress import models
+from vlmcompress.models import Group, ModelSpec
+
+
+def test_answers_about_one_and_two_images(family, loaded):
+    """Visual placeholders grow in proportion to images, and generation gives new tokens."""
+    vlm = loaded(family)
+    placeholder = getattr(vlm.model.config, vlm.spec.image_token)
+    visual = []
+    for count in (1, 2):
+        batch = encode(vlm, count)
+        visual.append(int((batch["input_ids"] == placeholder).sum()))
+        out = vlm.model.generate(**batch, max_new_tokens=2, do_sample=False)
+        assert out.shape[1] == batch["input_ids"].shape[1] + 2
+    assert visual[0] > 0 and visual[1] == 2 * visual[0]
+
+
+def test_spec_is_its_file_name(family):
+    if family in models.REGISTRY.names():
+        spec = models.REGISTRY.get(family).SPEC
+        assert spec.family == family
+        assert all(models.spec_for({"model_type": name}) is spec for name in spec.model_types)
+
+
+def test_every_linear_is_accounted_for(family, loaded):
+    """Each linear layer is in one decoder or vision group, in the projector, the tower's stem or the head."""
+    vlm = loaded(family)
+    llm = [name for group in models.resolve(vlm.model, vlm.spec) for name in group.linears]
+    tower = [name for group in models.vision_linears(vlm.model, vlm.spec) for name in group.linears]
+    assert len(set(llm + tower)) == len(llm + tower)
+    rest = set(models.linear_names(vlm.model)) - set(llm) - set(tower) - {vlm.spec.lm_head}
+    assert all(name.startswith((*vlm.spec.vision, *vlm.spec.projector)) for name in rest)
+    assert not any(name.startswith(vlm.spec.vision_layers) for name in rest)
+    assert all(name.startswith(f"{vlm.spec.layers}.") for name in llm)
+
+
+def test_no_group_is_a_leftover(family, loaded):
+    """Every linear layer of a block is named by a template, so that none is left unsmoothed by oversight."""
+    vlm = loaded(family)
+    templates = {group.name for group in (*vlm.spec.groups, *vlm.spec.vision_groups)}
+    assert {group.name for group in _all_groups(vlm.model, vlm.spec)} <= templates
+    assert {group.name for group in _all_groups(vlm.model, vlm.spec)} == templates
+
+
+def test_linears_of_a_group_read_one_input(family, loaded):
+    """Oracle: forward hooks see the same tensor at every linear layer of a group, and layers run in order."""
+    vlm = loaded(family)
+    seen: dict[str, torch.Tensor] = {}
+    handles = [
+        vlm.model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, name=name: seen.__setitem__(name, args[0])
+        )
+        for group in _all_groups(vlm.model, vlm.spec)
+        for name in group.linears
+    ]
+    with torch.no_grad():
+        vlm.model(**encode(vlm, 1))
+    for handle in handles:
+        handle.remove()
+    for group in models.resolve(vlm.model, vlm.spec):
+        first = seen[group.linears[0]]
+        assert all(torch.equal(seen[name], first) for name in group.linears), group
+    layers = [
+        name.rsplit(".self_attn", 1)[0].rsplit(".conv", 1)[0] for name in seen if name.startswith(vlm.spec.layers)
+    ]
+    order = list(dict.fromkeys(name for name in layers if name in models.decoder_layers(vlm.model, vlm.spec)))
+    assert order == models.decoder_layers(vlm.model, vlm.spec)
+
+
+@pytest.mark.parametrize("part", ["decoder", "tower"])
+def test_smoothing_changes_no_logit(family, part, loaded):
+    """Oracle: dividing every `smooth` by random s and multiplying its group's weights by s keeps the FP32 logits."""
+    vlm = loaded(family)
+    model = copy.deepcopy(vlm.model).float()
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in encode(vlm, 2).items()}
+    groups = models.resolve(model, vlm.spec) if part == "decoder" else models.vision_linears(model, vlm.spec)
+    assert any(group.smooth for group in groups)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        before = model(**batch).logits
+        for group in groups:
+            _smooth(model, group, vlm.spec, part, generator)
+        after = model(**batch).logits
+    assert (after - before).abs().max() < 1e-4 * before.abs().max()
+
+
+def test_layer_class_is_that_of_each_decoder_layer(family, loaded):
+    vlm = loaded(family)
+    name = models.layer_class(vlm.model, vlm.spec)
+    found = [path for path, module in vlm.model.named_modules() if type(module).__name__ == name]
+    assert found == models.decoder_layers(vlm.model, vlm.spec)
+
+
+def test_skeleton_has_the_shapes_of_the_model(family, checkpoint, loaded):
+    state = loaded(family).model.state_dict()
+    bones = models.skeleton(checkpoint(family))
+    assert all(parameter.is_meta for parameter in bones.parameters())
+    assert {name: value.shape for name, value in bones.state_dict().items()} == {
+        name: value.shape for name, value in state.items()
+    }
+
+
+def _all_groups(model, spec: ModelSpec) -> list[Group]:
+    return models.resolve(model, spec) + models.vision_linears(model, spec)
+
+
+def _smooth(model, group: Group, spec: ModelSpec, part: str, generator: torch.Generator) -> None:
+    """Divide `group.smooth` by a random positive vector [in] and multiply the group's weights by it."""
+    if group.smooth is None:
+        return
+    op = model.get_submodule(group.smooth)
+    s = torch.rand(op.weight.shape[0], generator=generator) * 1.5 + 0.5
+    offset = spec.norm_offset if part == "decoder" and group.smooth_kind == "norm" else 0.0
+    if group.smooth_kind == "norm":
+        op.weight.copy_((op.weight + offset) / s - offset)
+    else:
+        op.weight.div_(s[:, None])
+    if getattr(op, "bias", None) is not None:
+        op.bias.div_(s)
+    for name in group.linears:
+        model.get_submodule(name).weight.mul_(s)

@@ -1,0 +1,190 @@
+"""Bad folders: each is refused with one line that names the file or tensor and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vlmcompress import models
+from vlmcompress.errors import UserError
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path, checkpoint) -> Path:
+    """A copy of the tiny LLaVA that a test may break."""
+    return Path(shutil.copytree(checkpoint("llava"), tmp_path / "model"))
+
+
+def refused(folder: Path, match: str, read=models.load) -> None:
+    """`read(folder)` raises a `UserError` of one line that matches and that says what to do."""
+    with pytest.raises(UserError, match=match) as caught:
+        read(folder)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+def edit_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_loads_from_a_string_in_another_dtype(checkpoint):
+    vlm = models.load(str(checkpoint("llava")), dtype=torch.float32)
+    assert vlm.model.dtype == torch.float32 and not vlm.model.training
+    assert models.load(checkpoint("llava")).model.dtype == torch.bfloat16
+
+
+def test_is_quiet(checkpoint, capfd):
+    models.load(checkpoint("llava"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_folder(tmp_path):
+    refused(tmp_path / "nowhere", "does not exist", models.read_config)
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file", "is a file", models.read_config)
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "is empty", models.read_config)
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    refused(folder, "no config.json", models.read_config)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_config_is_not_json(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    refused(folder, "config .*config.json", models.read_config)
+
+
+@pytest.mark.parametrize(
+    "model_type, match", [("llama", "not a vision-language model"), ("llavva", "did you mean 'llava'")]
+)
+def test_unknown_model_type(folder, model_type, match):
+    config = models.read_config(folder)
+    config = {"model_type": model_type} if model_type == "llama" else config | {"model_type": model_type}
+    with pytest.raises(UserError, match=match):
+        models.spec_for(config)
+
+
+def test_other_configs_that_are_refused(folder):
+    config = models.read_config(folder)
+    for change, match in [
+        ({"model_type": None}, "no model_type"),
+        ({"text_config": config["text_config"] | {"num_local_experts": 8}}, "mixture-of-experts"),
+    ]:
+        with pytest.raises(UserError, match=match):
+            models.spec_for(config | change)
+    edit_json(folder / "config.json", auto_map={"AutoModel": "x.Y"})
+    refused(folder, "auto_map")
+    edit_json(folder / "config.json", auto_map=None, quantization_config={"quant_method": "awq"})
+    refused(folder, "quantized already")
+
+
+def test_invalid_config_value(folder):
+    edit_json(folder / "config.json", text_config="llama")
+    refused(folder, "config.json is not a valid config", models.skeleton)
+
+
+def test_pickled_weights(folder):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    refused(folder, "pickled weights.*convert", models.read_config)
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, "no \\*.safetensors", models.read_config)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_weights(folder, keep):
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:keep])
+    refused(folder, f"{WEIGHTS} is truncated or corrupt", models.read_config)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"garbage", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}', b'{"a": {"data_offsets": [0]}}'],
+)
+def test_corrupt_header(folder, header):
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header)
+    refused(folder, "unreadable header", models.read_config)
+
+
+def test_trailing_bytes(folder):
+    with (folder / WEIGHTS).open("ab") as file:
+        file.write(b"\0")
+    refused(folder, "instead of", models.read_config)
+
+
+def test_shards(folder):
+    """A sharded checkpoint loads like the single file; a missing shard, a wrong index and no index are refused."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    half = len(tensors) // 2
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    refused(folder, "no model.safetensors.index.json", models.read_config)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert len(models.shards(folder)) == 2
+    state = models.load(folder).model.state_dict()
+    assert torch.equal(state["lm_head.weight"], tensors["language_model.lm_head.weight"])
+
+    index.write_text(json.dumps({"weight_map": weight_map | {"surplus": names and next(iter(parts))}}))
+    refused(folder, "'surplus'", models.read_config)
+    index.write_text(json.dumps({"weight_map": weight_map | {names[0]: "../x.safetensors"}}))
+    refused(folder, "outside its folder", models.read_config)
+    index.write_text(json.dumps({"weight_map": []}))
+    refused(folder, "no usable weight_map", models.read_config)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, "model-00002-of-00002.safetensors is missing", models.read_config)
+
+
+def edit_tensors(folder: Path, edit) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_missing_and_surplus_tensors(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop("vision_tower.vision_model.pre_layrnorm.weight"))
+    refused(folder, "lacks 1 tensors.*model.vision_tower.pre_layrnorm.weight")
+    edit_tensors(folder, lambda tensors: tensors.update(extra=torch.zeros(1)))
+    refused(folder, "'extra' has no place")
+
+
+def test_wrong_shape(folder):
+    edit_json(
+        folder / "config.json", vision_config=models.read_config(folder)["vision_config"] | {"intermediate_size": 512}
+    )
+    refused(folder, "vision_tower.vision_model.encoder.layers.0.mlp.fc1.* has shape .*asks for")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(folder, bad):
+    name = "language_model.model.layers.1.mlp.down_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors[name].__setitem__((3, 5), bad))
+    refused(folder, "'model.language_model.layers.1.mlp.down_proj.weight' holds NaN or infinity")
+
+
+def test_large_finite_weights_pass(folder):
+    """A sum that overflows is no NaN."""
+    edit_tensors(folder, lambda tensors: tensors["multi_modal_projector.linear_1.weight"].fill_(3e38))
+    models.load(folder)
+
+
+def test_no_processor(folder):
+    (folder / "processor_config.json").unlink()
+    refused(folder, "processor")
+    (folder / "tokenizer.json").unlink()
+    refused(folder, "no usable processor")

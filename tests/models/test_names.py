@@ -1,0 +1,107 @@
+"""One tensor, three names: memory, disk and engine, and an `ignore` list that is right under each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from compressed_tensors.utils.match import match_name
+from safetensors.torch import load_file
+
+from vlmcompress import models
+from vlmcompress.errors import UserError
+
+# The first tensor of tower, decoder and head, as published checkpoints of the family name them.
+HUB = {
+    "gemma3": ("vision_tower.vision_model.", "language_model.model.layers.0.", None),
+    "idefics3": ("model.vision_model.", "model.text_model.layers.0.", "lm_head.weight"),
+    "internvl": ("vision_tower.encoder.layer.0.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
+    "lfm2-vl": ("model.vision_tower.vision_model.", "model.language_model.layers.0.", None),
+    "llava": ("vision_tower.vision_model.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
+    "llava-next": ("vision_tower.vision_model.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
+    "llava-onevision": ("vision_tower.vision_model.", "language_model.model.layers.0.", None),
+    "qwen2-5-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
+    "qwen2-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
+    "qwen3-vl": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
+    "smolvlm": ("model.vision_model.", "model.text_model.layers.0.", None),
+}
+
+
+def test_tiny_checkpoint_has_hub_names(family, checkpoint):
+    disk = models.tensor_headers(checkpoint(family))
+    tower, decoder, head = HUB[family]
+    assert any(name.startswith(tower) for name in disk) and any(name.startswith(decoder) for name in disk)
+    assert {name for name in disk if "lm_head" in name} == ({head} if head else set())
+
+
+@pytest.mark.parametrize("hub_names", [True, False], ids=["hub", "transformers"])
+def test_disk_names_are_where_the_values_come_from(family, hub_names, checkpoint, loaded):
+    """Oracle: `from_pretrained` itself. The tensor under the disk name holds the values of the loaded parameter."""
+    folder = checkpoint(family, hub_names)
+    state = loaded(family).model.state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    bones = models.skeleton(folder)
+    names = models.disk_names(bones, tensors)
+    assert sorted(names.values()) == sorted(tensors)
+    assert set(state) - set(names) <= set(models.tied_names(bones))
+    assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
+
+
+def test_disk_names_refuse_what_does_not_fit(checkpoint):
+    folder = checkpoint("llava")
+    bones, disk = models.skeleton(folder), list(models.tensor_headers(folder))
+    with pytest.raises(UserError, match="'surplus.weight' has no place"):
+        models.disk_names(bones, [*disk, "surplus.weight"])
+    with pytest.raises(UserError, match="lacks 1 tensors .* first 'lm_head.weight'"):
+        models.disk_names(bones, [name for name in disk if "lm_head" not in name])
+    with pytest.raises(UserError, match="are both 'lm_head.weight'"):
+        models.disk_names(bones, [*disk, "lm_head.weight"])
+
+
+def test_disk_names_skip_rotary_tables_of_old_checkpoints(checkpoint):
+    folder = checkpoint("llava")
+    disk = list(models.tensor_headers(folder))
+    old = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert old not in models.disk_names(models.skeleton(folder), [*disk, old]).values()
+
+
+@pytest.mark.parametrize("hub_names", [True, False], ids=["hub", "transformers"])
+@pytest.mark.parametrize("what", ["llm", "llm and tower", "one layer skipped"])
+def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
+    """Oracle: compressed-tensors' own matcher. Under each naming it matches all unquantized layers and no other."""
+    folder = checkpoint(family, hub_names)
+    bones = models.skeleton(folder)
+    spec = models.spec_for(models.read_config(folder))
+    names = models.disk_names(bones, models.tensor_headers(folder))
+    groups = models.resolve(bones, spec)
+    if what == "one layer skipped":
+        groups = [group for group in groups if group.layer != 1 or group.name != "down"]
+    if what == "llm and tower":
+        groups += models.vision_linears(bones, spec)
+    quantized = {name for group in groups for name in group.linears}
+    ignore = models.ignore_patterns(bones, spec, quantized, names)
+    for name in models.linear_names(bones):
+        forms = {name, spec.engine_name(name)}
+        if f"{name}.weight" in names:
+            forms.add(models.disk_module(name, names))
+        for form in forms:
+            assert any(match_name(form, entry) for entry in ignore) == (name not in quantized), (form, ignore)
+    assert len(ignore) < 30
+
+
+def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
+    """Gemma's projector is a bare matrix in transformers, but the engine may see a layer there."""
+    folder = checkpoint("gemma3")
+    bones, spec = models.skeleton(folder), models.spec_for(models.read_config(folder))
+    quantized = {name for group in models.resolve(bones, spec) for name in group.linears}
+    names = models.disk_names(bones, models.tensor_headers(folder))
+    ignore = models.ignore_patterns(bones, spec, quantized, names)
+    assert any(match_name("multi_modal_projector.mm_input_projection", entry) for entry in ignore)
+
+
+def test_engine_name_maps_whole_path_components():
+    spec = dataclasses.replace(models.all_specs()[0], engine_prefixes=(("model.a", "x"),))
+    assert spec.engine_name("model.a.b") == "x.b"
+    assert spec.engine_name("model.a") == "x"
+    assert spec.engine_name("model.ab.c") == "model.ab.c"
