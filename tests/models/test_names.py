@@ -59,6 +59,19 @@ def test_disk_names_refuse_what_does_not_fit(checkpoint):
         models.disk_names(bones, [*disk, "lm_head.weight"])
 
 
+def test_memory_names_of_a_quantized_layer(family, checkpoint):
+    """A packed weight and its scale belong to the module that the plain weight belonged to."""
+    folder = checkpoint(family)
+    bones = models.skeleton(folder)
+    names = models.disk_names(bones, models.tensor_headers(folder))
+    for memory in models.linear_names(bones):
+        if f"{memory}.weight" in names:
+            disk = models.disk_module(memory, names)
+            parts = [f"{disk}.weight_packed", f"{disk}.weight_scale", f"{disk}.weight"]
+            found = models.memory_names(bones, parts)
+            assert list(found.values()) == [f"{memory}.weight_packed", f"{memory}.weight_scale", f"{memory}.weight"]
+
+
 def test_disk_names_skip_rotary_tables_of_old_checkpoints(checkpoint):
     folder = checkpoint("llava")
     disk = list(models.tensor_headers(folder))

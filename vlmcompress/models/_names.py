@@ -29,14 +29,8 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
     would merge or split tensors at load (such a tensor has no single name on disk).
     """
     state = model.state_dict(keep_vars=True)
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     names: dict[str, str] = {}
-    for disk in disk_tensors:
-        memory, converter = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
-        if converter is not None:
-            raise UserError(f"tensor '{disk}' is merged or split with others at load ({converter}); not supported")
+    for disk, memory in memory_names(model, disk_tensors).items():
         if memory not in state:
             if _ignored(model, memory):
                 continue
@@ -49,6 +43,32 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
     if missing:
         what = f"{len(missing)} tensors of {type(model).__name__}, first '{missing[0]}'"
         raise UserError(f"checkpoint lacks {what}; download it again")
+    return names
+
+
+def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
+    """Name of each checkpoint tensor -> its memory name, whether or not the model has such a tensor.
+
+    Tensors of quantized layers (`...down_proj.weight_packed`, `...weight_scale`) go where the layer's `weight` goes.
+    """
+    state = model.state_dict(keep_vars=True)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+
+    def rename(disk: str) -> str:
+        memory, converter = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
+        if converter is not None:
+            raise UserError(f"tensor '{disk}' is merged or split with others at load ({converter}); not supported")
+        return memory
+
+    names = {}
+    for disk in disk_tensors:
+        names[disk] = rename(disk)
+        module, _, leaf = disk.rpartition(".")
+        weight = rename(f"{module}.weight")
+        if names[disk] not in state and weight in state:
+            names[disk] = f"{weight.removesuffix('weight')}{leaf}"
     return names
 
 
