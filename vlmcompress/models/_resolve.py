@@ -19,16 +19,24 @@ def layer_class(model: nn.Module, spec: ModelSpec) -> str:
 
 
 def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
-    """The linear groups of all decoder blocks, block by block, in the order in which a block runs them."""
-    return [
-        group
-        for index, block in enumerate(decoder_layers(model, spec))
-        for group in _groups(model, block, index, spec.groups)
-    ]
+    """The linear groups of all decoder blocks, block by block, in the order in which a block runs them.
+
+    A linear layer that no template names (a variant of the family) is a group of its own, without smoothing.
+    """
+    found: list[Group] = []
+    for index, block in enumerate(decoder_layers(model, spec)):
+        groups = _groups(model, block, index, spec.groups)
+        seen = {name for group in groups for name in group.linears}
+        rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in seen]
+        found += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
+    return found
 
 
 def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
-    """The linear groups of the vision tower's blocks (patch embedding, merger and projector are none of them)."""
+    """The linear groups of the vision tower's blocks that an engine can run quantized.
+
+    Patch embedding, merger and projector are none of them, nor is a layer that no template names.
+    """
     return [
         group
         for index, block in enumerate(_blocks(model, spec.vision_layers))
@@ -47,18 +55,14 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
 
 
 def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGroup, ...]) -> list[Group]:
-    """The groups of one block. A linear layer that no template names is a group of its own, without smoothing."""
-    linears = {
-        name: module for name, module in model.get_submodule(block).named_modules() if isinstance(module, nn.Linear)
-    }
+    """The groups of one block whose layers it has."""
+    linears = _linears(model, block)
     modules = dict(model.get_submodule(block).named_modules())
     found: list[Group] = []
-    seen: set[str] = set()
     for template in templates:
         members = [name for name in template.linears if name in linears]
         if not members:
             continue
-        seen.update(members)
         smooth = next((name for name in template.smooth if name in modules), None)
         if smooth is not None and not _fits(modules[smooth], [linears[name] for name in members]):
             smooth = None
@@ -72,8 +76,13 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
                 fused=template.fused and len(members) > 1,
             )
         )
-    found += [Group(layer, name, (f"{block}.{name}",)) for name in linears if name not in seen]
     return found
+
+
+def _linears(model: nn.Module, block: str) -> dict[str, nn.Linear]:
+    """The linear layers of one block, by their name within it."""
+    modules = model.get_submodule(block).named_modules()
+    return {name: module for name, module in modules if isinstance(module, nn.Linear)}
 
 
 def _fits(op: nn.Module, linears: list[nn.Linear]) -> bool:

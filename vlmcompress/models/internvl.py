@@ -1,4 +1,7 @@
-"""InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT, pixel shuffle, Qwen2 or Llama decoder."""
+"""InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT, pixel shuffle, Qwen2 or Llama decoder.
+
+vLLM runs the tower's attention projections as plain torch layers, which cannot be quantized: only its MLPs are listed.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,6 @@ SPEC = ModelSpec(
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layer",
     vision_groups=(
-        LinearGroup(
-            "qkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("layernorm_before",), fused=True
-        ),
-        LinearGroup("o", ("attention.projection_layer",), ("attention.v_proj",), "linear"),
         LinearGroup("fc1", ("mlp.fc1",), ("layernorm_after",)),
         LinearGroup("fc2", ("mlp.fc2",)),
     ),
