@@ -1,0 +1,62 @@
+"""The store of finished blocks: exact round trip, and nothing survives a change of what it depends on."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmcompress.numerics import Format, round_to_nearest
+from vlmcompress.resume import LayerStore
+from vlmcompress.solve import LayerResult
+
+
+def result() -> LayerResult:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 128)
+    found = LayerResult()
+    found.weights["a.b"] = round_to_nearest(weight, Format("int", 4, 32, symmetric=False), scale_dtype=torch.bfloat16)
+    found.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
+    found.smoothing["norm"] = torch.rand(128)
+    found.input_scales["a.b"] = torch.tensor([0.25])
+    found.kv_scales["attn"] = torch.tensor([0.1, 0.2])
+    found.errors = {"a.b": {"vision": 0.125}}
+    return found
+
+
+def test_round_trip_is_exact(tmp_path):
+    store = LayerStore(tmp_path / "s", "x", resume=False)
+    saved = result()
+    store.save(3, saved)
+    assert store.has(3) and not store.has(2) and store.finished() == 1
+    loaded = store.load(3)
+    assert loaded.errors == saved.errors
+    for kind in ("smoothing", "input_scales", "kv_scales"):
+        assert getattr(loaded, kind).keys() == getattr(saved, kind).keys()
+        assert all(torch.equal(getattr(loaded, kind)[name], value) for name, value in getattr(saved, kind).items())
+    for name, weight in saved.weights.items():
+        again = loaded.weights[name]
+        assert again.format == weight.format
+        assert torch.equal(again.q.view(torch.int8), weight.q.view(torch.int8))
+        assert torch.equal(again.scale, weight.scale) and again.scale.dtype == weight.scale.dtype
+        assert (again.zero_point is None) == (weight.zero_point is None)
+        assert weight.zero_point is None or torch.equal(again.zero_point, weight.zero_point)
+
+
+def test_kept_only_for_the_same_fingerprint_and_on_request(tmp_path):
+    LayerStore(tmp_path / "s", "x", resume=False).save(0, result())
+    assert LayerStore(tmp_path / "s", "x", resume=True).has(0)
+    assert not LayerStore(tmp_path / "s", "y", resume=True).has(0)
+    LayerStore(tmp_path / "s", "y", resume=True).save(0, result())
+    assert not LayerStore(tmp_path / "s", "y", resume=False).has(0)
+
+
+def test_a_half_written_block_does_not_count(tmp_path):
+    store = LayerStore(tmp_path / "s", "x", resume=False)
+    (store.folder / "layer-0001.part").write_bytes(b"half")
+    assert not store.has(1) and store.finished() == 0
+
+
+def test_remove_leaves_nothing(tmp_path):
+    store = LayerStore(tmp_path / "s", "x", resume=False)
+    store.save(0, result())
+    store.remove()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,126 @@
+"""`solve_layer` on a small gated block. Oracle: the block computed in full precision from explicit activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import quantizers
+from vlmcompress.models import Group
+from vlmcompress.solve import Method, apply, solve_layer
+from vlmcompress.stats import GroupStats
+
+WIDTH, INNER, TOKENS = 128, 256, 300
+GATE_UP = Group(0, "gate_up", ("gate", "up"), "norm", "norm", fused=True)
+DOWN = Group(0, "down", ("down",), "up", "linear")
+
+
+class Norm(nn.Module):
+    """Scales channels, as an RMS norm does after dividing by the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH).mul(0.8).exp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Block(nn.Module):
+    """`down(silu(gate(norm x)) * up(norm x))` with a bias in `up`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.gate = nn.Linear(WIDTH, INNER, bias=False)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return torch.nn.functional.silu(self.gate(x)) * self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x))
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block().requires_grad_(False)
+
+
+def observe(block: Block, x: Tensor, needs: frozenset[str]) -> dict[str, GroupStats]:
+    mask = torch.where(torch.arange(len(x)) < TOKENS // 2, 2, 1)
+    stats = {}
+    for name, values in (("gate_up", block.norm(x)), ("down", block.inner(x))):
+        stats[name] = GroupStats(values.shape[1], needs | {"gram"})
+        stats[name].update(values, mask)
+    return stats
+
+
+def solve(block: Block, scheme: str, x: Tensor, **options):
+    module = quantizers.REGISTRY.get(scheme)
+    method = Method(module, module.Options(**options))
+    weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
+    return solve_layer([GATE_UP, DOWN], weights, observe(block, x, method.needs), method, torch.float32)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "int8"])
+def test_smoothing_alone_changes_nothing(block, scheme):
+    """Undo the rounding: with the smoothed but unrounded weights the block computes what it did."""
+    x = torch.randn(TOKENS, WIDTH)
+    before = block(x)
+    result = solve(block, scheme, x)
+    assert "norm" in result.smoothing
+    norm, up = (result.smoothing.get(name, torch.ones(())) for name in ("norm", "up"))
+    block.norm.weight /= norm
+    block.gate.weight *= norm
+    block.up.weight *= norm
+    block.up.weight /= up.view(-1, 1)
+    block.up.bias /= up
+    block.down.weight *= up
+    torch.testing.assert_close(block(x), before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["rtn", "gptq", "awq", "int8", "fp8", "w8a16"])
+def test_applied_result_is_close_and_errors_are_true(block, scheme):
+    """The reported error of `down` by modality equals the one computed from its explicit input."""
+    torch.manual_seed(1)
+    x = torch.randn(TOKENS, WIDTH)
+    before, inner = block(x), block.inner(x)
+    weight = block.down.weight.clone()
+    result = solve(block, scheme, x)
+    apply(result, dict(block.named_children()))
+    relative = (block(x) - before).square().sum() / before.square().sum()
+    assert 0 < relative < (0.06 if scheme in ("rtn", "gptq", "awq") else 0.003)
+    smooth = result.smoothing.get("up", torch.ones(INNER))
+    difference = result.weights["down"].dequantize(torch.float32) - weight * smooth
+    for modality, rows in (("vision", slice(0, TOKENS // 2)), ("text", slice(TOKENS // 2, None))):
+        error = (inner[rows] / smooth @ difference.T).square().sum() / (inner[rows] @ weight.T).square().sum()
+        assert result.errors["down"][modality] == pytest.approx(error.item(), rel=1e-2)
+
+
+def test_inputs_stay_as_they_are(block):
+    weight = block.up.weight.clone()
+    solve(block, "awq", torch.randn(TOKENS, WIDTH))
+    assert torch.equal(block.up.weight, weight)
+
+
+def test_no_folding_into_a_layer_that_is_left_alone(block):
+    """`up` is skipped, so `down` must not be smoothed: nothing could take the scale in."""
+    module = quantizers.REGISTRY.get("awq")
+    method = Method(module, module.Options())
+    stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs)
+    result = solve_layer([DOWN], {"down": block.down.weight}, stats, method, torch.float32)
+    assert result.smoothing == {}
+    assert set(result.weights) == {"down"}
+
+
+def test_without_data_the_error_is_that_of_the_weight(block):
+    module = quantizers.REGISTRY.get("rtn")
+    result = solve_layer([DOWN], {"down": block.down.weight}, {}, Method(module, module.Options()), torch.float32)
+    difference = result.weights["down"].dequantize(torch.float32) - block.down.weight
+    expected = difference.square().sum() / block.down.weight.square().sum()
+    assert result.errors["down"] == {"weight": pytest.approx(expected.item(), rel=1e-4)}

@@ -1,0 +1,144 @@
+"""Drive the calibration with llm-compressor's sequential pipeline.
+
+llm-compressor cuts the model into one subgraph per decoder block, runs the calibration set through each twice (once
+to observe, once to pass on what the quantized block puts out) and keeps the activations between blocks.
+`BlockModifier` is what we hang into it: it accumulates `GroupStats` per modality while a block is observed, hands
+them to `solve_layer` when the block has seen all samples, puts the quantized weights into the model, and stores the
+result so that an interrupted run can go on. The modality of each token travels in the field that llm-compressor calls
+`loss_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmcompressor import oneshot
+from llmcompressor.core import active_session
+from llmcompressor.modifiers import Modifier
+from pydantic import ConfigDict, PrivateAttr
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from vlmcompress.calibration.kv_cache import KVRange
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM, Group
+from vlmcompress.resume import LayerStore
+from vlmcompress.solve import Method, apply, solve_layer
+from vlmcompress.stats import GroupStats
+
+Progress = Callable[[str, int, int], None]
+
+
+class BlockModifier(Modifier):
+    """Quantizes block after block from statistics of its inputs.
+
+    Attributes:
+        blocks: the groups to quantize of each decoder block.
+        attention: attention modules whose keys and values get FP8 scales, by block; empty without a quantized KV cache.
+        method: scheme and options.
+        store: where each block's result is kept; blocks found there are not solved again.
+        progress: called with (label, done, total).
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    requires_calibration_data: bool = True
+
+    blocks: list[list[Group]]
+    attention: dict[int, str]
+    method: Method
+    store: LayerStore
+    batches: int
+    progress: Any
+
+    _stats: dict[int, dict[str, GroupStats]] = PrivateAttr(default_factory=dict)
+    _ranges: dict[int, KVRange] = PrivateAttr(default_factory=dict)
+    _linears: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
+    _seen: int = PrivateAttr(default=0)
+
+    def on_initialize(self, state, **kwargs) -> bool:
+        names = {name for block in self.blocks for group in block for name in group.linears}
+        names |= {group.smooth for block in self.blocks for group in block if group.smooth}
+        self._linears = {name: state.model.get_submodule(name) for name in names}
+        return True
+
+    def on_calibration_start(self, state, event, **kwargs) -> None:
+        for layer, groups in enumerate(self.blocks):
+            if not groups:
+                continue
+            first = self._linears[groups[0].linears[0]]
+            self.register_hook(first, self._tick, "forward_pre")
+            if self.store.has(layer):
+                continue
+            self._stats[layer] = {}
+            for group in groups:
+                linear = self._linears[group.linears[0]]
+                stats = GroupStats(linear.in_features, self.method.needs | {"gram"})
+                self._stats[layer][group.name] = stats
+                self.register_hook(linear, _observer(stats, group.linears[0]), "forward_pre")
+            if layer in self.attention:
+                self._ranges[layer] = KVRange(state.model, state.model.get_submodule(self.attention[layer]), self)
+
+    def on_sequential_epoch_end(self, state, event, modules: Sequence[nn.Module] = (), **kwargs) -> None:
+        present = set(modules)
+        for layer, groups in enumerate(self.blocks):
+            if groups and all(self._linears[group.linears[0]] in present for group in groups):
+                self._finish(layer, groups)
+
+    def on_calibration_end(self, state, event, **kwargs) -> None:
+        self.remove_hooks()
+
+    def on_finalize(self, state, **kwargs) -> bool:
+        return True
+
+    def _finish(self, layer: int, groups: list[Group]) -> None:
+        if self.store.has(layer):
+            apply(self.store.load(layer), self._linears)
+            return
+        if layer not in self._stats:
+            return
+        stats = self._stats.pop(layer)
+        weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
+        result = solve_layer(groups, weights, stats, self.method, next(iter(weights.values())).dtype)
+        if layer in self._ranges:
+            result.kv_scales[self.attention[layer]] = self._ranges.pop(layer).scales()
+        self.store.save(layer, result)
+        apply(result, self._linears)
+
+    def _tick(self, _module, _args) -> None:
+        self._seen += 1
+        blocks = sum(bool(groups) for groups in self.blocks)
+        self.progress("calibrating", min(self._seen, blocks * self.batches), blocks * self.batches)
+
+
+def _observer(stats: GroupStats, name: str) -> Callable:
+    def observe(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        state = active_session().state
+        mask = state.loss_masks[state.current_batch_idx]
+        x = args[0]
+        try:
+            stats.update(x, mask if x.shape[:-1] == mask.shape else None)
+        except ValueError as error:
+            raise UserError(f"{name}, calibration sample {state.current_batch_idx}: {error}") from error
+
+    return observe
+
+
+def run_sequential(vlm: VLM, batches: list[dict[str, Tensor]], modifier: BlockModifier, layer_class: str) -> None:
+    """Run the calibration set through the model, block by block, with `modifier` hung in.
+
+    Args:
+        batches: from `encode`: the processor's tensors plus `modality [1, tokens]`; one sample each.
+        layer_class: class name of a decoder block.
+    """
+    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in batches]
+    oneshot(
+        model=vlm.model,
+        processor=vlm.processor,
+        recipe=[modifier],
+        dataset=DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0]),
+        num_calibration_samples=len(items),
+        sequential_targets=[layer_class],
+        use_loss_mask=True,
+        pipeline="sequential",
+    )

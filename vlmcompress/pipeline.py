@@ -1,0 +1,222 @@
+"""The story of one run: check, load, calibrate block by block, write.
+
+Everything that can be refused is refused before a weight is read. Nothing is written to OUT until all of it is known;
+what a run has finished is kept beside OUT (`resume.LayerStore`), so that `resume=True` goes on where it was
+interrupted, to the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import atomic, checkpoint, manifest, models, plan
+from vlmcompress.calibration import bundled, encode, load_samples, provenance
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.models import VLM, Group
+from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.recipe import Recipe
+from vlmcompress.resume import LayerStore
+from vlmcompress.solve import LayerResult, Method, apply, solve_layer
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: the folder and what its manifest says."""
+
+    out: Path
+    manifest: dict
+
+
+def silent(_label: str, _done: int, _total: int) -> None:
+    """No progress shown."""
+
+
+def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
+    """Quantize `recipe.model` into `recipe.out`.
+
+    Args:
+        recipe: resolved recipe.
+        resume: go on after an interrupted run with the same recipe, model and data.
+        overwrite: replace an existing `out` that vlmcompress wrote.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    source, out = Path(recipe.model), Path(recipe.out)
+    atomic.check(source, out, overwrite=overwrite)
+    work = plan.build(recipe)
+    vlm = models.load(source, dtype=None)
+    batches, origin = calibration_batches(recipe, vlm, needed=bool(work.method.needs) or bool(recipe.kv_cache))
+    folder = out.with_name(f".{out.name}.resume")
+    with torch.inference_mode(False), torch.no_grad():
+        store = LayerStore(folder, fingerprint(recipe, source, origin), resume)
+        compress_blocks(
+            vlm, work.blocks, work.method, batches, store, kv_cache=bool(recipe.kv_cache), progress=progress
+        )
+    written = _write(recipe, vlm, work, store, origin, overwrite, progress)
+    store.remove()
+    return Result(out, written)
+
+
+def calibration_batches(recipe: Recipe, vlm: VLM, needed: bool) -> tuple[list[dict[str, Tensor]], dict | None]:
+    """Encoded calibration samples and where they came from; none for a data-free scheme unless data is named."""
+    settings = recipe.calibrate
+    source = settings.data or (bundled(vlm.path, "calibration") if needed else None)
+    if source is None:
+        if needed:
+            raise UserError(f"scheme '{recipe.scheme}' needs calibration images; name some with --calib FOLDER or FILE")
+        return [], None
+    samples = load_samples(source, samples=settings.samples, seed=recipe.seed)
+    batches = encode(samples, vlm, max_length=settings.max_length)
+    return batches, provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor)
+
+
+def compress_blocks(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    method: Method,
+    batches: list[dict[str, Tensor]],
+    store: LayerStore,
+    *,
+    kv_cache: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
+
+    With calibration data the blocks go through llm-compressor's sequential pipeline, without it each stands alone.
+    """
+    layers = models.decoder_layers(vlm.model, vlm.spec)
+    if batches:
+        from vlmcompress.calibration.sequential import BlockModifier, run_sequential
+
+        attention = {i: f"{name}.self_attn" for i, name in enumerate(layers) if _has(vlm.model, f"{name}.self_attn")}
+        modifier = BlockModifier(
+            blocks=blocks,
+            attention=attention if kv_cache else {},
+            method=method,
+            store=store,
+            batches=len(batches),
+            progress=progress,
+        )
+        run_sequential(vlm, batches, modifier, models.layer_class(vlm.model, vlm.spec))
+        return
+    for layer, groups in enumerate(blocks):
+        if groups and not store.has(layer):
+            solve_alone(vlm.model, layer, groups, method, store)
+        progress("quantizing", layer + 1, len(blocks))
+
+
+def solve_alone(model: nn.Module, layer: int, groups: list[Group], method: Method, store: LayerStore) -> None:
+    """Quantize one block without data."""
+    modules = {name: model.get_submodule(name) for group in groups for name in group.linears}
+    weights = {name: module.weight for name, module in modules.items()}
+    result = solve_layer(groups, weights, {}, method, next(iter(weights.values())).dtype)
+    store.save(layer, result)
+    apply(result, modules)
+
+
+class StoredWeights(Mapping):
+    """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
+
+    def __init__(self, store: LayerStore, blocks: list[list[Group]], scheme: Scheme):
+        self.store, self.scheme = store, scheme
+        self.layer_of = {name: i for i, groups in enumerate(blocks) for group in groups for name in group.linears}
+        self._loaded: tuple[int, LayerResult] | None = None
+
+    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, Tensor | None]:
+        layer = self.layer_of[name]
+        if self._loaded is None or self._loaded[0] != layer:
+            self._loaded = (layer, self.store.load(layer))
+        result = self._loaded[1]
+        return result.weights[name], self.scheme, result.input_scales.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layer_of)
+
+    def __len__(self) -> int:
+        return len(self.layer_of)
+
+
+def fingerprint(recipe: Recipe, source: Path, origin: dict | None) -> str:
+    """What the results of the blocks depend on, as a hash."""
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))]
+    parts: list[Any] = [manifest.source_identity(source), files, recipe.plain(), origin, manifest.versions()]
+    parts.append(torch.get_num_threads())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    return name in dict(model.named_modules())
+
+
+def _write(
+    recipe: Recipe,
+    vlm: VLM,
+    work: plan.Plan,
+    store: LayerStore,
+    origin: dict | None,
+    overwrite: bool,
+    progress: Progress,
+) -> dict:
+    """Put the stored results together into OUT; returns the manifest."""
+    scheme = work.method.scheme
+    results = [store.load(layer) for layer, groups in enumerate(work.blocks) if groups]
+    language = StoredWeights(store, work.blocks, scheme) if scheme else {}
+    tower = _quantize_vision(vlm.model, work, progress)
+    quantized = ChainMap(dict(tower), language)
+    errors = {name: error for result in results for name, error in result.errors.items()}
+    config = compressed_tensors.quantization_config(
+        work.targets, models.ignore_patterns(vlm.model, vlm.spec, set(quantized)), kv_cache=bool(recipe.kv_cache)
+    )
+    return checkpoint.write(
+        vlm.path,
+        Path(recipe.out),
+        quantized=quantized,
+        names=models.disk_names(vlm.model, models.tensor_headers(vlm.path)),
+        quantization_config=config,
+        manifest=manifest.build(
+            vlm.path, family=vlm.spec.family, recipe=recipe.plain(), calibration=origin, errors=errors
+        ),
+        changed=_changed_parameters(vlm.model, results),
+        kv_scales={name: scale for result in results for name, scale in result.kv_scales.items()},
+        shard_size=recipe.shard_size,
+        overwrite=overwrite,
+        progress=lambda done, total: progress("writing", done, total),
+    )
+
+
+def _changed_parameters(model: nn.Module, results: list[LayerResult]) -> dict[str, Tensor]:
+    """Parameters that took a smoothing scale in and are stored in 16 bits: weights of norms, biases of linear layers."""
+    changed = {}
+    for result in results:
+        for op in result.smoothing:
+            for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False):
+                if name.removesuffix(".weight") not in result.weights:
+                    changed[name] = parameter.detach().contiguous()
+    return changed
+
+
+def _quantize_vision(model: nn.Module, work: plan.Plan, progress: Progress) -> dict[str, tuple]:
+    """The vision tower's linear layers, rounded without data; the engine scales their inputs token by token."""
+    if work.vision_method is None:
+        return {}
+    found: dict[str, tuple] = {}
+    for done, group in enumerate(work.vision_groups, start=1):
+        weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
+        result = solve_layer([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
+        found |= {name: (weight, work.vision_method.scheme, None) for name, weight in result.weights.items()}
+        progress("quantizing the vision tower", done, len(work.vision_groups))
+    return found
