@@ -44,8 +44,9 @@ def spec_for(config: dict) -> ModelSpec:
     specs = {name: spec for spec in all_specs() for name in spec.model_types}
     if model_type not in specs:
         vision = any(key in config for key in ("vision_config", "visual", "vision_tower", "image_token_id"))
-        what = "is not supported" if vision else "is not a vision-language model"
-        raise UserError(f"model type '{model_type}' {what}{did_you_mean(model_type, specs)}")
+        if not vision:
+            raise UserError(f"model type '{model_type}' is not a vision-language model; choose from {', '.join(specs)}")
+        raise UserError(f"model type '{model_type}' is not supported{did_you_mean(model_type, specs)}")
     text = config.get("text_config")
     if isinstance(text, dict) and any(
         (text.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")

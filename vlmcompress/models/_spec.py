@@ -59,7 +59,7 @@ class ModelSpec:
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
-        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; None: vLLM has no such family.
+        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
     """
 
