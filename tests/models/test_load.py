@@ -104,7 +104,7 @@ def test_pickled_weights(folder):
 def test_truncated_weights(folder, keep):
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[:keep])
-    refused(folder, f"{WEIGHTS} is truncated or corrupt", models.read_config)
+    refused(folder, f"{WEIGHTS} (is not a whole|has .* cut short)", models.read_config)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_truncated_weights(folder, keep):
 )
 def test_corrupt_header(folder, header):
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header)
-    refused(folder, "unreadable header", models.read_config)
+    refused(folder, "bad header", models.read_config)
 
 
 def test_trailing_bytes(folder):
     with (folder / WEIGHTS).open("ab") as file:
         file.write(b"\0")
-    refused(folder, "instead of", models.read_config)
+    refused(folder, "its header needs", models.read_config)
 
 
 def test_shards(folder):

@@ -30,16 +30,18 @@ def model() -> T.PreTrainedModel:
 
 
 def processor() -> T.ProcessorMixin:
+    tok = tokenizer(
+        "<image_soft_token>",
+        "<start_of_image>",
+        "<end_of_image>",
+        image_token="<image_soft_token>",
+        boi_token="<start_of_image>",
+        eoi_token="<end_of_image>",
+    )
+    tok.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # Gemma's vocabulary has these and vLLM asks for them
     return T.Gemma3Processor(
         image_processor=T.Gemma3ImageProcessor(size={"height": SIZE, "width": SIZE}),
-        tokenizer=tokenizer(
-            "<image_soft_token>",
-            "<start_of_image>",
-            "<end_of_image>",
-            image_token="<image_soft_token>",
-            boi_token="<start_of_image>",
-            eoi_token="<end_of_image>",
-        ),
+        tokenizer=tok,
         image_seq_length=4,
         chat_template=chat_template("<start_of_image>"),
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 from vlmcompress.errors import UserError
+from vlmcompress.tensorfile import INDEX, SINGLE, read_entries
 
-_INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -42,16 +41,16 @@ def read_config(path: str | Path) -> dict:
 def shards(path: str | Path) -> list[Path]:
     """The safetensors files of the checkpoint in `path`, in order; those of the index where there is one."""
     path = Path(path)
-    index = path / _INDEX
+    index = path / INDEX
     if index.is_file():
         return [path / name for name in sorted(set(_weight_map(index).values()))]
-    single = path / "model.safetensors"
+    single = path / SINGLE
     files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if len(files) > 1:
-        raise UserError(f"{path} has {len(files)} safetensors files but no {_INDEX}; download the checkpoint again")
+        raise UserError(f"{path} has {len(files)} safetensors files but no {INDEX}; download the checkpoint again")
     if files:
         return files
-    if any(True for pattern in _PICKLES for _ in path.glob(pattern)):
+    if any(any(path.glob(pattern)) for pattern in _PICKLES):
         raise UserError(
             f"{path} has only pickled weights (.bin/.pt), which can run code when read; convert them with "
             "transformers' save_pretrained (it writes safetensors)"
@@ -60,18 +59,22 @@ def shards(path: str | Path) -> list[Path]:
 
 
 def tensor_headers(path: str | Path) -> dict[str, dict]:
-    """Tensor name -> `{"dtype", "shape", "data_offsets", "file"}` of every tensor, from the headers alone.
+    """Tensor name -> `{"dtype", "shape", "file"}` of every tensor, from the headers alone.
 
     Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
     """
     path = Path(path)
     found: dict[str, dict] = {}
     for file in shards(path):
-        for name, entry in _header(file).items():
-            if name in found:
-                raise UserError(f"tensor '{name}' is in {found[name]['file']} and in {file.name}; download again")
-            found[name] = {**entry, "file": file.name}
-    index = path / _INDEX
+        if not file.is_file():
+            raise UserError(f"weight file {file} is missing; download it again")
+        for entry in read_entries(file):
+            if entry.name in found:
+                raise UserError(
+                    f"tensor '{entry.name}' is in {found[entry.name]['file']} and in {file.name}; download again"
+                )
+            found[entry.name] = {"dtype": entry.spec.dtype, "shape": list(entry.spec.shape), "file": file.name}
+    index = path / INDEX
     if index.is_file():
         for name, shard in _weight_map(index).items():
             if name not in found or found[name]["file"] != shard:
@@ -86,29 +89,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if any(Path(shard).name != shard for shard in weight_map.values()):
         raise UserError(f"{index} points outside its folder; download it again")
     return weight_map
-
-
-def _header(file: Path) -> dict[str, dict]:
-    """The header of one safetensors file: 8 bytes of length, that many bytes of JSON, then the data it lists."""
-    if not file.is_file():
-        raise UserError(f"weight file {file} is missing; download it again")
-    size = file.stat().st_size
-    bad = f"weight file {file} is truncated or corrupt"
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        if len(start) < 8:
-            raise UserError(f"{bad} ({size} bytes); download it again")
-        (length,) = struct.unpack("<Q", start)
-        if length > size - 8:
-            raise UserError(f"{bad} (header of {length} bytes in a file of {size}); download it again")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            for entry in header.values():
-                assert isinstance(entry["dtype"], str) and isinstance(entry["shape"], list)
-        except (ValueError, AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
-            raise UserError(f"{bad} (unreadable header); download it again") from error
-    if size != 8 + length + end:
-        raise UserError(f"{bad} ({size} bytes instead of {8 + length + end}); download it again")
-    return header
