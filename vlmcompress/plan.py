@@ -1,0 +1,252 @@
+"""What a recipe will do to a model, and why it can't where it can't, from config.json and the weight files' headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from torch import nn
+
+from vlmcompress import estimate, models, targets
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.exporters import targets as config_targets
+from vlmcompress.models import Group, ModelSpec
+from vlmcompress.numerics import Scheme
+from vlmcompress.quantizers import REGISTRY as SCHEMES
+from vlmcompress.recipe import Recipe
+from vlmcompress.solve import Method
+from vlmcompress.tensorfile import Spec
+
+VISION_MULTIPLE = 16  # what 8-bit matrix kernels want of both sides; tower layers with others stay as they are
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the plan: equal groups, of how many blocks."""
+
+    part: str
+    group: str
+    linears: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    format: str
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done.
+
+    Attributes:
+        method: what is done to the decoder; `blocks`: to which groups of each of its blocks.
+        vision_method: what is done to the vision tower; `vision_groups`: to which groups.
+        targets: schemes with what config.json says they apply to.
+        rows: the same for people.
+        bytes_before, bytes_after: of weights; exact.
+        peak_bytes: of memory; an estimate.
+        problems: why it can't be done, each one line; empty when it can.
+    """
+
+    recipe: Recipe
+    spec: ModelSpec
+    config: dict
+    method: Method
+    blocks: list[list[Group]]
+    vision_method: Method | None
+    vision_groups: list[Group]
+    targets: list[tuple[Scheme, list[str]]]
+    rows: list[Row]
+    linear_layers: int
+    bytes_before: int
+    bytes_after: int
+    peak_bytes: int
+    problems: list[str]
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration samples are needed."""
+        return bool(self.method.needs or self.recipe.kv_cache)
+
+    def to_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "family": self.spec.family,
+            "recipe": self.recipe.plain(),
+            "groups": [asdict(row) for row in self.rows],
+            "linear_layers": self.linear_layers,
+            "decoder_blocks": len(self.blocks),
+            "weights_before": self.bytes_before,
+            "weights_after": self.bytes_after,
+            "peak_memory_estimate": self.peak_bytes,
+            "needs_calibration_data": self.needs_data,
+            "problems": self.problems,
+        }
+
+
+def build(recipe: Recipe) -> Plan:
+    """The plan of a recipe. Raises `UserError` for the first thing that stands in its way."""
+    plan = survey(recipe)
+    if plan.problems:
+        raise UserError(plan.problems[0])
+    return plan
+
+
+def survey(recipe: Recipe) -> Plan:
+    """The plan of a recipe with everything that stands in its way. Raises `UserError` for an unusable model."""
+    config = models.read_config(recipe.model)
+    spec = models.spec_for(config)
+    models.refuse_quantized(config)
+    bones = models.skeleton(recipe.model)
+    headers = models.tensor_headers(recipe.model)
+    names = models.disk_names(bones, headers)
+
+    method = Method(recipe.method, recipe.options)
+    problems: list[str] = []
+    groups = _decoder_groups(bones, spec, recipe, problems)
+    blocks: list[list[Group]] = [[] for _ in models.decoder_layers(bones, spec)]
+    for group in groups:
+        blocks[group.layer].append(group)
+        problems += _shape_problems(bones, group, method.scheme, recipe.target)
+    vision_method = _vision_method(recipe)
+    vision_groups = _vision_groups(bones, spec, recipe, problems) if vision_method else []
+
+    schemes: dict[str, Scheme] = {}
+    for chosen, members in ((method, groups), (vision_method, vision_groups)):
+        if chosen and chosen.scheme:
+            problems += _format_problems(chosen.scheme)
+            schemes |= {name: chosen.scheme for group in members for name in group.linears}
+    if not schemes:
+        problems.append("the recipe quantizes nothing; choose another scheme or --vision, or skip less")
+    stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
+    written = estimate.output_tensors(stored, schemes, names, len(blocks) if recipe.kv_cache else 0)
+    before = sum(spec.nbytes for spec in stored.values())
+    calibrate = recipe.calibrate
+    return Plan(
+        recipe=recipe,
+        spec=spec,
+        config=config,
+        method=method,
+        blocks=blocks,
+        vision_method=vision_method,
+        vision_groups=vision_groups,
+        targets=config_targets(schemes, names, spec),
+        rows=_rows(bones, "decoder", groups, method.scheme)
+        + _rows(bones, "vision", vision_groups, vision_method.scheme if vision_method else None),
+        linear_layers=len(schemes),
+        bytes_before=before,
+        bytes_after=sum(spec.nbytes for spec in written.values()),
+        peak_bytes=estimate.peak_bytes(
+            before,
+            [[shapes(bones, group) for group in block] for block in blocks],
+            config,
+            samples=calibrate.samples if method.needs or recipe.kv_cache else 0,
+            tokens=calibrate.max_length or estimate.TOKENS,
+        ),
+        problems=_once(problems),
+    )
+
+
+def shapes(model: nn.Module, group: Group) -> list[tuple[int, int]]:
+    """`(out, in)` of each linear layer of a group."""
+    weights = [model.get_parameter(f"{name}.weight") for name in group.linears]
+    return [(weight.shape[0], weight.shape[1]) for weight in weights]
+
+
+def label(scheme: Scheme | None) -> str:
+    """A scheme in a few characters, e.g. `w4a16 int g128 asym`."""
+    if scheme is None:
+        return "bf16"
+    fmt, act = scheme.weights, scheme.activations
+    kind = "fp8" if fmt.kind == "float" else "int"
+    scales = {-1: "channel", 0: "tensor"}.get(fmt.group, f"g{fmt.group}")
+    extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
+    return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
+
+
+def _once(problems: list[str]) -> list[str]:
+    """One of the problems that differ only in the number of the block."""
+    return list({re.sub(r"\.\d+\.", ".*.", problem): problem for problem in reversed(problems)}.values())[::-1]
+
+
+def _skipped(recipe: Recipe, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in recipe.skip)
+
+
+def _decoder_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems: list[str]) -> list[Group]:
+    """The decoder's groups without what is skipped. The rest of a group can still be smoothed only if none is skipped."""
+    groups = []
+    for group in models.resolve(bones, spec):
+        kept = tuple(name for name in group.linears if not _skipped(recipe, name))
+        if len(kept) == len(group.linears):
+            groups.append(group)
+        elif kept:
+            groups.append(replace(group, linears=kept, smooth=None, fused=group.fused and len(kept) > 1))
+            if group.fused:
+                left = next(name for name in group.linears if name not in kept)
+                problems.append(f"skip: {left} is left but not {kept[0]}, and engines fuse them; skip both or neither")
+    for pattern in recipe.skip:
+        linears = models.linear_names(bones)
+        if not any(re.search(pattern, name) for name in linears):
+            problems.append(f"skip: '{pattern}' matches no linear layer; names look like {linears[-2]}")
+    return groups
+
+
+def _vision_method(recipe: Recipe) -> Method | None:
+    if recipe.vision == "bf16":
+        return None
+    module = SCHEMES.get(recipe.vision)
+    return Method(module, module.Options())
+
+
+def _vision_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems: list[str]) -> list[Group]:
+    """The tower's groups whose sides divide, each as a whole: an engine may fuse its layers."""
+    wanted = [
+        group
+        for group in models.vision_linears(bones, spec)
+        if not any(_skipped(recipe, name) for name in group.linears)
+    ]
+    fits = [
+        group for group in wanted if not any(side % VISION_MULTIPLE for shape in shapes(bones, group) for side in shape)
+    ]
+    if not fits:
+        why = f"with sides that are multiples of {VISION_MULTIPLE}" if wanted else "left to quantize"
+        problems.append(f"the vision tower has no linear layer {why}; use --vision bf16")
+    return fits
+
+
+def _format_problems(scheme: Scheme) -> list[str]:
+    try:
+        compressed_tensors.storage(scheme)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, target: str | None) -> Iterator[str]:
+    """Why layers of a group cannot have the scheme."""
+    if scheme is None:
+        return
+    size = scheme.weights.group
+    sides = shapes(bones, group)
+    columns = sides[0][1]
+    first = group.linears[0]
+    if size > 0 and columns % size:
+        fit = next((other for other in (128, 64, 32) if other < size and columns % other == 0), None)
+        instead = f"use --set options.group_size={fit or -1}{'' if fit else ' (one scale per row)'}"
+        skip = ", ".join(name.split(".")[-1] for name in group.linears)
+        yield f"group_size {size} does not divide in_features {columns} of {first}; {instead} or --set 'skip=[{skip}]'"
+    machine = targets.get(target) if target else None
+    limit = machine.limits.get(targets.format_key(scheme)) if machine else None
+    if machine and limit and (problem := limit.problem(sum(rows for rows, _ in sides), columns, size)):
+        yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"
+
+
+def _rows(bones: nn.Module, part: str, groups: list[Group], scheme: Scheme | None) -> list[Row]:
+    """The groups, equal ones of different blocks in one row."""
+    counts: dict[Row, int] = {}
+    for group in groups:
+        linears = tuple(name.split(".")[-1] for name in group.linears)
+        row = Row(part, group.name, linears, tuple(shapes(bones, group)), label(scheme))
+        counts[row] = counts.get(row, 0) + 1
+    return [replace(row, blocks=count) for row, count in counts.items()]

@@ -1,0 +1,116 @@
+"""Machines to serve on, as data: what vLLM 0.32 runs there, with which kernel, and what to take instead of the rest.
+
+A file here is one machine, its name is the target's name; `TARGET` is all it holds. Formats are named by `format_key`:
+
+    w4a16  w8a16  wNa16 (2, 3, 5, 6, 7 bits)      integer weights, 16-bit activations
+    w8a8-int  w8a8-fp                              8-bit weights and activations
+
+Sources: vLLM 0.32 `model_executor/kernels/linear` (kernel order, `get_min_capability`, `can_implement`) and
+`v1/attention/backends`. Only the CPU rows were run here; GPU rows are read from that source. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vlmcompress.errors import UserError
+from vlmcompress.registry import Registry
+
+REGISTRY = Registry("vlmcompress.targets", "target")
+Goal = Literal["memory", "throughput"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a kernel asks of a matrix `[out, in]`: both sides and the group size are multiples of these."""
+
+    out_multiple: int = 1
+    in_multiple: int = 1
+    group_multiple: int = 1
+
+    def problem(self, out_features: int, in_features: int, group: int) -> str | None:
+        """Why a matrix of this shape does not run, or None."""
+        if in_features % self.in_multiple:
+            return f"in_features {in_features} is not a multiple of {self.in_multiple}"
+        if out_features % self.out_multiple:
+            return f"out_features {out_features} is not a multiple of {self.out_multiple}"
+        if group > 0 and group % self.group_multiple:
+            return f"group_size {group} is not a multiple of {self.group_multiple}"
+        return None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One machine.
+
+    Attributes:
+        title: its name for people.
+        memory: GB of device memory, as sold; None: depends on the machine.
+        capability: CUDA compute capability; None: not a CUDA device.
+        schemes: scheme to take without a goal (`None`) and for each goal.
+        kernels: format -> the kernel that vLLM picks.
+        refused: format -> why not, naming the alternative.
+        limits: format -> what its kernel asks of shapes.
+        head_sizes: sizes of an attention head that run; None: no limit known.
+        kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: why there is none.
+    """
+
+    title: str
+    memory: float | None
+    capability: tuple[int, int] | None
+    schemes: Mapping[Goal | None, str]
+    kernels: Mapping[str, str]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    head_sizes: frozenset[int] | None = None
+    kv_fp8: str = ""
+    kv_fp8_refused: str | None = None
+
+    def refusal(self, key: str) -> str | None:
+        """Why this machine does not run the format, naming an alternative; None when it does."""
+        if key in self.kernels:
+            return None
+        if key in self.refused:
+            return f"{self.title} {self.refused[key]}"
+        return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"
+
+
+def get(name: str) -> Target:
+    """The target of that name. Raises `UserError` with the closest name when there is none."""
+    return REGISTRY.get(name).TARGET
+
+
+def format_key(scheme: Any) -> str:
+    """The format of a `numerics.Scheme`; `bf16` for None, the scheme that quantizes nothing."""
+    if scheme is None:
+        return "bf16"
+    weights, activations = scheme.weights, scheme.activations
+    if activations is None:
+        if weights.kind == "float":
+            return "w8a16-fp"
+        return f"w{weights.bits}a16" if weights.bits in (4, 8) else "wNa16"
+    return f"w{weights.bits}a{activations.bits}-{'fp' if weights.kind == 'float' else 'int'}"
+
+
+def default_scheme(name: str, goal: Goal | None) -> str:
+    """The scheme a target is served best with."""
+    return get(name).schemes[goal]
+
+
+def refuse(name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None) -> None:
+    """Raise `UserError` when the target cannot run a scheme, an FP8 KV cache or the vision tower's scheme."""
+    for reason in refusals(name, scheme, kv_cache, vision):
+        raise UserError(reason)
+
+
+def refusals(name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None) -> list[str]:
+    """All reasons why the target cannot run these."""
+    target = get(name)
+    found = [target.refusal(format_key(scheme))]
+    if vision is not None and (reason := target.refusal(format_key(vision))):
+        found.append(f"vision tower: {reason}")
+    if kv_cache:
+        found.append(target.kv_fp8_refused)
+    return [reason for reason in found if reason]
