@@ -133,7 +133,7 @@ class GroupStats:
             raise ValueError(f"'{need}' was not collected; name it in `needs`")
         if not values:
             raise ValueError("no calibration token reached this layer; add calibration samples")
-        return values
+        return {name: values[name] for name in MODALITIES if name in values}  # one order, so that sums are reproducible
 
 
 def quadratic(d: Tensor, gram: Tensor) -> Tensor:

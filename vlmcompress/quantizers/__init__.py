@@ -58,7 +58,7 @@ def smooth(
     options: Any,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor | None:
-    """The method's smoothing scale `s [in]`, float32, for weights `[out_i, in]` of one group; None: leave them alone."""
+    """The method's smoothing scale `s [in]`, float32, for the weights `[out_i, in]` of a group; None: leave them."""
     step = getattr(method, "smooth", None)
     return None if step is None else step(weights, stats, options, scale_dtype)
 

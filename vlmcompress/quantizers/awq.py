@@ -33,6 +33,7 @@ from vlmcompress.stats import GroupStats, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
+_ROWS = 512  # searched at a time, so that temporaries stay in cache; the loss is a sum over rows
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,7 @@ def smooth(
     fmt, gram = scheme(options).weights, stats.gram()
     scales = candidates(weights, stats, options)
     losses = torch.zeros(1 + len(scales), dtype=torch.float64)
-    for weight in weights:
-        w = weight.float()
+    for w in (rows.float() for weight in weights for rows in weight.split(_ROWS)):
         losses[0] += _loss(w, None, gram, fmt, scale_dtype)
         for k, s in enumerate(scales, start=1):
             losses[k] += _loss(w, s, gram, fmt, scale_dtype)
@@ -111,20 +111,23 @@ def quantize(
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
     gram = stats.gram() if prepared is None else prepared
-    plain = round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
-    ratio = _best_ratio(weight.float(), gram, fmt, scale_dtype, options.clip_grid)
-    clipped = round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
-    errors = [quadratic(t.dequantize(torch.float32) - weight, gram) for t in (plain, clipped)]
-    better = errors[1] < errors[0]  # [out]
-    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.where(better[:, None], ratio, 1.0))
+    ratios = []
+    for w in (rows.float() for rows in weight.split(_ROWS)):
+        ratio = _best_ratio(w, gram, fmt, scale_dtype, options.clip_grid)
+        clipped = quadratic(_rounded(w, fmt, scale_dtype, ratio).sub_(w), gram)
+        plain = quadratic(_rounded(w, fmt, scale_dtype).sub_(w), gram)
+        ratios.append(torch.where((clipped < plain)[:, None], ratio, 1.0))
+    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.cat(ratios))
+
+
+def _rounded(w: Tensor, fmt: Format, scale_dtype: torch.dtype, ratio: float | Tensor = 1.0) -> Tensor:
+    """`Q(w)` as float32 values, `[out, in]`."""
+    return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt)
 
 
 def _loss(w: Tensor, s: Tensor | None, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> float:
     """`tr(D G D^T)` for `D = Q(W s) / s - W`; `w [out, in]` float32."""
-    scaled = w if s is None else w * s
-    d = fake_quantize(scaled, *find_params(scaled, fmt, scale_dtype=scale_dtype), fmt)
-    if s is not None:
-        d /= s
+    d = _rounded(w, fmt, scale_dtype) if s is None else _rounded(w * s, fmt, scale_dtype).div_(s)
     return quadratic(d.sub_(w), gram).sum().item()
 
 
@@ -147,7 +150,7 @@ def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, 
     least = torch.full_like(best, torch.inf)
     for k in range(steps):
         ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-        d = fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt).sub_(w)
+        d = _rounded(w, fmt, scale_dtype, ratio).sub_(w)
         d = d.view(w.shape[0], n, size).transpose(0, 1)  # [n, out, size]
         error = torch.linalg.vecdot(torch.bmm(d, blocks), d).T  # [out, n]
         best = torch.where(error < least, ratio, best)

@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Shared by the layers of a group: the `order [in]` of columns; `matrix [in, in]`, `R_ji / R_ii` at row i, column j < i."""
+    """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i."""
 
     order: Tensor
     matrix: Tensor
@@ -89,18 +89,19 @@ def quantize(
     scales = scale.float().T.contiguous()  # [n_groups, out]
     zeros = None if zero_point is None else zero_point.float().T.contiguous()
     w = weight.float().T[feedback.order]  # [in, out], in the order of visits
-    codes, error = torch.empty_like(w), torch.empty_like(w)
+    codes, error = torch.empty_like(w, dtype=fmt.dtype), torch.empty_like(w)
     for a in range(0, len(w), options.block):
         b = min(a + options.block, len(w))
         target = w[a:b].addmm(feedback.matrix[a:b, :a], error[:a])  # corrected for the blocks before
         for i, g in zip(range(a, b), group[a:b].tolist(), strict=True):
             wanted = target[i - a].addmv(error[a:i].T, feedback.matrix[i, a:i])  # and for the columns of this block
             s, z = scales[g], None if zeros is None else zeros[g]
-            codes[i] = encode(wanted, s, z, fmt)
-            torch.sub(w[i], decode(codes[i], s, z), out=error[i])
+            code = encode(wanted, s, z, fmt)
+            torch.sub(w[i], decode(code, s, z), out=error[i])
+            codes[i] = code
     q = torch.empty_like(codes)
     q[feedback.order] = codes
-    return QTensor(q.T.to(fmt.dtype).contiguous(), scale, zero_point, fmt)
+    return QTensor(q.T.contiguous(), scale, zero_point, fmt)
 
 
 def _upper_factor(h: Tensor, damp: float) -> Tensor:

@@ -1,0 +1,105 @@
+"""AWQ's search on Gram statistics, against the same search done on the activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quant_data import inputs, output_error, statistics, weight
+
+from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
+from vlmcompress.quantizers import awq, rtn, solve
+
+
+def rounded(w, fmt, scale_dtype, ratio=1.0):
+    return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt)
+
+
+def effective(weights, stats, options, scale_dtype=torch.bfloat16):
+    """What the layers compute after AWQ, as weights for the unscaled input."""
+    s = awq.smooth(weights, stats, options, scale_dtype)
+    s = torch.ones(weights[0].shape[1]) if s is None else s
+    solution = solve(awq, [w * s for w in weights], stats.rescaled(s), options, scale_dtype)
+    return [q.dequantize(torch.float32) / s for q in solution.weights]
+
+
+@pytest.mark.parametrize("duo", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_search_matches_brute_force(symmetric, duo):
+    """Oracle: the output error of every candidate from the activations in float64, over all layers of the group."""
+    x = inputs(128, tokens=400)
+    weights = [weight(40, 128, 0), weight(24, 128, 1)]
+    stats, options = statistics(x), awq.Options(group_size=32, symmetric=symmetric, duo=duo)
+    fmt = awq.scheme(options).weights
+    scales = [torch.ones(128), *awq.candidates(weights, stats, options)]
+    assert len(scales) == options.grid
+    losses = [sum(output_error(x, rounded(w * s, fmt, torch.bfloat16) / s, w) for w in weights) for s in scales]
+    best = min(range(len(scales)), key=losses.__getitem__)
+    found = awq.smooth(weights, stats, options)
+    assert best > 0, "the test needs inputs on which scaling pays"
+    torch.testing.assert_close(found, scales[best])
+
+
+def test_candidates_match_llmcompressor():
+    """Oracle: llm-compressor's formula (transform/awq/base.py, _compute_best_scale), written out from its source."""
+    x, w = inputs(128), weight(40, 128)
+    options = awq.Options(group_size=32, grid=5)
+    relative = (w.abs().view(-1, 32) / (w.abs().view(-1, 32).amax(1, keepdim=True) + 1e-6)).view_as(w).mean(0)
+    x_mean = x.abs().mean(0)
+    for ratio, found in zip((0, 1 / 3, 2 / 3, 1), awq.candidates([w], statistics(x), options), strict=True):
+        s = (x_mean.pow(ratio) / (relative.pow(1 - ratio) + 1e-4)).clamp(min=1e-4)
+        torch.testing.assert_close(found, s / (s.max() * s.min()).sqrt())
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), bits=st.sampled_from([3, 4]), symmetric=st.booleans(), clip=st.booleans())
+def test_never_worse_than_rounding_to_nearest(seed, bits, symmetric, clip):
+    """On the objective it minimizes, with and without clipping."""
+    x = inputs(64, tokens=200, seed=seed)
+    weights = [weight(16, 64, seed), weight(24, 64, seed + 1)]
+    kind = {"bits": bits, "group_size": 32, "symmetric": symmetric}
+    found = effective(weights, statistics(x), awq.Options(**kind, clip=clip))
+    plain = [rtn.quantize(w, None, rtn.Options(**kind), torch.bfloat16).dequantize(torch.float32) for w in weights]
+    ours = sum(output_error(x, new, w) for new, w in zip(found, weights, strict=True))
+    theirs = sum(output_error(x, new, w) for new, w in zip(plain, weights, strict=True))
+    assert ours <= theirs * (1 + 1e-4)
+
+
+def test_clip_search_matches_brute_force():
+    """Oracle: for each row and group, the output error of that group's columns alone, from the activations."""
+    x, w = inputs(96, tokens=300), weight(12, 96)
+    fmt, steps = awq.scheme(awq.Options(group_size=32, symmetric=True)).weights, 10
+    found = awq._best_ratio(w, statistics(x).gram(), fmt, torch.bfloat16, steps)
+    ratios = [1 - k * 0.5 / steps for k in range(steps)]
+    for g in range(3):
+        columns = slice(32 * g, 32 * g + 32)
+        errors = []
+        for ratio in ratios:
+            d = (rounded(w, fmt, torch.bfloat16, ratio) - w)[:, columns]
+            errors.append((x[:, columns].double() @ d.double().T).square().sum(0))
+        expected = torch.tensor([ratios[k] for k in torch.stack(errors).argmin(0)])
+        torch.testing.assert_close(found[:, g], expected)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_clipping_helps_each_row(bits):
+    """Clipping is kept row by row only where the whole row's error falls, so it can't hurt any row."""
+    x, w = inputs(128), weight(40, 128)
+    stats = statistics(x)
+    options = awq.Options(bits=bits, group_size=32)
+    fmt = awq.scheme(options).weights
+    clipped = awq.quantize(w, stats, options, torch.bfloat16).dequantize(torch.float32)
+    plain = round_to_nearest(w, fmt, scale_dtype=torch.bfloat16).dequantize(torch.float32)
+    rows = [((x @ (new - w).T).square().sum(0)) for new in (clipped, plain)]
+    assert (rows[0] <= rows[1] * (1 + 1e-4)).all()
+    assert rows[0].sum() < 0.97 * rows[1].sum()
+
+
+def test_uniform_inputs_are_left_alone_or_improved():
+    """Equal channels and 8 bits leave nothing to gain; the result must not be worse than doing nothing."""
+    x, w = torch.randn(300, 64), weight(16, 64)
+    stats, options = statistics(x), awq.Options(bits=8, group_size=32, clip=False)
+    plain = rtn.quantize(w, None, rtn.Options(bits=8, group_size=32, symmetric=False), torch.bfloat16)
+    found = effective([w], stats, options)[0]
+    assert output_error(x, found, w) <= output_error(x, plain.dequantize(torch.float32), w) * (1 + 1e-4)

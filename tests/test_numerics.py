@@ -1,0 +1,231 @@
+"""The quantization arithmetic, against compressed-tensors' own and against properties any rounding has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmcompress.numerics import (
+    ActFormat,
+    Format,
+    dequantize,
+    fake_quantize,
+    find_params,
+    quantize,
+    round_to_nearest,
+    weight_only,
+)
+
+INT4 = Format("int", 4, 32)
+FORMATS = [
+    Format(kind, bits, group, symmetric)
+    for kind, bits, symmetric in [
+        *(("int", bits, symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)),
+        ("float", 8, True),
+    ]
+    for group in (32, 64, -1, 0)
+]
+
+
+def weights(rows: int = 24, columns: int = 128, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
+    return (w + 0.3 * torch.randn(rows, 1, generator=generator)).to(dtype)
+
+
+def compressed_tensors_args(fmt: Format):
+    """The same format in compressed-tensors' words."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    strategy = {0: "tensor", -1: "channel"}.get(fmt.group, "group")
+    return quantization.QuantizationArgs(
+        num_bits=fmt.bits,
+        type=fmt.kind,
+        strategy=strategy,
+        group_size=fmt.group if fmt.group > 0 else None,
+        symmetric=fmt.symmetric,
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_parameters_match_compressed_tensors(fmt):
+    """Oracle: calculate_qparams of compressed-tensors on the same minima and maxima."""
+    args = compressed_tensors_args(fmt)
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    w = weights()
+    pieces = w.reshape(1, -1) if fmt.group == 0 else w.unflatten(1, (fmt.n_groups(128), -1))
+    theirs, their_zero = calculate_qparams(pieces.amin(-1), pieces.amax(-1), args)
+    scale, zero = find_params(w, fmt)
+    torch.testing.assert_close(scale, theirs, rtol=1e-6, atol=0)
+    if fmt.symmetric:
+        assert zero is None
+    else:
+        assert zero.dtype is torch.int8
+        torch.testing.assert_close(zero, their_zero)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_rounding_matches_compressed_tensors(fmt, scale_dtype):
+    """Oracle: fake_quantize and quantize of compressed-tensors with the same scale and zero point."""
+    args = compressed_tensors_args(fmt)
+    from compressed_tensors.quantization.lifecycle import forward
+
+    w = weights()
+    scale, zero = find_params(w, fmt, scale_dtype=scale_dtype)
+    codes = forward.quantize(w, scale, zero, args, dtype=fmt.dtype)
+    q = quantize(w, scale, zero, fmt)
+    assert q.dtype is codes.dtype
+    assert torch.equal(q.float(), codes.float())
+    theirs = forward.fake_quantize(w, scale.float(), zero, args)
+    torch.testing.assert_close(fake_quantize(w, scale, zero, fmt), theirs.float(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.kind == "int" and f.group], ids=str)
+def test_packed_by_compressed_tensors_is_unchanged(fmt):
+    """Oracle: their pack-quantized compressor, fed our dequantized weight, stores our codes: the two conventions agree."""
+    args = compressed_tensors_args(fmt)
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.quantization import QuantizationScheme
+
+    qt = round_to_nearest(weights(), fmt)
+    state = {"weight": qt.dequantize(torch.float32), "weight_scale": qt.scale}
+    if qt.zero_point is not None:
+        state["weight_zero_point"] = qt.zero_point
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    assert torch.equal(unpack_from_int32(packed["weight_packed"], fmt.bits, qt.q.shape), qt.q)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_rounding_again_changes_nothing(fmt):
+    """With its parameters kept, a rounded weight is a fixed point; codes stay inside the format's range."""
+    w = weights()
+    qt = round_to_nearest(w, fmt, scale_dtype=torch.bfloat16)
+    assert qt.q.shape == w.shape
+    assert qt.q.float().min() >= fmt.qmin and qt.q.float().max() <= fmt.qmax
+    again = quantize(qt.dequantize(torch.float32), qt.scale, qt.zero_point, fmt)
+    assert torch.equal(again.float(), qt.q.float())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(-1e4, 1e4, width=32), min_size=32, max_size=32),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    symmetric=st.booleans(),
+)
+def test_error_is_at_most_one_step(values, bits, symmetric):
+    """Anything inside the range moves by at most a step (half, plus half for the clamp and the rounded zero point)."""
+    w = torch.tensor([values])
+    fmt = Format("int", bits, 32, symmetric)
+    qt = round_to_nearest(w, fmt)
+    assert ((qt.dequantize(torch.float32) - w).abs() <= qt.scale * 1.001 + 1e-12).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, -1, 0])
+def test_error_falls_with_bits(group, symmetric):
+    """More bits, less error."""
+    w = weights()
+    errors = [
+        (round_to_nearest(w, Format("int", bits, group, symmetric)).dequantize(torch.float32) - w).square().sum()
+        for bits in range(2, 9)
+    ]
+    assert all(a > b for a, b in zip(errors, errors[1:], strict=False))
+
+
+def test_error_falls_with_smaller_groups():
+    """A scale for fewer columns is a better scale."""
+    w = weights(columns=256, seed=3)
+    errors = [
+        (round_to_nearest(w, Format("int", 4, group)).dequantize(torch.float32) - w).square().sum()
+        for group in (0, -1, 128, 64, 32)
+    ]
+    assert all(a > b for a, b in zip(errors, errors[1:], strict=False))
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.group], ids=str)
+def test_rows_are_independent(fmt):
+    """Quantizing a slice of rows is slicing the quantized rows (not so per matrix, where all share a scale)."""
+    w = weights()
+    whole, part = round_to_nearest(w, fmt), round_to_nearest(w[5:9], fmt)
+    assert torch.equal(whole.q[5:9].float(), part.q.float())
+    assert torch.equal(whole.scale[5:9], part.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_arithmetic_is_float32_whatever_the_dtype(dtype):
+    """A 16-bit weight and the same values in float32 give the same result."""
+    w = weights(dtype=dtype)
+    narrow = round_to_nearest(w, INT4, scale_dtype=torch.bfloat16)
+    wide = round_to_nearest(w.float(), INT4, scale_dtype=torch.bfloat16)
+    assert torch.equal(narrow.q, wide.q) and torch.equal(narrow.scale, wide.scale)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-39, 1e-12, 3e38])
+def test_extreme_values_stay_finite(value, fmt, scale_dtype):
+    """All-zero, denormal and enormous groups give finite weights; zero stays exactly zero."""
+    w = torch.zeros(2, 128)
+    w[0, ::3] = value
+    qt = round_to_nearest(w, fmt, scale_dtype=scale_dtype)
+    back = qt.dequantize(torch.float32)
+    assert (qt.scale > 0).all() and qt.scale.isfinite().all()
+    assert back.isfinite().all()
+    assert (back[w == 0] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fmt", [INT4, Format("float", 8, -1), Format("int", 8, 0)], ids=str)
+def test_nan_and_inf_are_refused(bad, fmt):
+    w = weights()
+    w[3, 7] = bad
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        find_params(w, fmt)
+
+
+def test_ratio_clips_the_range():
+    """Half the range: half the step, the largest value clamped to the edge of the codes."""
+    w = weights()
+    full, _ = find_params(w, INT4)
+    half, _ = find_params(w, INT4, ratio=0.5)
+    torch.testing.assert_close(half, full / 2)
+    per_group = torch.ones_like(full)
+    per_group[2, 1] = 0.5
+    mixed, _ = find_params(w, INT4, ratio=per_group)
+    assert torch.equal(mixed[2, 1], half[2, 1]) and torch.equal(mixed[3], full[3])
+
+
+def test_dequantize_in_bfloat16_is_what_a_kernel_computes():
+    """code * scale in bfloat16 (exact operands, one rounding) equals the float32 product rounded to bfloat16."""
+    qt = round_to_nearest(weights(), INT4, scale_dtype=torch.bfloat16)
+    kernel = (qt.q.to(torch.bfloat16).unflatten(1, (4, 32)) * qt.scale[..., None]).flatten(1)
+    assert torch.equal(qt.dequantize(torch.bfloat16), kernel)
+    assert torch.equal(dequantize(qt.q, qt.scale, None, INT4).to(torch.bfloat16), kernel)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Format("int", 4, 128).n_groups(3420), "group size 128 does not divide 3420"),
+        (lambda: round_to_nearest(torch.ones(2, 48), INT4), "group size 32 does not divide 48"),
+        (lambda: Format("int", 9, 128), "bits must be a whole number from 2 to 8"),
+        (lambda: Format("int", "4", 128), "bits must be a whole number"),
+        (lambda: Format("float", 4, -1), "bits must be 8"),
+        (lambda: Format("float", 8, -1, symmetric=False), "symmetric must be true"),
+        (lambda: Format("int", 4, -2), "group_size must be positive"),
+        (lambda: Format("int", 4, True), "group_size must be positive"),
+        (lambda: Format("int", 4, 128, symmetric="yes"), "symmetric must be true or false"),
+        (lambda: Format("nf4", 4, 128), "kind must be"),
+        (lambda: ActFormat("int", 16, dynamic=True), "bits must be"),
+        (lambda: weight_only(4, 0), "group_size must be a positive number or -1"),
+    ],
+)
+def test_bad_formats_say_what_to_do(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
