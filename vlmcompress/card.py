@@ -79,7 +79,7 @@ def _bytes(count: int) -> str:
 def _schemes(quantization: Mapping[str, Any]) -> str:
     rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
     for group in quantization["config_groups"].values():
-        targets = ", ".join(f"`{target}`" for target in group["targets"])
+        targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
         formats = f"{_args(group['weights'])} | {_args(group['input_activations'])}"
         rows.append(f"| {targets} | {formats} | {group['format']} |")
     kept = ", ".join(f"`{entry}`" for entry in quantization["ignore"])

@@ -2,7 +2,7 @@
 
 A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
-the decoder's main scheme gets the class `Linear`, a vision tower's a pattern on the last part of the tower's name
+the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
 (`visual`, `vision_tower`: the same in all three), and any other layer its exact memory and disk names. What stays
 as it is belongs into `ignore`, which comes first everywhere (`models.ignore_patterns`).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from vlmcompress.exporters.compressed_tensors import group_of
 from vlmcompress.models import ModelSpec
@@ -19,32 +19,40 @@ from vlmcompress.numerics import Scheme
 
 
 def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
-    """Schemes with their targets, the decoder's main scheme first.
+    """Schemes with their targets, the decoder's main scheme last (readers warn about a target that another one hides).
 
     Args:
         layers: quantized linear layer (memory name) -> its scheme.
         disk: memory name of a parameter -> its name on disk.
         spec: where the vision tower is.
     """
-    found: dict[Scheme, list[str]] = {}
+    towers: list[tuple[Scheme, str]] = []
     rest = dict(layers)
-    towers = []
     for root in spec.vision:
-        inside = {name: rest.pop(name) for name in layers if name in rest and name.startswith(f"{root}.")}
+        inside = {name: scheme for name, scheme in rest.items() if name.startswith(f"{root}.")}
         common = _most_common(inside)
         if common:
-            towers.append((common, f"re:(.*\\.)?{re.escape(root.split('.')[-1])}\\..*"))
-        rest |= {name: scheme for name, scheme in inside.items() if scheme != common}
+            members = [name.removeprefix(f"{root}.") for name, scheme in inside.items() if scheme == common]
+            towers.append((common, _pattern(root.split(".")[-1], members)))
+            rest = {name: scheme for name, scheme in rest.items() if name not in inside or scheme != common}
     main = _most_common({name: scheme for name, scheme in rest.items() if not name.startswith(spec.vision)})
-    if main:
-        found[main] = ["Linear"]
+    found: dict[Scheme, list[str]] = {}
     for scheme, pattern in towers:
         found.setdefault(scheme, []).append(pattern)
     for name, scheme in rest.items():
         if scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
             found.setdefault(scheme, []).extend(dict.fromkeys(exact))
+    if main:
+        found[main] = [*found.pop(main, []), "Linear"]
     return list(found.items())
+
+
+def _pattern(stem: str, members: Iterable[str]) -> str:
+    """One pattern for layers of a tower (names within it), whatever their block. It must not match embeddings, which
+    transformers would quantize too."""
+    tails = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in members)
+    return f"re:(.*\\.)?{re.escape(stem)}\\.(.*\\.)?({'|'.join(map(re.escape, tails))})$"
 
 
 def misread(

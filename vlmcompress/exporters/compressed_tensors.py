@@ -54,24 +54,46 @@ def storage(scheme: Scheme) -> str:
     return "int-quantized"
 
 
-def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of what `tensors` returns, from shapes alone."""
-    rows, columns = qt.q.shape
-    scale = Spec.of(qt.scale)
-    if storage(scheme) != "pack-quantized":
-        specs = {"weight": Spec.of(qt.q), "weight_scale": scale}
-        if input_scale is not None:
-            specs["input_scale"] = Spec(Spec.of(input_scale).dtype, (1,))
-        return specs
-    bits = scheme.weights.bits
-    specs = {
-        "weight_packed": Spec("I32", (rows, math.ceil(columns * bits / 32))),
+def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Local names and shapes of what is stored for a layer of `rows` outputs and `columns` inputs.
+
+    Raises:
+        ValueError: the group size does not divide, or zero points do not fill whole words (engines cannot fuse those).
+    """
+    kind, weights = storage(scheme), scheme.weights
+    scale: tuple[int, ...] = (1,) if weights.group == 0 else (rows, weights.n_groups(columns))
+    found: dict[str, tuple[int, ...]]
+    if kind != "pack-quantized":
+        found = {"weight": (rows, columns), "weight_scale": scale}
+        static = scheme.activations is not None and not scheme.activations.dynamic
+        return found | ({"input_scale": (1,)} if static else {})
+    found = {
+        "weight_packed": (rows, math.ceil(columns * weights.bits / 32)),
         "weight_scale": scale,
-        "weight_shape": Spec("I64", (2,)),
+        "weight_shape": (2,),
     }
-    if not scheme.weights.symmetric:
-        specs["weight_zero_point"] = Spec("I32", (math.ceil(rows * bits / 32), scale.shape[1]))
-    return specs
+    if not weights.symmetric:
+        if rows * weights.bits % 32:
+            raise ValueError(
+                f"{rows} outputs do not fill whole words with {weights.bits}-bit zero points; use symmetric"
+            )
+        found["weight_zero_point"] = (rows * weights.bits // 32, scale[1])
+    return found
+
+
+def dtypes(scheme: Scheme) -> dict[str, str]:
+    """Stored types of the tensors that have a fixed one; scales keep the type that they were made in."""
+    if storage(scheme) != "pack-quantized":
+        return {"weight": "F8_E4M3" if scheme.weights.kind == "float" else "I8"}
+    return {"weight_packed": "I32", "weight_shape": "I64", "weight_zero_point": "I32"}
+
+
+def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
+    """Local names, types and shapes of what `tensors` returns, without computing it."""
+    types = dtypes(scheme) | {"weight_scale": Spec.of(qt.scale).dtype}
+    if input_scale is not None:
+        types["input_scale"] = Spec.of(input_scale).dtype
+    return {name: Spec(types[name], shape) for name, shape in shapes(scheme, *qt.q.shape).items()}
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
@@ -156,6 +178,21 @@ def _activation_args(fmt: ActFormat | None) -> dict | None:
     if fmt is None:
         return None
     return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
+
+
+def scheme_of(group: Mapping) -> Scheme:
+    """The scheme of a config group: the inverse of what `quantization_config` writes."""
+    weights, activations = group["weights"], group["input_activations"]
+    group_size = {"channel": -1, "tensor": 0}.get(weights["strategy"])
+    fmt = Format(
+        weights["type"],
+        weights["num_bits"],
+        weights["group_size"] if group_size is None else group_size,
+        weights["symmetric"],
+    )
+    if activations is None:
+        return Scheme(fmt)
+    return Scheme(fmt, ActFormat(activations["type"], activations["num_bits"], activations["dynamic"]))
 
 
 def group_of(config: Mapping, name: str) -> str | None:
