@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vlmcompress.evaluation import questions
 from vlmcompress.evaluation.paired import Paired, compare
 
 SCHEMA = 1
+EXAMPLES = 24  # with pictures, in the report
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Scored:
     baseline_right: bool
     candidate_right: bool
     image: str
-    pictures: tuple[bytes, ...] = field(default=(), repr=False)  # PNG; kept where the two differ
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Results:
-    """What an evaluation found. `agreement`: share of questions to which both gave the same answer, right or wrong."""
+    """What an evaluation found.
+
+    Attributes:
+        agreement: share of questions to which both gave the same answer, right or wrong.
+        pictures: PNG images of some samples that the two answered differently, by id; for the report, not for JSON.
+    """
 
     data: dict[str, Any]
     baseline: Checkpoint
@@ -67,14 +72,15 @@ class Results:
     agreement: float
     samples: tuple[Scored, ...]
     created: str
+    pictures: dict[str, list[bytes]] = field(default_factory=dict, repr=False)
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: everything but the pictures."""
-        plain = {name: value for name, value in vars(self).items() if name != "samples"}
+        plain = {name: value for name, value in vars(self).items() if name != "pictures"}
         plain |= {name: dict(vars(plain[name])) for name in ("baseline", "candidate", "overall")}
         plain["families"] = {name: dict(vars(paired)) for name, paired in self.families.items()}
-        plain["samples"] = [{k: v for k, v in vars(s).items() if k != "pictures"} for s in self.samples]
+        plain["samples"] = [dict(vars(sample)) for sample in self.samples]
         return plain
 
 
@@ -121,7 +127,10 @@ def evaluate(
         "seed": seed,
         "max_tokens": settings.max_tokens,
     }
-    return summarise(scored, about, _checkpoint(baseline, runs[0]), _checkpoint(candidate, runs[1]))
+    results = summarise(scored, about, _checkpoint(baseline, runs[0]), _checkpoint(candidate, runs[1]))
+    shown = {sample.id for sample in differing(scored)[:EXAMPLES]}
+    pictures = {s.id: [questions.png(image) for image in s.images] for s in chosen if s.id in shown}
+    return replace(results, pictures=pictures)
 
 
 def summarise(scored: Sequence[Scored], data: dict, baseline: Checkpoint, candidate: Checkpoint) -> Results:
@@ -139,6 +148,17 @@ def summarise(scored: Sequence[Scored], data: dict, baseline: Checkpoint, candid
     )
 
 
+def differing(scored: Sequence[Scored]) -> list[Scored]:
+    """Samples that the two answered differently: lost ones first, then gained, then both wrong; families in turn."""
+    groups: dict[tuple[int, str], list[Scored]] = {}
+    for sample in scored:
+        if normalise(sample.baseline) != normalise(sample.candidate):
+            kind = 0 if sample.baseline_right else 1 if sample.candidate_right else 2
+            groups.setdefault((kind, sample.family), []).append(sample)
+    ranked = [(kind, turn, family, s) for (kind, family), group in groups.items() for turn, s in enumerate(group)]
+    return [sample for *_, sample in sorted(ranked, key=lambda row: row[:3])]
+
+
 def normalise(text: str) -> str:
     """What is compared: case-folded, spaces collapsed, one final full stop dropped."""
     return " ".join(text.casefold().split()).removesuffix(".").rstrip()
@@ -146,7 +166,6 @@ def normalise(text: str) -> str:
 
 def _score(sample: Sample, image: str, baseline: Answer, candidate: Answer) -> Scored:
     expected = sample.answer or ""
-    differ = normalise(baseline.text) != normalise(candidate.text)
     return Scored(
         id=sample.id,
         family=sample.family or questions.WITHOUT_FAMILY,
@@ -157,7 +176,6 @@ def _score(sample: Sample, image: str, baseline: Answer, candidate: Answer) -> S
         baseline_right=normalise(baseline.text) == normalise(expected),
         candidate_right=normalise(candidate.text) == normalise(expected),
         image=image,
-        pictures=tuple(questions.png(image) for image in sample.images) if differ else (),
     )
 
 

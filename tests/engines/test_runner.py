@@ -1,0 +1,194 @@
+"""The parent's side of the engine process, first with interpreters that misbehave, then with the real engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.tiny import build
+from vlmcompress.engines.vllm import PYTHON_VARIABLE
+from vlmcompress.engines.vllm.runner import Request, Settings, answer, last_words
+from vlmcompress.errors import UserError
+
+ASK = [Request("only", [{"role": "user", "content": "hello"}])]
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Make the engine's interpreter a shell script with the given body."""
+
+    def install(body: str) -> None:
+        script = tmp_path / "python"
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv(PYTHON_VARIABLE, str(script))
+
+    return install
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def ask(tmp_path: Path, **settings):
+    return answer("some/model", ASK, media=tmp_path, settings=Settings(**settings))
+
+
+def test_missing_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
+    with pytest.raises(UserError, match="VLMCOMPRESS_ENGINE_PYTHON=/nowhere/python is not an executable"):
+        ask(tmp_path)
+
+
+def test_death_at_start_tells_the_last_error_lines(tmp_path: Path, broken) -> None:
+    broken(
+        "echo 'INFO 11-21 05:26:23 [a.py:1] loading' >&2; echo 'ValueError: head size 12 is not supported' >&2; exit 7"
+    )
+    with pytest.raises(UserError, match="could not start .exit code 7.*: ValueError: head size 12 is not supported$"):
+        ask(tmp_path)
+
+
+def test_killed_engine_is_reported(tmp_path: Path, broken) -> None:
+    broken("""echo '{"event": "ready", "engine": {}}'; kill -9 $$""")
+    with pytest.raises(UserError, match="vLLM died .signal SIGKILL. with some/model"):
+        ask(tmp_path)
+
+
+def test_noise_on_standard_output_is_skipped(tmp_path: Path, broken) -> None:
+    event = '{"event": "answer", "id": "only", "text": "hi", "finish": "stop", "prompt_tokens": 3, "output_tokens": 1}'
+    broken(f"""echo hello; echo '{{"event": "ready", "engine": {{}}}}'; echo '{event}'; echo '{{"event": "done"}}'""")
+    assert ask(tmp_path).answers["only"].text == "hi"
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_silence_times_out_and_leaves_no_process(tmp_path: Path, broken, ready: bool) -> None:
+    pid = tmp_path / "pid"
+    first = """echo '{"event": "ready", "engine": {}}'; """ if ready else ""
+    broken(f"{first}sleep 60 & echo $! > {pid}; wait")
+    with pytest.raises(UserError, match="gave no answer for 1 s" if ready else "had not loaded the model after 1 s"):
+        ask(tmp_path, start_timeout=1, answer_timeout=1)
+    assert wait_until_gone(int(pid.read_text()))
+
+
+def test_a_process_deaf_to_sigterm_is_killed(tmp_path: Path, broken, monkeypatch) -> None:
+    pid = tmp_path / "pid"
+    broken(f"trap '' TERM; (trap '' TERM; sleep 60) & echo $! > {pid}; wait; sleep 60")
+    with pytest.raises(UserError, match="had not loaded"):
+        ask(tmp_path, start_timeout=1)
+    assert wait_until_gone(int(pid.read_text()))
+
+
+def test_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_words(log) == ""
+    log.write_text(
+        "(EngineCore pid=12) ERROR 11-21 05:26:23 [core.py:9] Traceback (most recent call last):\n"
+        '(EngineCore pid=12) ERROR 11-21 05:26:23 [core.py:9]   File "a.py", line 3, in f\n'
+        "(EngineCore pid=12) ERROR 11-21 05:26:23 [core.py:9]     raise ValueError\n"
+        "(EngineCore pid=12) ERROR 11-21 05:26:23 [core.py:9] ValueError: not enough memory\n"
+        "RuntimeError: Engine core initialization failed.\nRuntimeError: Engine core initialization failed.\nbye\n"
+    )
+    assert last_words(log) == ": ValueError: not enough memory | RuntimeError: Engine core initialization failed."
+    log.write_text("one\ntwo\n\n")
+    assert last_words(log) == ": one | two"
+
+
+PARENT = """
+import sys
+from vlmcompress.engines.vllm.runner import Request, answer
+answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], media=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, how: signal.Signals) -> None:
+    """Ctrl-C, kill and kill -9 of the parent, while the worker's lifeline (its real code) is waiting."""
+    pid = tmp_path / "pid"
+    code = "from vlmcompress.engines.vllm.worker import end_with_parent as e; import time; e(); time.sleep(60)"
+    broken(f'sleep 60 & echo $! > {pid}; {sys.executable} -c "{code}" & wait')
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stderr=subprocess.DEVNULL)
+    while not (pid.exists() and pid.read_text().strip()):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.5)  # for the lifeline to be up
+    parent.send_signal(how)
+    parent.wait(20)
+    assert wait_until_gone(int(pid.read_text()))
+
+
+# ---- the real engine
+
+
+def image_part(folder: Path, name: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": (folder / name).as_uri()}}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.mark.engine
+def test_real_engine(qwen: Path, tmp_path: Path) -> None:
+    """One run with all kinds of requests. Prompt lengths prove that each image was seen: byte tokens and the image's grid."""
+    Image.new("RGB", (56, 84), "red").save(tmp_path / "a.png")  # 4 x 6 patches = 2 x 3 visual tokens, a pair of marks
+    Image.new("RGB", (112, 56), "blue").save(tmp_path / "b.png")  # 2 x 4 visual tokens
+    a, b = image_part(tmp_path, "a.png"), image_part(tmp_path, "b.png")
+    text = {"type": "text", "text": "what"}
+
+    def request(name: str, *parts: dict) -> Request:
+        return Request(name, [{"role": "user", "content": list(parts)}])
+
+    requests = [request("text", text), request("a", a, text), request("ab", a, b, text), request("ba", b, a, text)]
+    requests += [request("between", a, text, b), Request("plain", [{"role": "user", "content": "what"}])]
+    requests += [request(f"again {i}", a, text) for i in range(3)]
+    seen: list[tuple] = []
+    run = answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2),
+                 label="tiny", progress=lambda *at: seen.append(at))  # fmt: skip
+    length = {name: found.prompt_tokens for name, found in run.answers.items()}
+    assert list(run.answers) == [r.id for r in requests]
+    assert length["text"] == length["plain"]
+    assert (length["a"], length["ab"]) == (length["text"] + 8, length["text"] + 8 + 10)
+    assert length["ba"] == length["ab"] == length["between"]
+    assert run.answers["again 0"].text == run.answers["again 2"].text
+    assert all(0 < found.output_tokens <= 4 for found in run.answers.values())
+    assert run.engine["device"] in ("cpu", "cuda") and run.engine["max_model_len"] == 2048
+    assert seen[0] == ("tiny: starting vLLM", 0, 9) and seen[-1] == ("tiny", 9, 9)
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+
+
+@pytest.mark.engine
+def test_real_engine_names_the_request_it_refuses(qwen: Path, tmp_path: Path) -> None:
+    long = Request("the long one", [{"role": "user", "content": "x" * 3000}])
+    with pytest.raises(UserError, match="sample 'the long one' can't be answered.*maximum context length"):
+        answer(qwen, [*ASK, long], media=tmp_path)
+
+
+@pytest.mark.engine
+def test_real_engine_that_cannot_load(qwen: Path, tmp_path: Path) -> None:
+    """A checkpoint without its weights: the engine's own words, in one line."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in qwen.iterdir():
+        if file.suffix != ".safetensors":
+            os.link(file, copy / file.name)
+    with pytest.raises(UserError, match="vLLM could not load .*weights") as caught:
+        answer(copy, ASK, media=tmp_path)
+    assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
