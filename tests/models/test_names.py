@@ -114,7 +114,8 @@ def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
 
 
 def test_engine_name_maps_whole_path_components():
-    spec = dataclasses.replace(models.all_specs()[0], engine_prefixes=(("model.a", "x"),))
+    spec = dataclasses.replace(models.all_specs()[0], engine_prefixes=(("model.a", "x"),), engine_parts=(("c", "d"),))
     assert spec.engine_name("model.a.b") == "x.b"
     assert spec.engine_name("model.a") == "x"
-    assert spec.engine_name("model.ab.c") == "model.ab.c"
+    assert spec.engine_name("model.ab.c") == "model.ab.d"
+    assert spec.engine_name("model.a.c.cc") == "x.d.cc"

@@ -31,6 +31,8 @@ def model() -> T.PreTrainedModel:
             text_config=T.Lfm2Config(
                 **{**GQA, "num_hidden_layers": 3},
                 block_auto_adjust_ff_dim=False,
+                block_dim=128,  # published configs have these two, transformers ignores them, vLLM reads them
+                conv_dim=128,
                 layer_types=["conv", "full_attention", "conv"],
                 tie_word_embeddings=True,
             ),

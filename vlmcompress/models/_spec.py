@@ -60,6 +60,7 @@ class ModelSpec:
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
+        engine_parts: path component -> its name in vLLM, wherever it stands below.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
     """
 
@@ -76,14 +77,18 @@ class ModelSpec:
     positions: Literal["1d", "mrope"] = "1d"
     norm_offset: float = 0.0
     engine_prefixes: tuple[tuple[str, str], ...] = ()
+    engine_parts: tuple[tuple[str, str], ...] = ()
     vllm_cpu: str | None = None
 
     def engine_name(self, memory_name: str) -> str:
         """The name of a module in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""
+        name = memory_name
         for memory, engine in self.engine_prefixes:
-            if memory_name == memory or memory_name.startswith(memory + "."):
-                return engine + memory_name[len(memory) :]
-        return memory_name
+            if name == memory or name.startswith(memory + "."):
+                name = engine + name[len(memory) :]
+                break
+        parts = dict(self.engine_parts)
+        return ".".join(parts.get(part, part) for part in name.split("."))
 
 
 # Blocks that several families share.

@@ -28,4 +28,5 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_id",
     engine_prefixes=LLAVA_ENGINE,
+    engine_parts=(("conv", "short_conv"),),
 )
