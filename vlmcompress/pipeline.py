@@ -178,14 +178,14 @@ def _write(
     tower = _quantize_vision(vlm.model, work, progress)
     quantized = ChainMap(dict(tower), language)
     errors = {name: error for result in results for name, error in result.errors.items()}
-    config = compressed_tensors.quantization_config(
-        work.targets, models.ignore_patterns(vlm.model, vlm.spec, set(quantized)), kv_cache=bool(recipe.kv_cache)
-    )
+    names = models.disk_names(vlm.model, models.tensor_headers(vlm.path))
+    ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), names)
+    config = compressed_tensors.quantization_config(work.targets, ignore, kv_cache=bool(recipe.kv_cache))
     return checkpoint.write(
         vlm.path,
         Path(recipe.out),
         quantized=quantized,
-        names=models.disk_names(vlm.model, models.tensor_headers(vlm.path)),
+        names=names,
         quantization_config=config,
         manifest=manifest.build(
             vlm.path, family=vlm.spec.family, recipe=recipe.plain(), calibration=origin, errors=errors

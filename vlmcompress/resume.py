@@ -53,7 +53,9 @@ class LayerStore:
         """Keep a block's result; it is on disk when this returns."""
         tensors: dict[str, torch.Tensor] = {}
         for kind in ("smoothing", "input_scales", "kv_scales"):
-            tensors |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in getattr(result, kind).items()}
+            tensors |= {
+                f"{kind}/{name}": tensor.clone() for name, tensor in getattr(result, kind).items()
+            }  # may be shared
         formats = {}
         for name, quantized in result.weights.items():
             formats[name] = dataclasses.asdict(quantized.format)

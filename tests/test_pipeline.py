@@ -1,0 +1,186 @@
+"""From a tiny checkpoint to a written one: every scheme, interruption at any moment, and byte-identical weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from vlmcompress import doctor, models, pipeline
+from vlmcompress.errors import UserError
+from vlmcompress.recipe import resolve
+
+SCHEMES = {
+    "rtn": {},
+    "gptq": {"group_size": 64},
+    "awq": {"group_size": 32},
+    "int8": {},
+    "fp8": {},
+    "fp8-static": {},
+    "w8a16": {},
+}
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory) -> Path:
+    """A folder with tiny models and calibration data."""
+    folder = tmp_path_factory.mktemp("world")
+    random = np.random.default_rng(0)
+    with (folder / "calib.jsonl").open("w") as file:
+        for i in range(6):
+            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
+            file.write(
+                json.dumps({"id": str(i), "image": f"{i}.png", "question": "what is it", "answer": "red"}) + "\n"
+            )
+    tiny.build("qwen2-5-vl", folder / "qwen")
+    tiny.build("llava", folder / "llava")
+    return folder
+
+
+def recipe(world: Path, out: Path, scheme: str, model: str = "llava", **more):
+    given = {"model": str(world / model), "out": str(out), "scheme": scheme}
+    given["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 6}
+    return resolve(given | more).recipe
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("model", ["qwen", "llava"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
+    """The doctor finds nothing, transformers reloads without a missing key, and the answer's logits stay close."""
+    out = tmp_path / "out"
+    result = pipeline.quantize(recipe(world, out, scheme, model, options=SCHEMES[scheme]))
+    failed = [check for check in doctor.diagnose(out, source=world / model) if not check.ok]
+    assert not failed, failed
+    errors = result.manifest["errors"]
+    assert errors and all({"text", "vision", "answer"} <= set(error) for error in errors.values())
+    assert result.manifest["calibration"]["samples"] == 6
+    assert not list(tmp_path.glob(".out*")), "something was left beside OUT"
+
+
+def test_vision_and_kv_cache(world, tmp_path):
+    out = tmp_path / "out"
+    pipeline.quantize(recipe(world, out, "rtn", "qwen", vision="fp8", kv_cache="fp8"))
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert len(config["config_groups"]) == 2 and config["kv_cache_scheme"]["num_bits"] == 8
+    stored = load_file(out / "model.safetensors")
+    assert stored["model.layers.0.self_attn.k_scale"].item() > 0
+    assert any("visual" in name and tensor.dtype == torch.float8_e4m3fn for name, tensor in stored.items())
+    assert not [check for check in doctor.diagnose(out) if not check.ok]
+
+
+def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path):
+    """Stop in the middle of the second block, go on with `resume`: the weights equal those of a run in one piece."""
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    pipeline.quantize(recipe(world, whole, "awq"))
+
+    def stop(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.quantize(recipe(world, halved, "awq"), progress=stop)
+    assert not halved.exists()
+    assert len(list((tmp_path / ".halved.resume").glob("layer-*.safetensors"))) == 1
+    pipeline.quantize(recipe(world, halved, "awq"), resume=True)
+    assert weights(halved) == weights(whole)
+    assert not (tmp_path / ".halved.resume").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_at_any_moment(world, tmp_path, how):
+    """OUT is not there after `kill -9` or Ctrl-C, and `--resume` finishes the work."""
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "vlmcompress",
+        "quantize",
+        str(world / "llava"),
+        "-o",
+        str(out),
+        "--scheme",
+        "gptq",
+    ]
+    command += ["--calib", str(world / "calib.jsonl"), "--samples", "6"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".out.resume/layer-0000*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.fail("the run ended before it could be killed")
+    assert not out.exists()
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "--resume" in said and "Traceback" not in said
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not [check for check in doctor.diagnose(out) if not check.ok]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_needs_calibration_data(world, tmp_path):
+    given = {"model": str(world / "llava"), "out": str(tmp_path / "out"), "scheme": "awq"}
+    with pytest.raises(UserError, match="--calib"):
+        pipeline.quantize(resolve(given).recipe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_infinite_activations_name_the_layer(world, tmp_path):
+    """Finite weights whose products overflow: the message names layer and sample."""
+    model = tmp_path / "model"
+    tiny.build("llava", model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["language_model.model.layers.1.input_layernorm.weight"].fill_(3e38)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    work = recipe(world, tmp_path / "out", "gptq").model_copy(update={"model": model})
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj.*sample 0"):
+        pipeline.quantize(work)
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals_write_nothing(world, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="does not divide"):
+        pipeline.quantize(recipe(world, out, "rtn", options={"group_size": 96}))
+    with pytest.raises(UserError, match="fuse"):
+        pipeline.quantize(recipe(world, out, "rtn", skip=["up_proj"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_output_is_untouched(world, tmp_path):
+    out = tmp_path / "out"
+    pipeline.quantize(recipe(world, out, "rtn"))
+    before = weights(out)
+    with pytest.raises(UserError, match="--overwrite"):
+        pipeline.quantize(recipe(world, out, "fp8"))
+    assert weights(out) == before
+    pipeline.quantize(recipe(world, out, "fp8"), overwrite=True)
+    assert weights(out) != before
+
+
+def test_skipped_layers_stay(world, tmp_path):
+    out = tmp_path / "out"
+    pipeline.quantize(recipe(world, out, "rtn", skip=[r"layers\.0\."]))
+    source, stored = load_file(world / "llava" / "model.safetensors"), load_file(out / "model.safetensors")
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(source[name], stored[name])
+    assert "language_model.model.layers.1.mlp.up_proj.weight_packed" in stored
+    assert not [check for check in doctor.diagnose(out) if not check.ok]
+    assert models.read_config(out)["quantization_config"]["ignore"]
