@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from random import Random
 
 import pytest
-from PIL import Image
 
 from vlmcompress.evaluation.accuracy import Checkpoint, Results, Scored, summarise
 
@@ -14,37 +12,20 @@ ENGINE = {"name": "vllm", "version": "0.32.0", "device": "cpu", "device_name": "
 
 
 def make_results(n: int = 240, loss: float = 0.08, gain: float = 0.02) -> Results:
-    """Results of `n` questions about n/2 images in four families, `loss` of them lost and `gain` won."""
+    """Results of `n` questions in four families, a share `loss` of them lost and `gain` won."""
     rng = Random(5)
     scored = []
     for i in range(n):
         u = rng.random()
         before, after = not gain > u, not gain <= u < gain + loss
-        scored.append(
-            Scored(
-                id=f"q{i}",
-                family=("colour", "count", "reading <b>", "text")[i % 4],
-                question=f"what is {i} & why?",
-                expected=f"red {i}",
-                baseline=f"red {i}" if before else "blue <script>",
-                candidate=f"Red {i}." if after else "",
-                baseline_right=before,
-                candidate_right=after,
-                image=f"image{i // 8}-{i % 4}",
-            )
-        )
-    sides = [Checkpoint(f"/models/{name}", size, 0, 0, 3.2, 900, ENGINE)
-             for name, size in (("demo", 9_000_000), ("demo-awq", 4_100_000))]  # fmt: skip
+        answers = f"red {i}" if before else "blue <script>", f"Red {i}." if after else ""
+        family = ("colour", "count", "reading <b>", "text")[i % 4]
+        question = f"what is {i} & why?"
+        scored.append(Scored(f"q{i}", family, question, f"red {i}", *answers, before, after, f"image{i}"))
+    before = Checkpoint("/models/demo", 9_000_000, 0, 1, 3.2, 900, ENGINE)
+    after = Checkpoint("/models/demo-awq", 4_100_000, 2, 0, 3.4, 900, ENGINE)
     data = {"source": "/data/test.parquet", "sha256": "ab" * 32, "samples": n, "seed": 0, "max_tokens": 32}
-    return summarise(scored, data, *sides)
-
-
-def picture(size: tuple[int, int], color: str = "red") -> bytes:
-    buffer = io.BytesIO()
-    Image.effect_noise(size, 60).convert("RGB").save(buffer, "PNG") if color == "noise" else Image.new(
-        "RGB", size, color
-    ).save(buffer, "PNG")
-    return buffer.getvalue()
+    return summarise(scored, data, before, after)
 
 
 @pytest.fixture

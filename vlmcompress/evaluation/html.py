@@ -27,7 +27,7 @@ def page(results: Results, verdict: str, method: str) -> str:
     before, after = (escape(Path(side.path).name) for side in (results.baseline, results.candidate))
     parts = [
         f"<h1>{after} <span class=dim>against</span> {before}</h1>",
-        f"<p class=verdict>{escape(verdict)}</p>",
+        f"<p class=verdict>{escape(verdict).replace(' -', ' &minus;').replace('(-', '(&minus;')}</p>",
         _cards(results),
         "<h2>Accuracy by family</h2>",
         _families(results),
@@ -89,16 +89,16 @@ def _families(results: Results) -> str:
         for i, (name, r) in enumerate(rows)
     )
     return (
-        "<div class=wide><table><thead><tr><th>family</th><th>n</th><th>baseline</th><th>candidate</th>"
+        '<div class="wide families"><table><thead><tr><th>family</th><th>n</th><th>baseline</th><th>candidate</th>'
         f"<th>points</th><th>{_axis(reach)}</th></tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
 def _reach(rows: list[Paired]) -> float:
-    """Half of the axis: the furthest limit, rounded up to 1, 2 or 5 times a power of ten, at least 2 points."""
+    """Half of the axis: the furthest limit, rounded up to a number that halves well, at least 2 points."""
     furthest = max([0.02, *(max(abs(r.low), abs(r.high)) for r in rows)])
     power = 10 ** math.floor(math.log10(furthest))
-    return min(1.0, next(step * power for step in (1, 2, 5, 10) if step * power >= furthest * (1 - 1e-9)))
+    return min(1.0, next(step * power for step in (1, 2, 3, 4, 6, 8, 10) if step * power >= furthest * (1 - 1e-9)))
 
 
 def _x(value: float, reach: float) -> float:
@@ -107,9 +107,9 @@ def _x(value: float, reach: float) -> float:
 
 
 def _axis(reach: float) -> str:
+    ticks = {-reach: "", -reach / 2: " class=half", 0.0: "", reach / 2: " class=half", reach: ""}
     labels = "".join(
-        f'<text x="{_x(v, reach)}" y="14">{signed(v).replace("&minus;", "-").removesuffix(".0")}</text>'
-        for v in (-reach, -reach / 2, 0.0, reach / 2, reach)
+        f'<text x="{_x(v, reach)}" y="14"{kind}>{signed(v).removesuffix(".0")}</text>' for v, kind in ticks.items()
     )
     return f'<svg viewBox="0 0 240 20" role="img" aria-label="axis in points">{labels}</svg>'
 
@@ -159,7 +159,7 @@ def _examples(results: Results) -> str:
 
 
 def _example(sample: Scored, pictures: list[bytes]) -> str:
-    images = "".join(f'<img alt="" src="{thumbnail(picture)}">' for picture in pictures)
+    images = "".join(thumbnail(picture) for picture in pictures)
 
     def said(label: str, text: str, right: bool) -> str:
         shown = escape(text[:200]) or "<i>nothing</i>"
@@ -175,12 +175,12 @@ def _example(sample: Scored, pictures: list[bytes]) -> str:
 
 
 def thumbnail(png: bytes) -> str:
-    """An image as a data URI: small ones as they are, large ones shrunk to JPEG."""
+    """An `<img>`: small pictures as they are, pixels kept sharp; large ones shrunk to JPEG."""
     with Image.open(io.BytesIO(png)) as image:
         if max(image.size) <= THUMBNAIL:
-            return "data:image/png;base64," + base64.b64encode(png).decode()
+            return f'<img class=small alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
         small = image.convert("RGB")
         small.thumbnail((THUMBNAIL, THUMBNAIL))
         buffer = io.BytesIO()
         small.save(buffer, "JPEG", quality=85)
-        return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+        return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
