@@ -25,14 +25,14 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
             of the difference is known.
     """
     config = json.loads((tree / "config.json").read_text(encoding="utf-8"))
-    quantization = config["quantization_config"]
+    quantization = config.get("quantization_config")
     source = record["model"]["source"]
     front = _front_matter(tree / SOURCE_CARD)
     licence = front.get("license")
     sections = [
         _header(source, licence),
         f"# {name}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
-        "## What is quantized\n\n" + _schemes(quantization),
+        "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
         "## Use\n\n" + _usage(name, config),
     ]
     if accuracy:
@@ -100,7 +100,7 @@ def _args(args: Mapping[str, Any] | None) -> str:
 
 def _usage(name: str, config: Mapping[str, Any]) -> str:
     flags = " --trust-remote-code" if config.get("auto_map") else ""
-    flags += " --kv-cache-dtype fp8" if config["quantization_config"].get("kv_cache_scheme") else ""
+    flags += " --kv-cache-dtype fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else ""
     return f"""From the folder that holds this one:
 
 ```sh

@@ -88,7 +88,7 @@ def write(
         out: folder to write; it appears whole or not at all.
         quantized: linear layer (memory name) -> weight, scheme, input scale. Looked up twice, so it may be lazy.
         names: memory name of a parameter -> its name on disk, as `models.disk_names` gives it.
-        quantization_config: block to add to config.json, as the exporter makes it.
+        quantization_config: block to add to config.json, as the exporter makes it; may be empty.
         manifest: what `manifest.build` returned; files and sizes are added here.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
@@ -107,7 +107,8 @@ def write(
     _check_space(out, plan.nbytes + sum(file.stat().st_size for file, _ in others))
     with atomic.new_folder(out) as tree:
         _write_weights(tree, plan, limit, quantized, exporter, progress)
-        _write_json(tree / "config.json", config | {"quantization_config": quantization_config})
+        block = {"quantization_config": quantization_config} if quantization_config else {}
+        _write_json(tree / "config.json", config | block)
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)

@@ -79,11 +79,9 @@ class _Subject:
 
     @functools.cached_property
     def config(self) -> dict:
-        """The `quantization_config` block."""
+        """The `quantization_config` block; one without groups where the recipe quantizes nothing."""
         config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        if not config.get("quantization_config"):
-            raise UserError(f"{self.path / 'config.json'} has no quantization_config; quantize the model again")
-        return config["quantization_config"]
+        return config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
@@ -99,6 +97,8 @@ class _Subject:
     def names(self) -> dict[str, str]:
         """Memory name of every tensor of the model, as transformers builds it for this config, -> name on disk."""
         model = models.skeleton(self.path)
+        if not self.config["config_groups"] and not self.config.get("kv_cache_scheme"):
+            return models.disk_names(model, self.entries)
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
             quantizer = AutoHfQuantizer.from_config(CompressedTensorsConfig.from_dict(self.config), pre_quantized=True)
             quantizer.validate_environment()
@@ -148,7 +148,6 @@ def _config(subject: _Subject) -> str:
         kind = compressed_tensors.storage(compressed_tensors.scheme_of(group))
         if kind != group["format"]:
             raise UserError(f"config group {key} says format {group['format']}, its numbers are stored as {kind}")
-    CompressedTensorsConfig.from_dict(subject.config)
     return f"{subject.spec.family}, {subject.config['format']}, {len(subject.config['config_groups'])} group(s)"
 
 
@@ -221,7 +220,7 @@ def _size(subject: _Subject) -> str:
         identity = manifest.source_identity(subject.source)
         if any(recorded["model"].get(key) != identity[key] for key in ("config_sha256", "headers_sha256")):
             raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
-    if after >= before:
+    if after >= before and subject.config["config_groups"]:
         raise UserError(f"weights take {after} bytes, no less than the original's {before}")
     return f"{before / 1e6:.1f} MB before, {after / 1e6:.1f} MB after ({after / before:.0%})"
 

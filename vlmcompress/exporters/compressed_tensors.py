@@ -136,12 +136,17 @@ def quantization_config(
             over class names in transformers and vLLM alike.
         ignore: layers (or `re:` patterns) that stay as they are.
         kv_cache: whether the checkpoint has FP8 `k_scale` and `v_scale` per attention layer.
+
+    Returns:
+        The block; empty when nothing is quantized, and config.json then needs none.
     """
+    if not groups and not kv_cache:
+        return {}
     formats = sorted({storage(scheme) for scheme, _ in groups})
     config = {
         "quant_method": FORMAT,
         "version": __version__,
-        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "format": "mixed-precision" if len(formats) > 1 else (*formats, "dense")[0],
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{i}": {

@@ -1,0 +1,131 @@
+"""Stored tensors against compressed-tensors' own compressor, and the config block against its own reader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+
+from tests.rtn import SCHEMES
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors as ct
+from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
+from vlmcompress.tensorfile import Spec
+
+MORE = {
+    "w3": Scheme(Format("int", 3, 32)),
+    "w8-asymmetric": Scheme(Format("int", 8, 64, symmetric=False)),
+    "fp8-weight-only": Scheme(Format("float", 8, -1)),
+}
+
+
+@pytest.fixture(params=sorted(SCHEMES | MORE))
+def case(request):
+    """A scheme, a quantized random weight [96, 256] with an all-zero row, and its input scale."""
+    scheme = (SCHEMES | MORE)[request.param]
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight[5] = 0
+    qt = round_to_nearest(weight, scheme.weights, scale_dtype=torch.bfloat16)
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    return scheme, qt, torch.tensor(0.25) if static else None
+
+
+def library(scheme):
+    """compressed-tensors' own compressor and scheme object for our config block."""
+    config = QuantizationConfig.model_validate(ct.quantization_config([(scheme, ["Linear"])], []))
+    group = config.config_groups["group_0"]
+    return BaseCompressor.get_value_from_registry(group.format), group
+
+
+def test_same_bits_as_the_library(case):
+    """Oracle: compressed-tensors' compressor, given the dequantized weight with our scales, stores the same tensors."""
+    scheme, qt, input_scale = case
+    compressor, group = library(scheme)
+    state = {"weight": qt.dequantize(torch.float32), "weight_scale": qt.scale.float()}
+    if qt.zero_point is not None:
+        state["weight_zero_point"] = qt.zero_point
+    expected = compressor.compress(state, group)
+    stored = ct.tensors(qt, scheme, input_scale)
+    assert stored.keys() - {"input_scale"} == expected.keys()
+    for name, tensor in expected.items():
+        got = stored[name].float() if name == "weight_scale" else stored[name]
+        assert got.dtype == tensor.dtype and torch.equal(got.float(), tensor.float()), name
+
+
+def test_library_reads_back_our_weight(case):
+    """Oracle: compressed-tensors' decompressor returns exactly `QTensor.dequantize`."""
+    scheme, qt, input_scale = case
+    compressor, group = library(scheme)
+    stored = ct.tensors(qt, scheme, input_scale)
+    stored["weight_scale"] = stored["weight_scale"].float()
+    back = compressor.decompress(stored, group)["weight"]
+    assert torch.equal(back.float(), qt.dequantize(torch.float32))
+
+
+def test_layout_is_what_is_stored(case):
+    scheme, qt, input_scale = case
+    stored = ct.tensors(qt, scheme, input_scale)
+    assert {name: Spec.of(tensor) for name, tensor in stored.items()} == ct.layout(qt, scheme, input_scale)
+
+
+def test_config_names_the_scheme(case):
+    scheme, _, _ = case
+    config = ct.quantization_config([(scheme, ["Linear"])], ["lm_head"])
+    assert ct.scheme_of(config["config_groups"]["group_0"]) == scheme
+    assert config["format"] == config["config_groups"]["group_0"]["format"] == ct.storage(scheme)
+
+
+def test_several_formats_are_mixed_precision():
+    groups = [(SCHEMES["fp8"], ["re:.*visual.*"]), (SCHEMES["w4-symmetric"], ["Linear"])]
+    config = ct.quantization_config(groups, [], kv_cache=True)
+    assert config["format"] == "mixed-precision"
+    parsed = QuantizationConfig.model_validate(config)
+    assert (parsed.kv_cache_scheme.num_bits, parsed.kv_cache_scheme.type) == (8, "float")
+
+
+def test_nothing_quantized_has_no_config():
+    assert ct.quantization_config([], []) == {}
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(Format("float", 8, 128)),
+        Scheme(Format("int", 4, 0)),
+        Scheme(Format("int", 4, 128), ActFormat("int", 8, dynamic=True)),
+        Scheme(Format("int", 8, -1, symmetric=False), ActFormat("int", 8, dynamic=True)),
+    ],
+)
+def test_what_no_engine_reads_is_refused(scheme):
+    with pytest.raises(UserError):
+        ct.storage(scheme)
+
+
+def test_an_input_scale_must_belong_to_the_scheme(case):
+    scheme, qt, input_scale = case
+    with pytest.raises(ValueError, match="input scale"):
+        ct.tensors(qt, scheme, None if input_scale is not None else torch.tensor(1.0))
+
+
+def test_zero_points_must_fill_words():
+    with pytest.raises(ValueError, match="whole words"):
+        ct.shapes(SCHEMES["w4-asymmetric"], 100, 256)
+
+
+@pytest.mark.parametrize("name", ["a.layers.0.q_proj", "a.visual.blocks.1.qkv", "visual.merger.0", "lm_head", "b.x"])
+def test_group_of_agrees_with_the_library(name):
+    """Oracle: compressed-tensors' matching of targets and ignore entries."""
+    from compressed_tensors.utils.match import match_targets
+
+    groups = [
+        (SCHEMES["fp8"], [r"re:(.*\.)?visual\..*", "b.x"]),
+        (SCHEMES["w4-symmetric"], ["Linear"]),
+    ]
+    config = ct.quantization_config(groups, ["lm_head", r"re:.*\bmerger\..*"])
+    owner = {target: key for key, group in config["config_groups"].items() for target in group["targets"]}
+    module = torch.nn.Linear(1, 1)
+    expected = None
+    if not match_targets(name, module, config["ignore"]):
+        expected = owner[match_targets(name, module, owner)[0]]
+    assert ct.group_of(config, name) == expected

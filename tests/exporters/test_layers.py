@@ -1,0 +1,75 @@
+"""Targets and ignore entries mean the same layers to transformers, in the files and to vLLM, for every family."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.rtn import SCHEMES
+from tests.tiny import build
+from vlmcompress import exporters, models
+from vlmcompress.exporters import compressed_tensors as ct
+
+W4, FP8 = SCHEMES["w4-symmetric"], SCHEMES["fp8"]
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory):
+    @functools.cache
+    def get(family):
+        folder = build(family, tmp_path_factory.mktemp(family))
+        model = models.skeleton(folder)
+        names = models.disk_names(model, models.tensor_headers(folder))
+        return model, models.spec_for(models.read_config(folder)), names
+
+    return get
+
+
+def configure(model, spec, names, schemes):
+    """Config and expected group of every layer."""
+    groups = exporters.targets(schemes, names, spec)
+    config = ct.quantization_config(groups, models.ignore_patterns(model, spec, set(schemes), names))
+    order = [scheme for scheme, _ in groups]
+    expected = {
+        name: f"group_{order.index(schemes[name])}" if name in schemes else None for name in models.linear_names(model)
+    }
+    return config, expected
+
+
+def decoder(model, spec, scheme):
+    return {name: scheme for group in models.resolve(model, spec) for name in group.linears}
+
+
+def tower(model, spec, scheme):
+    return {name: scheme for group in models.vision_linears(model, spec) for name in group.linears}
+
+
+@pytest.mark.parametrize("family", models.REGISTRY.names())
+@pytest.mark.parametrize("vision", [None, W4, FP8], ids=["decoder", "same", "mixed"])
+def test_every_reader_agrees(family_of, family, vision):
+    model, spec, names = family_of(family)
+    schemes = decoder(model, spec, W4) | (tower(model, spec, vision) if vision else {})
+    config, expected = configure(model, spec, names, schemes)
+    assert exporters.misread(config, expected, names, spec) == []
+    assert len(config["config_groups"]) == (2 if vision == FP8 else 1)
+
+
+@pytest.mark.parametrize("family", models.REGISTRY.names())
+def test_single_layers_may_differ(family_of, family):
+    """One layer skipped, one block's down projection in another scheme, one tower layer skipped."""
+    model, spec, names = family_of(family)
+    schemes = decoder(model, spec, W4) | tower(model, spec, FP8)
+    groups = models.resolve(model, spec)
+    schemes[groups[-1].linears[0]] = FP8
+    del schemes[groups[0].linears[0]], schemes[models.vision_linears(model, spec)[1].linears[0]]
+    config, expected = configure(model, spec, names, schemes)
+    assert exporters.misread(config, expected, names, spec) == []
+
+
+def test_misread_names_the_layer(family_of):
+    """A pattern that only fits memory names is noticed."""
+    model, spec, names = family_of("qwen2-5-vl")
+    config, expected = configure(model, spec, names, decoder(model, spec, W4))
+    config["config_groups"]["group_0"]["targets"] = [r"re:model\.language_model\.layers\..*"]
+    assert exporters.misread(config, expected, names, spec)[0] == ("model.layers.0.self_attn.q_proj", "group_0", None)

@@ -1,0 +1,57 @@
+"""A compressed checkpoint without the pipeline: round to nearest, made-up activation scales, the real exporter and writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlmcompress import checkpoint, exporters, manifest, models, tensorfile
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
+
+SCHEMES = {
+    "w4-symmetric": Scheme(Format("int", 4, 128)),
+    "w4-asymmetric": Scheme(Format("int", 4, 32, symmetric=False)),
+    "w4-channel": Scheme(Format("int", 4, -1)),
+    "w8a16": Scheme(Format("int", 8, 128)),
+    "int8": Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)),
+    "fp8": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True)),
+    "fp8-static": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=False)),
+    "fp8-static-tensor": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),
+}
+
+
+def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_cache: bool = False) -> dict:
+    """The arguments of `checkpoint.write` but for `out`."""
+    model = models.skeleton(source)
+    spec = models.spec_for(models.read_config(source))
+    entries = {entry.name: entry for file in models.shards(source) for entry in tensorfile.read_entries(file)}
+    names = models.disk_names(model, entries)
+    chosen = {name: scheme for group in models.resolve(model, spec) for name in group.linears if scheme}
+    chosen |= {name: vision for group in models.vision_linears(model, spec) for name in group.linears if vision}
+    quantized = {}
+    for name, one in chosen.items():
+        weight = tensorfile.read_tensor(entries[names[f"{name}.weight"]])
+        static = one.activations is not None and not one.activations.dynamic
+        result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16)
+        quantized[name] = (result, one, torch.tensor(0.05) if static else None)
+    groups = exporters.targets(chosen, names, spec)
+    ignore = models.ignore_patterns(model, spec, set(chosen), names)
+    attention = [f"{layer}.self_attn" for layer in models.decoder_layers(model, spec)]
+    recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
+    return {
+        "source": source,
+        "quantized": quantized,
+        "names": names,
+        "quantization_config": compressed_tensors.quantization_config(groups, ignore, kv_cache=kv_cache),
+        "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
+        "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
+    }
+
+
+def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **more) -> dict:
+    """Quantize `source` into `out`; `more` goes to `checkpoint.write`. Returns the quantized layers."""
+    given = parts(source, scheme, vision, more.pop("kv_cache", False))
+    checkpoint.write(out=out, **(given | more))
+    return given["quantized"]
