@@ -46,9 +46,11 @@ def _subtrees(model: nn.Module, quantized: set[str], roots: list[str], path: str
         if isinstance(module, nn.Linear):
             if name not in quantized:
                 yield name, True
+        elif name in roots:
+            yield name, False
         elif _under(name, quantized) or any(root.startswith(name + ".") for root in roots):
             yield from _subtrees(module, quantized, roots, name)
-        elif name in roots or any(isinstance(inner, nn.Linear) for inner in module.modules()):
+        elif any(isinstance(inner, nn.Linear) for inner in module.modules()):
             yield name, False
 
 
