@@ -120,14 +120,18 @@ answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], media=s
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, how: signal.Signals) -> None:
     """Ctrl-C, kill and kill -9 of the parent, while the worker's lifeline (its real code) is waiting."""
-    pid = tmp_path / "pid"
-    code = "from vlmcompress.engines.vllm.worker import end_with_parent as e; import time; e(); time.sleep(60)"
-    broken(f'sleep 60 & echo $! > {pid}; {sys.executable} -c "{code}" & wait')
+    pid, up = tmp_path / "pid", tmp_path / "up"
+    code = (
+        "import pathlib, time; from vlmcompress.engines.vllm.worker import end_with_parent; "
+        f"end_with_parent(); pathlib.Path('{up}').touch(); time.sleep(60)"
+    )
+    broken(f'sleep 60 & echo $! > {pid}; {sys.executable} -c "{code}"')
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stderr=subprocess.DEVNULL)
-    while not (pid.exists() and pid.read_text().strip()):
+    while not up.exists():
         assert parent.poll() is None
         time.sleep(0.05)
-    time.sleep(1.5)  # for the lifeline to be up
+    time.sleep(0.2)
+    assert parent.poll() is None and alive(int(pid.read_text()))
     parent.send_signal(how)
     parent.wait(20)
     assert wait_until_gone(int(pid.read_text()))

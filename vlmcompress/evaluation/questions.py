@@ -64,11 +64,18 @@ def write_requests(samples: Sequence[Sample], media: Path) -> tuple[list[Request
             encoded = png(image)
             file = media / f"{hashlib.sha256(encoded).hexdigest()[:32]}.png"
             if not file.exists():
-                file.write_bytes(encoded)
+                _write(file, encoded)
             files.append(file)
         requests.append(Request(sample.id, _messages(sample, [file.as_uri() for file in files])))
         names.append("+".join(file.stem for file in files) or f"text:{sample.id}")
     return requests, names
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"can't write images for the engine to {file.parent} ({error.strerror}); set TMPDIR") from error
 
 
 def _messages(sample: Sample, urls: list[str]) -> list[dict]:

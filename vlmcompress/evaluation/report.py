@@ -88,26 +88,6 @@ def markdown(results: Results) -> str:
     return "\n".join(lines)
 
 
-def summary(results: Results) -> str:
-    """A few lines for a terminal."""
-    r = results.overall
-    width = max([len(name) for name in results.families] + [8])
-    rows = [("all", r), *results.families.items()]
-    return "\n".join(
-        [
-            f"{'':{width}}  baseline  candidate  difference, {r.level:.0%} interval (points)",
-            *(
-                f"{name:{width}}  {f.baseline_accuracy:8.1%}  {f.candidate_accuracy:9.1%}  "
-                f"{points(f.difference):>6}  [{points(f.low)}, {points(f.high)}]  n={f.n}"
-                for name, f in rows
-            ),
-            f"weights {megabytes(results.baseline.weight_bytes)} -> {megabytes(results.candidate.weight_bytes)}, "
-            f"same answer {results.agreement:.1%}",
-            verdict(r),
-        ]
-    )
-
-
 def points(fraction: float) -> str:
     """`-0.013` as `-1.3`."""
     return f"{100 * fraction:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
