@@ -8,9 +8,10 @@
     3  answer: what the assistant's turns say, up to and with the token that ends the turn
 
 A token is vision when its id is the one that the model's config names (`ModelSpec.image_token`), for that is where the model
-puts features. Answers are found without knowing the template: a turn's tokens are those in which the encoding with the
-turn differs from that of the prompt for it (longest common prefix). Where a template rewrites the prompt once the answer
-is there, the answer's text is looked up at the end of the conversation instead.
+puts features. Answers are found without knowing the template: the conversation is encoded once more with another text in
+the assistant's turn, and the turn's tokens are those in which the two differ. (Leaving the turn out would be no good: there
+are templates that write other things around a question once it is answered, and processors that cut an image into other
+tiles once a later turn brings another.)
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from vlmcompress.models import VLM
 
 Turn = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}, ...]}
+Inputs = dict[str, Tensor]
 IGNORED, TEXT, VISION, ANSWER = range(4)
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, TemplateError)
 
 
-def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[dict[str, Tensor]]:
+def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[Inputs]:
     """Model inputs of each sample with its answer, as a batch of one, and the mask `modality [1, tokens]`.
 
     Args:
@@ -43,7 +45,7 @@ def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None
     return [_encode_one(sample, vlm, max_length) for sample in samples]
 
 
-def encode_prompt(sample: Sample, vlm: VLM) -> dict[str, Tensor]:
+def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
     """Model inputs of a sample without its answer, ready for `model.generate`."""
     inputs = _process(sample, sample.prompt(), list(sample.images), vlm.processor, generation=True)
     _check_vision(sample, inputs, vlm)
@@ -65,7 +67,7 @@ def chat_template(processor: Any) -> str:
     raise UserError("the model has no chat template; copy chat_template.jinja of the original into its folder")
 
 
-def _encode_one(sample: Sample, vlm: VLM, max_length: int | None) -> dict[str, Tensor]:
+def _encode_one(sample: Sample, vlm: VLM, max_length: int | None) -> Inputs:
     turns, images = sample.conversation(), list(sample.images)
     inputs = _process(sample, turns, images, vlm.processor, generation=False)
     length = inputs["input_ids"].shape[1]
@@ -108,7 +110,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
 
 def _process(
     sample: Sample, turns: list[Turn], images: list[Image.Image], processor: Any, *, generation: bool
-) -> dict[str, Tensor]:
+) -> Inputs:
     """Chat template and processor for some of a sample's turns, with its images in the order of the turns."""
     _render(sample, turns, processor, generation=generation)
     rest = iter(images)
@@ -130,7 +132,7 @@ def _process(
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _check_vision(sample: Sample, inputs: dict[str, Tensor], vlm: VLM) -> None:
+def _check_vision(sample: Sample, inputs: Inputs, vlm: VLM) -> None:
     """Placeholders must be there exactly when images are, and as many as there are features where the inputs tell."""
     placeholders = int((inputs["input_ids"] == _image_token_id(vlm)).sum())
     images = len(sample.images)
@@ -145,18 +147,16 @@ def _check_vision(sample: Sample, inputs: dict[str, Tensor], vlm: VLM) -> None:
         )
 
 
-def _modality(
-    sample: Sample, turns: list[Turn], images: list[Image.Image], inputs: dict[str, Tensor], vlm: VLM
-) -> Tensor:
+def _modality(sample: Sample, turns: list[Turn], images: list[Image.Image], inputs: Inputs, vlm: VLM) -> Tensor:
     """The mask [1, tokens] that the module docstring describes."""
     ids = inputs["input_ids"][0]
     mask = torch.full_like(ids, TEXT, dtype=torch.uint8)
     for index, turn in enumerate(turns):
         if turn["role"] == "assistant":
-            start, end = _answer_span(sample, turns, index, images, ids, vlm.processor)
+            start, end = _answer_span(sample, turns, index, images, ids, vlm)
             mask[start:end] = ANSWER
-            if start == end and sample.answer and sample.answer.strip() and index == len(turns) - 1:
-                raise UserError(f"{sample.name}: the chat template does not show the answer; check the template")
+    if sample.answer and sample.answer.strip() and not (mask == ANSWER).any():
+        raise UserError(f"{sample.name}: the model's chat template does not show the answer; check the template")
     mask[ids == _image_token_id(vlm)] = VISION
     if "attention_mask" in inputs:
         mask[inputs["attention_mask"][0] == 0] = IGNORED
@@ -164,42 +164,40 @@ def _modality(
 
 
 def _answer_span(
-    sample: Sample, turns: list[Turn], index: int, images: list[Image.Image], ids: Tensor, processor: Any
+    sample: Sample, turns: list[Turn], index: int, images: list[Image.Image], ids: Tensor, vlm: VLM
 ) -> tuple[int, int]:
-    """Where in `ids` [tokens] the assistant's turn `index` is; an empty span where that cannot be told."""
-    last = index == len(turns) - 1
-    whole = _render(sample, turns, processor, generation=False)
-    if whole.startswith(_render(sample, turns[:index], processor, generation=False)):
-        start = _agreement(_process(sample, turns[:index], images, processor, generation=True), ids)
-        end = len(ids)
-        if not last:
-            end = _agreement(_process(sample, turns[: index + 1], images, processor, generation=False), ids)
-        return start, _without_tail(ids, start, max(start, end), processor.tokenizer)
-    position = whole.rfind(sample.answer.strip()) if last and sample.answer else -1
-    if position < 0:
-        return 0, 0
-    tail = processor.tokenizer(whole[position:], add_special_tokens=False)["input_ids"]
-    start = len(ids) - len(tail)
-    return start, _without_tail(ids, start, len(ids), processor.tokenizer)
+    """Where in `ids` [tokens] the text of turn `index` is, with the end-of-turn token that follows it."""
+    text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
+    other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
+    altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
+    changed = _process(sample, altered, images, vlm.processor, generation=False)["input_ids"][0]
+    start = _agreement(ids, changed)
+    end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
+    if start == len(ids) == len(changed):
+        return 0, 0  # the template does not show this turn
+    ends = _end_ids(vlm)
+    for position in range(end, len(ids)):
+        if int(ids[position]) in ends:
+            return start, position + 1
+        if vlm.processor.tokenizer.decode(ids[position : position + 1]).strip():
+            break
+    return start, end
 
 
-def _agreement(inputs: dict[str, Tensor], ids: Tensor) -> int:
-    """Length of the longest common prefix of the inputs' ids and `ids` [tokens]."""
-    other = inputs["input_ids"][0]
-    shorter = min(len(other), len(ids))
-    differ = (other[:shorter] != ids[:shorter]).nonzero()
+def _agreement(a: Tensor, b: Tensor) -> int:
+    """Length of the longest common prefix of two sequences of ids."""
+    shorter = min(len(a), len(b))
+    differ = (a[:shorter] != b[:shorter]).nonzero()
     return int(differ[0]) if len(differ) else shorter
 
 
-def _without_tail(ids: Tensor, start: int, end: int, tokenizer: Any) -> int:
-    """The end of a span less the white space that a template writes after the token that ends the turn."""
-    specials = set(tokenizer.all_special_ids)
-    for position in range(end - 1, start - 1, -1):
-        if int(ids[position]) in specials:
-            return position + 1
-        if tokenizer.decode(ids[position : position + 1]).strip():
-            break
-    return end
+def _end_ids(vlm: VLM) -> set[int]:
+    """Ids at which generation stops: those of the model's two configs and of its tokenizer."""
+    found = {vlm.processor.tokenizer.eos_token_id}
+    for config in (vlm.model.generation_config, vlm.model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    return found - {None}
 
 
 def _image_token_id(vlm: VLM) -> int:

@@ -1,0 +1,34 @@
+"""Small images, files to break, and how a refusal has to look."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmcompress.errors import UserError
+
+
+def picture(width: int = 60, height: int = 40, seed: int = 0) -> Image.Image:
+    """Random RGB pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    """The image's file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def refused(call: Callable, *says: str) -> None:
+    """`call` raises a `UserError` of one line that contains all of `says`."""
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for text in says:
+        assert text in message, message
