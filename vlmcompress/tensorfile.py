@@ -180,7 +180,11 @@ def write_at(file: int, data: memoryview | bytes, position: int) -> None:
 
 def copy_at(entry: Entry, file: int, position: int) -> None:
     """Copy a stored tensor's bytes to a position of another open file, 16 MiB at a time."""
-    with entry.file.open("rb") as source:
+    try:
+        source = entry.file.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
+    with source:
         source.seek(entry.start)
         left = entry.end - entry.start
         while left:
