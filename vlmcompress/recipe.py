@@ -21,8 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vlmcompress import _yaml, targets
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.quantizers import REGISTRY as SCHEMES
+from vlmcompress.registry import Registry
 
+SCHEMES = Registry("vlmcompress.quantizers", "scheme")
+FORMATS = Registry("vlmcompress.exporters", "format")
 CLI = "command line"
 DEFAULT = "default"
 
@@ -133,12 +135,13 @@ class Resolved:
         return self.origins.get(key, DEFAULT)
 
 
-def resolve(given: Mapping[str, Any], file: str | Path | None = None) -> Resolved:
+def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse: bool = True) -> Resolved:
     """The recipe that the command line (or a caller) and a recipe file ask for.
 
     Args:
         given: nested values that were given; a key that is absent was not given, a value that is falsy was.
         file: a recipe file, or the name of a bundled one.
+        refuse: raise `UserError` for what the target cannot run.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [(CLI, given)]
     if file is not None:
@@ -158,7 +161,10 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None) -> Resolve
     options = values.pop("options", {})
     recipe = _validate(Recipe, values, origins)
     recipe = recipe.model_copy(update={"options": _options(recipe.scheme, options, origins)})
-    _check_names(recipe)
+    if recipe.format not in FORMATS.names():
+        raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
+    if recipe.target and refuse:
+        targets.refuse(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.vision_formats)
     return Resolved(recipe, origins)
 
 
@@ -277,13 +283,3 @@ def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> Any:
         named = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
         origin = origins.get(f"options.{named}", "options")
         raise UserError(f"{origin}: scheme '{scheme}': {error}") from error
-
-
-def _check_names(recipe: Recipe) -> None:
-    """Names that only the registries know, and what the target refuses."""
-    from vlmcompress.exporters import REGISTRY as FORMATS
-
-    if recipe.format not in FORMATS.names():
-        raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
-    if recipe.target is not None:
-        targets.refuse(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.vision_formats)

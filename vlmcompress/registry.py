@@ -7,10 +7,13 @@ group with the package's name; a name that exists already is an error, never a s
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 
 from vlmcompress.errors import UserError, did_you_mean
@@ -31,10 +34,11 @@ class Registry:
     @functools.cached_property
     def _modules(self) -> dict[str, str]:
         """Recipe name -> dotted module name."""
-        folder = importlib.import_module(self.package)
+        spec = importlib.util.find_spec(self.package)  # finds the folder without importing it, and torch with it
+        assert spec is not None and spec.submodule_search_locations is not None
         found = {
             info.name.replace("_", "-"): f"{self.package}.{info.name}"
-            for info in pkgutil.iter_modules(folder.__path__)
+            for info in pkgutil.iter_modules(spec.submodule_search_locations)
             if not info.name.startswith("_")
         }
         for point in entry_points(group=self.package):
@@ -52,3 +56,15 @@ class Registry:
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
         return importlib.import_module(self._modules[name])
+
+    def summary(self, name: str) -> str:
+        """The first sentence of an entry's docstring, read from its file without importing it."""
+        module = self._modules[name]
+        spec = importlib.util.find_spec(self.package)
+        if module.rpartition(".")[0] == self.package and spec and spec.submodule_search_locations:
+            file = Path(spec.submodule_search_locations[0], f"{module.rpartition('.')[2]}.py")
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+        else:
+            text = self.get(name).__doc__
+        paragraph = " ".join((text or "").strip().partition("\n\n")[0].split())
+        return paragraph.partition(". ")[0].rstrip(".")

@@ -1,0 +1,7 @@
+"""`python -m vlmcompress`."""
+
+import sys
+
+from vlmcompress.cli import main
+
+sys.exit(main())

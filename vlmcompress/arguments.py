@@ -1,0 +1,153 @@
+"""The command line's grammar. Argparse, but wrong usage is a `UserError` with the closest right word, as anywhere else."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import Any, NoReturn
+
+from vlmcompress import __version__, recipe
+from vlmcompress.errors import UserError, did_you_mean
+
+# Destination of a flag -> the recipe key that it gives a value to.
+RECIPE_KEYS = {
+    "model": "model",
+    "out": "out",
+    "target": "target",
+    "goal": "goal",
+    "scheme": "scheme",
+    "vision": "vision",
+    "kv_cache": "kv_cache",
+    "calib": "calibrate.data",
+    "samples": "calibrate.samples",
+    "seed": "seed",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UserError` instead of printing usage and leaving."""
+
+    def __init__(self, **settings: Any):
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            choices = [choice.strip(" '") for choice in found[3].split(",")]
+            message = f"{found[1]}: no '{found[2]}'{did_you_mean(found[2], choices)}"
+        elif found := re.match(r"the following arguments are required: (.*)", message):
+            message = f"{self.prog}: missing {found[1]}"
+        raise UserError(f"{message}; see {self.prog} --help")
+
+    def options(self) -> list[str]:
+        """All flags."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The arguments of one call."""
+    parser, verbs = _parser()
+    extra: list[str] = []
+    if arguments[:1] == ["serve"] and "--" in arguments:  # the rest is vLLM's
+        cut = arguments.index("--")
+        arguments, extra = arguments[:cut], arguments[cut + 1 :]
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(flag, verbs[args.verb].options(), n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else f"; see vlmcompress {args.verb} --help"
+        raise UserError(f"vlmcompress {args.verb} takes no '{flag}'{hint}")
+    args.extra = extra
+    return args
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe values that flags gave, nested. What was not given is absent; what is falsy was given."""
+    values: dict[str, Any] = {}
+    for name, key in RECIPE_KEYS.items():
+        if hasattr(args, name):
+            *parents, last = key.split(".")
+            into = values
+            for parent in parents:
+                into = into.setdefault(parent, {})
+            into[last] = getattr(args, name)
+    for setting in args.set:
+        recipe.assign(values, setting)
+    return values
+
+
+def _parser() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(
+        prog="vlmcompress",
+        description="Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost.",
+        epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    common.add_argument("--verbose", action="store_true", help="show what the libraries log")
+    common.add_argument("--debug", action="store_true", help="print tracebacks")
+
+    def verb(name: str, about: str) -> Parser:
+        return verbs.add_parser(name, help=about, description=about, parents=[common])
+
+    _quantize(verb("quantize", "Write a compressed checkpoint."))
+    check = verb("check", "Tell in seconds whether a recipe works for a model, a target and an engine.")
+    _recipe(check)
+    check.add_argument("--engine", default="vllm", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm")
+    doctor = verb("doctor", "Examine a finished checkpoint.")
+    doctor.add_argument("out", metavar="OUT")
+    doctor.add_argument("--source", metavar="MODEL", help="compare with the original, too")
+    _eval(verb("eval", "Ask the compressed and the original model the same questions in vLLM."))
+    _serve(verb("serve", "Run vLLM's OpenAI-compatible server; flags after -- go to vllm serve."))
+    listing = verb("list", "List what has a name.")
+    listing.add_argument("what", nargs="?", choices=["schemes", "targets", "families", "recipes", "formats"])
+    return parser, dict(verbs.choices)
+
+
+def _recipe(parser: Parser) -> None:
+    """The flags that stand for recipe keys; absent ones leave no trace."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help="folder of the original")
+    parser.add_argument("-o", "--out", default=none, help="folder to write")
+    parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
+    parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
+    parser.add_argument("--target", default=none, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
+    parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
+    parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
+    parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.bits=4"
+    )
+
+
+def _quantize(parser: Parser) -> None:
+    _recipe(parser)
+    parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
+
+
+def _eval(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
+    parser.add_argument(
+        "--data", metavar="FILE", help="image, question, answer and maybe family; default: bundled test split"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md and results.json")
+    parser.add_argument("--max-drop", type=float, metavar="POINTS", help="exit with 1 if accuracy falls by more")
+
+
+def _serve(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    parser.add_argument("--images", type=int, default=4, metavar="N", help="most images of a request")

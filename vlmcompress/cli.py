@@ -1,0 +1,211 @@
+"""The verbs. Each turns arguments into a call of the package and returns what to print; `main` does the rest.
+
+A verb gets parsed arguments and returns `(exit code, data, text)`. While it runs, stdout leads to stderr; then either the text
+or, with `--json`, the data as one JSON object goes to stdout. Heavy imports are inside the verbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import arguments, summary, terminal
+from vlmcompress.errors import GateError, UserError
+
+Outcome = tuple[int, Any, str]
+OK, GATE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 130
+
+# Package that is absent -> the extra that brings it.
+_EXTRAS = {
+    "llmcompressor": "compress",
+    "datasets": "compress",
+    "pyarrow": "compress",
+    "lm_eval": "eval",
+    "vllm": "serve",
+}
+
+
+def quantize(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress quantize`"""
+    from vlmcompress.recipe import resolve
+
+    resolved = resolve(arguments.given(args), args.recipe)
+    if args.dry_run:
+        from vlmcompress import plan
+
+        planned = plan.build(resolved.recipe)
+        return OK, {"ok": True, **planned.to_dict(), "origins": resolved.origins}, summary.plan_text(planned, resolved)
+    if resolved.recipe.out is None:
+        raise UserError("no output folder given; add -o OUT")
+    from vlmcompress import pipeline
+
+    began, progress = time.monotonic(), terminal.Progress()
+    try:
+        done = pipeline.quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    finally:
+        progress.close()
+    result = summary.quantize_result(done.out, resolved.recipe.model, done.manifest, time.monotonic() - began)
+    return OK, result, summary.quantize_text(result)
+
+
+def check(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress check`"""
+    from vlmcompress.recipe import resolve
+
+    recipe = resolve(arguments.given(args), args.recipe, refuse=False).recipe
+    from vlmcompress.check import findings
+
+    found = findings(recipe, args.engine)
+    fine = all(finding.ok for finding in found)
+    title = f"{recipe.model} with {recipe.scheme} on {recipe.target or 'any target'} in {args.engine}"
+    data = {"ok": fine, "engine": args.engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
+    return OK if fine else BAD_INPUT, data, summary.looked_text(title, found)
+
+
+def doctor(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress doctor`"""
+    from vlmcompress.doctor import diagnose
+
+    checks = diagnose(Path(args.out), Path(args.source) if args.source else None)
+    fine = all(check.ok for check in checks)
+    data = {"ok": fine, "out": args.out, "checks": [vars(check) for check in checks]}
+    return OK if fine else GATE, data, summary.looked_text(args.out, checks)
+
+
+def evaluate(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress eval`"""
+    from vlmcompress.evaluation.accuracy import evaluate as compare
+    from vlmcompress.evaluation.report import verdict, write_report
+
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    progress = terminal.Progress()
+    try:
+        results = compare(args.out, args.baseline, args.data, limit=args.limit, seed=args.seed, progress=progress)
+    finally:
+        progress.close()
+    report = write_report(results, args.report)["html"] if args.report else None
+    drop = -100 * results.overall.difference
+    failed = args.max_drop is not None and drop > args.max_drop
+    text = summary.eval_text(results, verdict(results.overall), report)
+    if failed:
+        text += f"\nGate failed: accuracy fell by {drop:.1f} points, at most {args.max_drop:g} are allowed."
+    data = {"ok": not failed, **results.to_dict(), "report": str(report) if report else None}
+    return GATE if failed else OK, data, text
+
+
+def serve(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress serve`: this process becomes the server."""
+    from vlmcompress.engines.vllm.serve import serve as run
+
+    settings = {"host": args.host, "port": args.port, "images": args.images, "max_model_len": args.max_model_len}
+    run(args.out, **settings, extra=args.extra)
+    return OK, {"ok": True}, ""
+
+
+def listing(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress list`"""
+    from vlmcompress import recipe, targets
+    from vlmcompress.registry import Registry
+
+    def registered(registry: Registry) -> list[dict[str, Any]]:
+        return [{"name": name, "about": registry.summary(name)} for name in registry.names()]
+
+    def machines() -> list[dict[str, Any]]:
+        found = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
+        return [
+            {
+                "name": name,
+                "about": f"{t.title}: {t.schemes[None]} by default, {t.schemes['throughput']} for throughput",
+            }
+            for name, t in found
+        ]
+
+    def recipes() -> list[dict[str, Any]]:
+        lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in recipe.bundled().items()}
+        return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
+
+    kinds: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "schemes": lambda: registered(recipe.SCHEMES),
+        "targets": machines,
+        "families": lambda: registered(Registry("vlmcompress.models", "model family")),
+        "recipes": recipes,
+        "formats": lambda: registered(recipe.FORMATS),
+    }
+    entries = {kind: find() for kind, find in kinds.items() if args.what in (None, kind)}
+    return OK, entries, summary.list_text(entries)
+
+
+VERBS = {
+    "quantize": quantize,
+    "check": check,
+    "doctor": doctor,
+    "eval": evaluate,
+    "serve": serve,
+    "list": listing,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one call and return its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    as_json, debug = "--json" in given, "--debug" in given
+    try:
+        args = arguments.parse(given)
+        if not args.verbose and args.verb != "serve":  # a server's log is what one looks at
+            terminal.quiet_libraries()
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder; nothing is fetched behind the user's back
+        with terminal.stdout_kept_clean():
+            code, data, text = VERBS[args.verb](args)
+        print(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text, flush=True)
+        return code
+    except BrokenPipeError:  # the reader of our stdout left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return OK
+    except KeyboardInterrupt:
+        hint = "; continue with --resume" if given[:1] == ["quantize"] and "--dry-run" not in given else ""
+        return _fail(f"interrupted{hint}", INTERRUPTED, as_json)
+    except GateError as error:
+        return _fail(str(error), GATE, as_json)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        return _fail(str(error), BAD_INPUT, as_json)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _unexpected(error, debug, as_json)
+
+
+def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
+    """An error that nobody planned: some are the machine's or the installation's, the rest are defects."""
+    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
+        return _fail(f"{package} is not installed; pip install 'vlmcompress[{_EXTRAS[package]}]'", BAD_INPUT, as_json)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
+    where = "" if debug else f"; traceback in {_save_traceback()}"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return _fail(f"internal error: {type(error).__name__}: {first}{where}", INTERNAL, as_json)
+
+
+def _fail(message: str, code: int, as_json: bool) -> int:
+    """One line on stderr; with --json also the object."""
+    line = " ".join(message.split())
+    print(f"error: {line}" if code != INTERRUPTED else line, file=sys.stderr, flush=True)
+    if as_json:
+        print(json.dumps({"ok": False, "error": line, "exit_code": code}), flush=True)
+    return code
+
+
+def _save_traceback() -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return file.name

@@ -1,0 +1,152 @@
+"""Results in words: what `vlmcompress` prints on stdout when it was not asked for JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vlmcompress.terminal import duration, size, table
+
+if TYPE_CHECKING:
+    from vlmcompress.evaluation.accuracy import Results
+    from vlmcompress.plan import Plan
+    from vlmcompress.recipe import Resolved
+
+
+class Looked(Protocol):
+    """A finding of `check` or a check of `doctor`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def detail(self) -> str: ...
+
+
+def plan_text(plan: Plan, resolved: Resolved) -> str:
+    """What `--dry-run` shows."""
+    flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
+    settings = [
+        (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
+        for key, value in flat.items()
+    ]
+    rows = [("part", "group", "format", "blocks", "layers [out, in]")] + [
+        (
+            r.part,
+            r.group,
+            r.format,
+            r.blocks,
+            ", ".join(f"{n} {list(s)}" for n, s in zip(r.linears, r.shapes, strict=True)),
+        )
+        for r in plan.rows
+    ]
+    calibrate = plan.recipe.calibrate
+    data = f"{calibrate.samples} samples" if plan.needs_data else "no data needed"
+    return "\n".join(
+        [
+            f"Recipe for {plan.recipe.model} ({plan.spec.family})",
+            table(settings),
+            f"\nWhat is quantized: {plan.linear_layers} linear layers",
+            table(rows),
+            "",
+            table(
+                [
+                    ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({_ratio(plan)})"),
+                    ("peak memory", f"about {size(plan.peak_bytes)}"),
+                    ("calibration", data),
+                ]
+            ),
+            "\nNothing was read but headers, and nothing written.",
+        ]
+    )
+
+
+def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The outcome of `quantize` as data."""
+    before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "weights_before": before,
+        "weights_after": after,
+        "ratio": round(before / max(after, 1), 4),
+        "worst_layers": worst_layers(manifest["errors"]),
+        "next": [
+            f"vlmcompress eval {shlex.quote(str(out))} --baseline {shlex.quote(str(model))}",
+            f"vlmcompress serve {shlex.quote(str(out))}",
+        ],
+    }
+
+
+def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> list[dict[str, Any]]:
+    """The layers with the largest relative output error in any modality."""
+    ranked = sorted(errors.items(), key=lambda item: (-max(item[1].values(), default=0.0), item[0]))
+    return [{"layer": name, "error": dict(by_modality)} for name, by_modality in ranked[:count]]
+
+
+def quantize_text(result: Mapping[str, Any]) -> str:
+    """The same for people."""
+    lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
+    before, after = result["weights_before"], result["weights_after"]
+    lines.append(f"  weights   {size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)")
+    for number, layer in enumerate(result["worst_layers"]):
+        error = ", ".join(f"{modality} {value:.2%}" for modality, value in layer["error"].items())
+        lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
+    if result["worst_layers"]:
+        lines.append(f"  {'':<9} (squared error of a layer's output, relative to the output)")
+    lines += ["Next:", *(f"  {command}" for command in result["next"])]
+    return "\n".join(lines)
+
+
+def looked_text(title: str, findings: Sequence[Looked]) -> str:
+    """Findings or checks, one a line."""
+    bad = sum(not finding.ok for finding in findings)
+    rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
+    verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
+    return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
+
+
+def eval_text(results: Results, verdict: str, report: Path | None) -> str:
+    """Accuracies side by side."""
+    rows: list[tuple[Any, ...]] = [
+        ("family", "questions", "baseline", "compressed", "difference (95% interval), points")
+    ]
+    for name, paired in {"all": results.overall, **results.families}.items():
+        interval = f"{100 * paired.difference:+.1f} ({100 * paired.low:+.1f} to {100 * paired.high:+.1f})"
+        accuracies = (f"{paired.baseline_accuracy:.1%}", f"{paired.candidate_accuracy:.1%}")
+        rows.append((name, paired.n, *accuracies, interval))
+    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
+    lines = [
+        f"{results.candidate.path} against {results.baseline.path}",
+        table(rows),
+        verdict,
+        f"Weights {size(before)} -> {size(after)}; the same answer to {results.agreement:.1%} of the questions.",
+    ]
+    return "\n".join(lines + ([f"Report: {report}"] if report else []))
+
+
+def list_text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
+    """Everything that has a name."""
+    return "\n\n".join(
+        f"{what}\n{table([(entry['name'], entry['about']) for entry in found])}" for what, found in entries.items()
+    )
+
+
+def _ratio(plan: Plan) -> str:
+    return f"{plan.bytes_before / max(plan.bytes_after, 1):.2f}x smaller"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        elif value not in ({}, []):
+            found[f"{prefix}{key}"] = value
+    return found
