@@ -67,6 +67,13 @@ def test_single_layers_may_differ(family_of, family):
     assert exporters.misread(config, expected, names, spec) == []
 
 
+@pytest.mark.parametrize("family", models.REGISTRY.names())
+def test_only_the_tower(family_of, family):
+    model, spec, names = family_of(family)
+    config, expected = configure(model, spec, names, tower(model, spec, FP8))
+    assert exporters.misread(config, expected, names, spec) == []
+
+
 def test_misread_names_the_layer(family_of):
     """A pattern that only fits memory names is noticed."""
     model, spec, names = family_of("qwen2-5-vl")

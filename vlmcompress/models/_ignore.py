@@ -32,7 +32,9 @@ def ignore_patterns(
         if is_leaf:
             entries += forms
         else:
-            entries.append(f"re:(?:{'|'.join(re.escape(form) for form in forms)})\\..*")
+            # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
+            safe = [form for form in forms if not _under(form, quantized)]
+            entries.append(f"re:(?:{'|'.join(re.escape(form) for form in safe)})\\..*")
     return list(dict.fromkeys(entries))
 
 
