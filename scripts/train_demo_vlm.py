@@ -3,7 +3,7 @@
 
     scripts/train_demo_vlm.py --model qwen|llava -o DIR [--minutes M] [--seed S] [--resume] [--device cpu|cuda]
 
-Prints one JSON line per measurement, accuracy by family on validation questions; the last line sums up what was measured.
+Prints one JSON line per measurement (accuracy by family on validation questions); the last line sums it up.
 """
 
 import argparse
@@ -27,9 +27,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", type=int, default=8, help="conversations per step")
     parser.add_argument("--shares", type=float, nargs=3, default=(0.45, 0.15, 0.40), help="time of each stage")
-    parser.add_argument("--rates", type=float, nargs=3, default=(1e-3, 1.5e-3, 6e-4), help="learning rate of each stage")
+    parser.add_argument(
+        "--rates", type=float, nargs=3, default=(1e-3, 1.5e-3, 6e-4), help="learning rate of each stage"
+    )
     parser.add_argument("--adamw", action="store_true", help="AdamW for the layers' matrices too, not Muon")
-    parser.add_argument("--work", type=Path, help="folder for the training state (default: a folder of the system's temp)")
+    parser.add_argument(
+        "--work", type=Path, help="folder for the training state (default: a folder of the system's temp)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the state in --work")
     parser.add_argument("--test", action="store_true", help="measure on the test split too, not on validation alone")
     return parser.parse_args()
@@ -56,7 +60,9 @@ def main() -> None:
     model = trainer.learner.model.float().cpu()
     model.load_state_dict(trainer.ema)
     export(args.model, model, trainer.tokenizer, args.output, "not yet measured\n")
-    measured = {s: measure(args.output, args.model, s) for s in ("validation", "test") if s == "validation" or args.test}
+    measured = {
+        s: measure(args.output, args.model, s) for s in ("validation", "test") if s == "validation" or args.test
+    }
     summary = {
         "model": args.model, "seed": args.seed, "steps": trainer.step, "train_minutes": round(trainer.total / 60, 1),
         "minutes": round((time.monotonic() - began) / 60, 1), "parameters": sum(p.numel() for p in model.parameters()),

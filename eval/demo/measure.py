@@ -38,7 +38,7 @@ def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, inputs["input_ids"].shape[1] :]
-        for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True)):
+        for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True), strict=True):
             found[i] = text.strip()
     return found
 
@@ -53,7 +53,7 @@ def measure(folder: Path, kind: str, split: str, limit: int | None = None) -> di
     processor = AutoProcessor.from_pretrained(folder)
     rows = load_rows(kind, split)[:limit]
     right: dict[str, list[bool]] = defaultdict(list)
-    for row, answer in zip(rows, answers(model, processor, rows)):
+    for row, answer in zip(rows, answers(model, processor, rows), strict=True):
         right[row["family"]].append(answer == row["answer"])
     families = {family: round(sum(hits) / len(hits), 4) for family, hits in right.items()}
     overall = sum(map(sum, right.values())) / len(rows)

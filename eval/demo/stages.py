@@ -1,10 +1,11 @@
-"""Training in three stages, each of which removes one difficulty of the naive way (answers alone, end to end, sits on a plateau).
+"""Training in three stages, each of which removes one difficulty of training on answers alone (a plateau).
 
 language  the LLM learns the questions on oracle visual tokens: perception is no problem there, so skills come fast
 tower     tower and projector learn to produce the oracle's tokens, and to tell what each token lies on (dense supervision)
 joint     everything end to end on the answers, the dense losses kept at a small weight; learning rate decays at the end
 
-Families are drawn in proportion to how badly they do. Matrices of the transformer layers are trained by Muon, the rest by AdamW.
+Families are drawn in proportion to how badly they do. The layers' matrices are trained by Muon,
+the rest by AdamW.
 """
 
 import json
@@ -43,7 +44,7 @@ class Plan:
     rates: tuple[float, float, float]
     batch: int
     muon: bool
-    validate_every: float = 120.0
+    validate_every: float = 150.0
 
 
 class Trainer:
@@ -55,7 +56,9 @@ class Trainer:
         self.tokenizer = build_tokenizer(plan.kind)
         self.writer = Writer(plan.kind, self.tokenizer)
         model = build_model(plan.kind, self.tokenizer, plan.seed)
-        self.learner = Learner(plan.kind, model, self.writer.image_id).to(plan.device)
+        self.learner = Learner(plan.kind, model, self.writer.image_id)
+        self.learner.share_geometry(self.tokenizer)
+        self.learner.to(plan.device)
         self.weights = dict.fromkeys(FAMILIES, 0.5)
         self.stage, self.spent, self.step = 0, 0.0, 0
         self.total = 0.0
@@ -145,7 +148,9 @@ class Trainer:
             torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         ]
         if matrices:
-            made.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+            made.append(
+                torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw")
+            )
         for optimizer in made:
             for group in optimizer.param_groups:
                 group["rate"] = rate

@@ -30,7 +30,7 @@ def sample_chart(rng: Random) -> Chart:
     count = rng.choice((3, 4))
     colours = rng.sample(tuple(COLOURS), count)
     heights = rng.sample(range(1, BAR_LEVELS + 1), count)
-    return Chart(rng.choice(tuple(BACKGROUNDS)), list(zip(colours, heights)), rng.randrange(1 << 30))
+    return Chart(rng.choice(tuple(BACKGROUNDS)), list(zip(colours, heights, strict=True)), rng.randrange(1 << 30))
 
 
 def _draw(chart: Chart) -> tuple[np.ndarray, TokenLabels]:

@@ -1,4 +1,6 @@
-"""Question families about one image or two. Each asker returns (question, answer), or None where the image has no such question.
+"""Question families about one image or two.
+
+Each asker returns (question, answer), or None where the image has no such question.
 
 Answers are balanced where they can be: a count is first drawn among the counts that occur, yes and no are tried at random.
 """

@@ -87,4 +87,4 @@ def family_rows(split: str, family: str, variant: str, number: int) -> list[dict
 def split_rows(split: str, variant: str) -> list[dict]:
     """All rows of a frozen split, families interleaved so that any prefix is balanced."""
     by_family = [family_rows(split, family, variant, PER_FAMILY[split]) for family in FAMILIES]
-    return [row for together in zip(*by_family) for row in together]
+    return [row for together in zip(*by_family, strict=True) for row in together]

@@ -1,6 +1,6 @@
 """Alpha masks (uint8, 0..255) of everything that can be drawn, each rendered once and cached."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import cos, pi, sin
 
 import numpy as np
@@ -28,7 +28,7 @@ def _star(n: float) -> list[tuple[float, float]]:
     return points
 
 
-@lru_cache(maxsize=None)
+@cache
 def shape(name: str, size: int) -> np.ndarray:
     """Mask of a coloured shape in a size x size box."""
     n = size * _SUPERSAMPLE
@@ -60,7 +60,7 @@ def _digit_data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return data.images, data.target, np.random.RandomState(7).permutation(len(data.target))
 
 
-@lru_cache(maxsize=None)
+@cache
 def digit_pool(split: str) -> dict[int, tuple[int, ...]]:
     """Indices into scikit-learn's digits that a split may use, by label; no index is in two splits."""
     _, target, order = _digit_data()
@@ -71,7 +71,7 @@ def digit_pool(split: str) -> dict[int, tuple[int, ...]]:
     return {label: tuple(members) for label, members in pool.items()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def handwritten(index: int, size: int) -> np.ndarray:
     """Mask of one handwritten digit, scaled up from its 8x8 original."""
     images, _, _ = _digit_data()
@@ -79,7 +79,7 @@ def handwritten(index: int, size: int) -> np.ndarray:
     return _levels(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)), 6)
 
 
-@lru_cache(maxsize=None)
+@cache
 def letter(char: str, size: int = 17) -> np.ndarray:
     """Mask of one rendered letter, cropped to its ink; about a visual token in size."""
     font = ImageFont.load_default(size)

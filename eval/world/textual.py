@@ -40,6 +40,6 @@ def _copy(rng: Random) -> tuple[str, str]:
 def _recall(rng: Random) -> tuple[str, str]:
     owners = rng.sample(OWNERS, 3)
     colours = rng.sample(tuple(COLOURS), 3)
-    facts = " ".join(f"The {owner} is {colour}." for owner, colour in zip(owners, colours))
+    facts = " ".join(f"The {owner} is {colour}." for owner, colour in zip(owners, colours, strict=True))
     k = rng.randrange(3)
     return f"{facts} What colour is the {owners[k]}?", colours[k]
