@@ -192,7 +192,8 @@ def _fused(subject: _Subject) -> str:
 
 
 def _engine(subject: _Subject) -> str:
-    wrong = misread(subject.config, subject.groups, subject.names, subject.spec)
+    names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
+    wrong = misread(subject.config, subject.groups, names, subject.spec)
     if wrong:
         name, expected, got = wrong[0]
         raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
