@@ -1,6 +1,8 @@
-"""Run as a process of its own: load a checkpoint in vLLM, ask about one and two images, print one JSON line.
+"""Run as a process of its own: load checkpoints in vLLM one after the other and ask each about one and two images.
 
-python tests/models/engine_probe.py FOLDER
+    python tests/models/engine_probe.py FOLDER...
+
+Prints one line `PROBE {json}` per folder. One process for all, since importing vLLM takes longer than a tiny engine.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import io
 import json
 import os
 import sys
+import traceback
 
 SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -17,7 +20,7 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where its model can be looked at
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
@@ -61,6 +64,19 @@ def data_url(image) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
+def main(folders: list[str]) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    for folder in folders:
+        try:
+            result = probe(folder)
+        except Exception as error:  # the next checkpoint may be fine
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+        cleanup_dist_env_and_memory()
+        print("PROBE " + json.dumps({"folder": folder, **result}), flush=True)
+
+
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
-    print("PROBE " + json.dumps(probe(sys.argv[1])))
+    main(sys.argv[1:])
