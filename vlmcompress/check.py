@@ -59,9 +59,10 @@ def findings(recipe: Recipe, engine: str = "vllm") -> list[Finding]:
     else:
         found.append(Finding("shapes", True, f"{plan.linear_layers} linear layers can be quantized"))
     found += _family(plan, target, engine)
-    found.append(_size(plan))
-    if target and target.memory:
-        found.append(_memory(plan, target))
+    if not plan.problems:
+        found.append(_size(plan))
+        if target and target.memory:
+            found.append(_memory(plan, target))
     found += _calibration(plan)
     if recipe.out and recipe.out.exists():
         found.append(Finding("output", False, f"{recipe.out} exists; choose another folder or pass --overwrite"))

@@ -103,7 +103,7 @@ def survey(recipe: Recipe) -> Plan:
 
     method = Method(recipe.method, recipe.options)
     problems: list[str] = []
-    groups = _decoder_groups(bones, spec, recipe, problems)
+    groups = _decoder_groups(bones, spec, recipe, problems) if method.scheme else []
     blocks: list[list[Group]] = [[] for _ in models.decoder_layers(bones, spec)]
     for group in groups:
         blocks[group.layer].append(group)
@@ -116,6 +116,8 @@ def survey(recipe: Recipe) -> Plan:
         if chosen and chosen.scheme:
             problems += _format_problems(chosen.scheme)
             schemes |= {name: chosen.scheme for group in members for name in group.linears}
+    if recipe.kv_cache and not all(blocks):
+        problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
     if not schemes:
         problems.append("the recipe quantizes nothing; choose another scheme or --vision, or skip less")
     stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}

@@ -1,0 +1,95 @@
+"""Targets: every file is complete, and the facts that users meet first are right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vlmcompress import targets
+from vlmcompress.errors import UserError
+from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.recipe import SCHEMES
+from vlmcompress.targets import Limit
+
+NAMES = targets.REGISTRY.names()
+W4 = Scheme(Format("int", 4, 128))
+W3 = Scheme(Format("int", 3, 128))
+W8 = Scheme(Format("int", 8, -1))
+INT8 = Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
+FP8 = Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_schemes_exist_and_run(name):
+    target = targets.get(name)
+    assert set(target.schemes) == {None, "memory", "throughput"}
+    for scheme in target.schemes.values():
+        module = SCHEMES.get(scheme)
+        assert target.refusal(targets.format_key(module.scheme(module.Options()))) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_refusals_name_a_scheme_that_runs(name):
+    target = targets.get(name)
+    for scheme in (W4, W3, W8, INT8, FP8):
+        reason = target.refusal(targets.format_key(scheme))
+        assert reason is None or "use " in reason or "set options" in reason, reason
+    assert not set(target.kernels) & set(target.refused)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "key"),
+    [(W4, "w4a16"), (W3, "wNa16"), (W8, "w8a16"), (INT8, "w8a8-int"), (FP8, "w8a8-fp"), (None, "bf16")],
+)
+def test_format_key(scheme, key):
+    assert targets.format_key(scheme) == key
+
+
+@pytest.mark.parametrize(
+    ("name", "goal", "scheme"),
+    [
+        ("h100", None, "fp8"),
+        ("a100", None, "awq"),
+        ("a100", "memory", "awq"),
+        ("a100", "throughput", "int8"),
+        ("cpu", None, "awq"),
+    ],
+)
+def test_default_scheme(name, goal, scheme):
+    assert targets.default_scheme(name, goal) == scheme
+
+
+def test_a100_refuses_fp8_and_says_what_to_use():
+    with pytest.raises(UserError, match="A100 has no FP8 tensor cores.* use int8 for throughput or awq for memory"):
+        targets.refuse("a100", FP8)
+
+
+def test_vision_and_kv_cache_are_checked_too():
+    assert targets.refusals("a100", W4, "fp8", FP8)[0].startswith("vision tower: A100")
+    assert not targets.refusals("h100", W4, "fp8", FP8)
+
+
+def test_cpu_refuses_eight_bit_weights_only_and_three_bits():
+    assert "use int8" in targets.refusals("cpu", W8)[0]
+    assert "options.bits" in targets.refusals("cpu", W3)[0]
+
+
+def test_unknown_target_has_a_suggestion():
+    with pytest.raises(UserError, match="unknown target 'h10'; did you mean 'h100'"):
+        targets.get("h10")
+
+
+def test_limit():
+    limit = Limit(out_multiple=32, in_multiple=32, group_multiple=2)
+    assert limit.problem(64, 64, 32) is None
+    assert limit.problem(64, 64, -1) is None
+    assert "in_features 48" in (limit.problem(64, 48, 16) or "")
+    assert "out_features 40" in (limit.problem(40, 64, 32) or "")
+    assert "group_size 33" in (limit.problem(64, 64, 33) or "")
+
+
+def test_no_torch():
+    code = "import sys; from vlmcompress import targets; targets.get('h100'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

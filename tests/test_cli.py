@@ -1,0 +1,229 @@
+"""The command line: exit codes, one-line errors, clean stdout with `--json`, and no heavy imports where none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from vlmcompress import cli, terminal
+from vlmcompress.errors import GateError, UserError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.build("llava", tmp_path_factory.mktemp("cli") / "llava")
+
+
+@pytest.fixture(autouse=True)
+def loud(monkeypatch):
+    """Keep this process's logging as it is."""
+    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "vlmcompress", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def replaced(monkeypatch, verb):
+    """`vlmcompress list` does what `verb` does."""
+    monkeypatch.setitem(cli.VERBS, "list", verb)
+
+
+def test_quantize_in_a_process_of_its_own(model, tmp_path):
+    """One JSON object on stdout, nothing on stderr (no terminal, no bars), a whole OUT; then OUT exists."""
+    out = tmp_path / "out"
+    done = run("quantize", model, "-o", out, "--scheme", "rtn", "--set", "options.group_size=64", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert result["ok"] and result["weights_after"] < result["weights_before"]
+    assert result["next"][0] == f"vlmcompress eval {out} --baseline {model}"
+    assert json.loads((out / "vlmcompress.json").read_text())["recipe"]["options"]["group_size"] == 64
+
+    again = run("quantize", model, "-o", out, "--scheme", "rtn")
+    assert again.returncode == 2 and again.stdout == ""
+    assert again.stderr.startswith("error: output ") and again.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["quantize", "--help"]])
+def test_no_heavy_import(arguments):
+    code = (
+        "import sys; from vlmcompress.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+USAGE = [
+    ([], "vlmcompress: missing VERB"),
+    (["quantise"], "no 'quantise'; did you mean 'quantize'"),
+    (["quantize", "m", "--sheme", "awq"], "takes no '--sheme'; did you mean '--scheme'"),
+    (["quantize", "m", "--scheme"], "expected one argument"),
+    (["quantize", "m", "extra", "--scheme", "rtn"], "takes no 'extra'"),
+    (["quantize", "m", "--samples", "many"], "argument --samples: invalid int value: 'many'"),
+    (["quantize", "m", "--set", "seed"], "--set seed is not of the form key.sub=value"),
+    (["quantize", "m", "--scheme", "gptqq"], "unknown scheme 'gptqq'; did you mean 'gptq'"),
+    (["quantize", "m", "--scheme", "rtn", "--set", "optons.bits=4"], "command line: unknown key 'optons'"),
+    (["quantize", "m"], "no scheme given"),
+    (["quantize", "--scheme", "rtn"], "no model given"),
+    (["quantize", "m", "--target", "a100", "--scheme", "fp8"], "A100 has no FP8 tensor cores"),
+    (["quantize", "/no/such/model", "--scheme", "rtn", "-o", "/tmp/never"], "does not exist"),
+    (["quantize", "m", "--scheme", "rtn"], "no output folder given; add -o OUT"),
+    (["list", "scheme"], "no 'scheme'; did you mean 'schemes'"),
+    (["eval", "out"], "missing --baseline"),
+    (["eval", "out", "--baseline", "m", "--limit", "0"], "--limit is 0"),
+    (["eval", "/no/such/out", "--baseline", "m"], "no such checkpoint"),
+    (["serve", "/no/such/out"], "no such checkpoint"),
+    (["check", "m", "--scheme", "rtn", "--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE)
+def test_bad_input(capfd, arguments, message):
+    assert cli.main(arguments) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
+
+
+def test_errors_as_json(capfd):
+    assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
+    data = json.loads(capfd.readouterr().out)
+    assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
+
+
+def test_dry_run_writes_nothing(capfd, model, tmp_path):
+    out = tmp_path / "out"
+    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", "--json"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    assert data["recipe"]["scheme"] == "awq" and data["origins"]["scheme"] == "target a100"
+    assert data["weights_after"] < data["weights_before"] and data["peak_memory_estimate"] > 0
+    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run"]) == 0
+    text = capfd.readouterr().out
+    assert "target a100" in text and "w4a16" in text and "smaller" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line_wins_over_the_recipe(capfd, model, tmp_path):
+    (tmp_path / "r.yaml").write_text("scheme: gptq\nseed: 5\noptions: {group_size: 32}\n")
+    arguments = ["quantize", str(model), "--recipe", str(tmp_path / "r.yaml"), "--seed", "0", "--dry-run", "--json"]
+    assert cli.main([*arguments, "--set", "options.group_size=64"]) == 0
+    recipe = json.loads(capfd.readouterr().out)["recipe"]
+    assert (recipe["scheme"], recipe["seed"], recipe["options"]["group_size"]) == ("gptq", 0, 64)
+
+
+def test_check(capfd, model):
+    assert cli.main(["check", str(model), "--scheme", "rtn", "--target", "cpu"]) == 0
+    assert "nothing stands in the way" in capfd.readouterr().out
+    assert cli.main(["check", str(model), "--scheme", "w8a16", "--target", "cpu", "--json"]) == 2
+    data = json.loads(capfd.readouterr().out)
+    assert [finding["name"] for finding in data["findings"] if not finding["ok"]] == ["vllm: decoder"]
+
+
+def test_doctor_of_a_folder_that_is_none(capfd, tmp_path):
+    assert cli.main(["doctor", str(tmp_path / "none")]) in (1, 2)
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err + shown.out
+
+
+def test_list(capfd):
+    assert cli.main(["list", "--json"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    names = {kind: {entry["name"] for entry in entries} for kind, entries in data.items()}
+    assert {"awq", "gptq", "fp8", "int8"} <= names["schemes"]
+    assert {"h100", "a100", "cpu"} <= names["targets"]
+    assert "qwen2-5-vl" in names["families"] and "awq-cpu" in names["recipes"]
+    assert all(entry["about"] for entries in data.values() for entry in entries)
+
+
+def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):
+    """Python, the descriptor and child processes print; only JSON arrives."""
+
+    def noisy(_args):
+        print("from python")
+        os.write(1, b"from the descriptor\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        return 0, {"ok": True}, "text"
+
+    replaced(monkeypatch, noisy)
+    assert cli.main(["list", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out) == {"ok": True}
+    assert all(line in shown.err for line in ("from python", "from the descriptor", "from a child"))
+
+
+def raising(error: BaseException):
+    def verb(_args):
+        raise error
+
+    return verb
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("what\nand where"), 2, "error: what and where"),
+        (GateError("accuracy fell"), 1, "error: accuracy fell"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 2, "error: out of memory"),
+        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install 'vlmcompress[compress]'"),
+    ],
+)
+def test_exit_codes(capfd, monkeypatch, error, code, message):
+    replaced(monkeypatch, raising(error))
+    assert cli.main(["list"]) == code
+    shown = capfd.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+
+
+def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
+    monkeypatch.setitem(cli.VERBS, "quantize", raising(KeyboardInterrupt()))
+    assert cli.main(["quantize", "m", "--scheme", "rtn"]) == 130
+    assert capfd.readouterr().err == "interrupted; continue with --resume\n"
+
+
+def test_internal_error_keeps_its_traceback_in_a_file(capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    replaced(monkeypatch, raising(ZeroDivisionError("by zero\nsecond line")))
+    assert cli.main(["list"]) == 3
+    line = capfd.readouterr().err
+    assert line.startswith("error: internal error: ZeroDivisionError: by zero; traceback in ")
+    assert line.count("\n") == 1
+    assert "ZeroDivisionError" in Path(line.split("traceback in ")[1].strip()).read_text()
+    assert cli.main(["list", "--debug"]) == 3
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_progress_only_on_a_terminal(capsys, monkeypatch):
+    silent = terminal.Progress()
+    silent("calibrating", 1, 2)
+    silent.close()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = terminal.Progress()
+    for done in range(5):
+        shown("calibrating", done, 4)
+    shown("writing", 4, 4)
+    shown.close()
+    text = capsys.readouterr().err
+    assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(8.2, "8 s"), (185, "3:05 min"), (7800, "2:10 h")])
+def test_duration(seconds, text):
+    assert terminal.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (7591168, "7.59 MB"), (1.5e12, "1.5 TB")])
+def test_size(count, text):
+    assert terminal.size(count) == text

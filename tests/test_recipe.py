@@ -1,0 +1,192 @@
+"""Recipes: merging, origins, strict values, and messages that say which key is wrong, where, and what it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vlmcompress import recipe
+from vlmcompress.errors import UserError
+from vlmcompress.recipe import Recipe, assign, merge, resolve
+
+BASE = {"model": "m"}
+BUNDLED = recipe.bundled()
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_merge_keeps_the_first_and_says_where_from():
+    layers = [("a", {"x": 0, "n": {"p": None}}), ("b", {"x": 5, "n": {"p": 1, "q": 2}, "y": 3})]
+    values, origins = merge(layers)
+    assert values == {"x": 0, "n": {"p": None, "q": 2}, "y": 3}
+    assert origins == {"x": "a", "n.p": "a", "n.q": "b", "y": "b"}
+
+
+def test_merge_does_not_change_its_input():
+    first, second = {"n": {"p": 1}}, {"n": {"q": 2}}
+    merge([("a", first), ("b", second)])
+    assert first == {"n": {"p": 1}} and second == {"n": {"q": 2}}
+
+
+def test_precedence(tmp_path):
+    file = write(tmp_path, "target: a100\nseed: 7\nscheme: gptq\ncalibrate: {samples: 16, data: d}\nskip: [lm]\n")
+    got = resolve(BASE | {"seed": 0, "calibrate": {"samples": 1}, "skip": []}, file)
+    assert (got.recipe.seed, got.recipe.calibrate.samples, got.recipe.skip) == (0, 1, ())  # falsy, but given
+    assert (got.recipe.scheme, got.recipe.calibrate.data) == ("gptq", "d")
+    assert got.origin("seed") == "command line"
+    assert got.origin("scheme") == f"recipe {file}"
+    assert got.origin("shard_size") == "default"
+
+
+def test_null_on_the_command_line_overrides(tmp_path):
+    file = write(tmp_path, "scheme: fp8-static\nkv_cache: fp8\n")
+    assert resolve(BASE | {"kv_cache": None}, file).recipe.kv_cache is None
+
+
+def test_target_gives_the_scheme():
+    got = resolve(BASE | {"target": "a100", "goal": "throughput"})
+    assert got.recipe.scheme == "int8"
+    assert got.origin("scheme") == "target a100"
+
+
+def test_options_are_those_of_the_scheme():
+    options = resolve(BASE | {"scheme": "gptq", "options": {"group_size": 64, "damp": 1}}).recipe.options
+    assert (options.bits, options.group_size, options.damp) == (4, 64, 1.0)
+
+
+ERRORS = [
+    ("scheme: rtnn", "unknown scheme 'rtnn'; did you mean 'rtn'"),
+    ("scheme: rtn\ntraget: a100", "unknown key 'traget'; did you mean 'target'"),
+    ("scheme: rtn\ntarget: a1000", "unknown target 'a1000'; did you mean 'a100'"),
+    (
+        "scheme: rtn\ncalibrate: {sample: 3}",
+        "unknown key 'calibrate.sample'; did you mean 'calibrate.samples'|'samples'",
+    ),
+    ("scheme: rtn\noptions: {groupsize: 3}", "no option 'options.groupsize'; did you mean 'group_size'"),
+    ("scheme: fp8\noptions: {bits: 8}", "'fp8' has no options, got 'options.bits'; remove it"),
+    ("scheme: rtn\nseed: soon", 'seed is "soon", it should be a valid integer'),
+    ("scheme: rtn\nseed: true", "seed is true, it should be a valid integer"),
+    ("scheme: rtn\nseed: -1", "seed is -1, it should be greater than or equal to 0"),
+    ("scheme: rtn\ncalibrate: 3", "calibrate is 3, it should be"),
+    ("scheme: rtn\ncalibrate: {samples: '64'}", 'calibrate.samples is "64", it should be a valid integer'),
+    ("scheme: rtn\ncalibrate: {samples: 0}", "calibrate.samples is 0, it should be greater than or equal to 1"),
+    ("scheme: rtn\nvision: fp9", "vision is \"fp9\", it should be 'bf16', 'fp8' or 'int8'"),
+    ("scheme: rtn\nkv_cache: int8", "kv_cache is \"int8\", it should be 'fp8'"),
+    ("scheme: rtn\nskip: lm_head", 'skip is "lm_head", it should be a valid'),
+    ("scheme: rtn\nskip: ['(']", "'\\(' is not a regular expression"),
+    ("scheme: rtn\nshard_size: huge", 'shard_size is "huge", it should be a size like 5GB'),
+    ("scheme: rtn\nshard_size: 0GB", "should be a size like 5GB"),
+    ("scheme: rtn\nformat: gguf", "unknown format 'gguf'"),
+    ("scheme: rtn\noptions: [1]", r"options is \[1\], it should be a mapping"),
+    ("scheme: rtn\noptions: {bits: four}", 'options.bits is "four", it should be a valid integer'),
+    ("scheme: rtn\noptions: {symmetric: 1}", "options.symmetric is 1, it should be a valid boolean"),
+    ("scheme: rtn\noptions: {bits: 99}", "scheme 'rtn': bits must be"),
+    ("scheme: 4", "unknown scheme '4'|scheme is 4, it should be a valid string"),
+    ("target: 5\nscheme: rtn", "target is 5, it should be a valid string"),
+    ("target: a100\ngoal: fun", "goal is \"fun\", it should be 'memory' or 'throughput'"),
+    ("target: a100\nscheme: fp8", "A100 has no FP8 tensor cores"),
+    ("target: a100\nscheme: awq\nvision: fp8", "vision tower: A100 has no FP8"),
+    ("seed: 3", "no scheme given; add --scheme"),
+    ("scheme: rtn\nscheme: awq", "line 2 is not valid YAML: key 'scheme' is given twice"),
+    ("scheme: rtn\n  seed: [", "line 2 is not valid YAML"),
+    ("- scheme", "holds no mapping"),
+    ("", "holds no mapping"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), ERRORS)
+def test_errors(tmp_path, text, message):
+    file = write(tmp_path, text)
+    with pytest.raises(UserError, match=message) as error:
+        resolve(BASE, file)
+    assert "\n" not in str(error.value)
+
+
+def test_messages_name_the_place(tmp_path):
+    file = write(tmp_path, "scheme: rtn\nseed: soon")
+    with pytest.raises(UserError, match=f"^recipe {file}: seed"):
+        resolve(BASE, file)
+    with pytest.raises(UserError, match="^command line: options.bits"):
+        resolve(BASE | {"scheme": "rtn", "options": {"bits": "x"}})
+
+
+def test_recipe_file_problems(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        resolve(BASE, tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="no bundled recipe is called 'awqcpu'; did you mean 'awq-cpu'"):
+        resolve(BASE, "awqcpu")
+    with pytest.raises(UserError, match="cannot read recipe"):
+        resolve(BASE, tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(UserError, match="is not a text file"):
+        resolve(BASE, tmp_path / "binary.yaml")
+
+
+def test_yaml_runs_no_code(tmp_path):
+    with pytest.raises(UserError, match="not valid YAML"):
+        resolve(BASE, write(tmp_path, "scheme: !!python/object/apply:os.system ['true']"))
+
+
+def test_exponents_are_numbers(tmp_path):
+    assert resolve(BASE, write(tmp_path, "scheme: gptq\noptions: {damp: 1e-2}")).recipe.options.damp == 0.01
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("seed=3", {"seed": 3}),
+        ("options.symmetric=false", {"options": {"symmetric": False}}),
+        ("kv_cache=null", {"kv_cache": None}),
+        ("skip=[a, b]", {"skip": ["a", "b"]}),
+        ("calibrate.data=a=b", {"calibrate": {"data": "a=b"}}),
+    ],
+)
+def test_assign(setting, expected):
+    values: dict = {}
+    assign(values, setting)
+    assert values == expected
+
+
+@pytest.mark.parametrize("setting", ["seed", "=3", "a..b=1", ".a=1"])
+def test_assign_refuses_other_forms(setting):
+    with pytest.raises(UserError, match="is not of the form key.sub=value"):
+        assign({}, setting)
+
+
+def test_assign_below_a_value():
+    with pytest.raises(UserError, match="has a value already"):
+        assign({"seed": 1}, "seed.x=1")
+
+
+def test_plain_is_json_and_resolves_to_itself():
+    first = resolve(BASE | {"scheme": "awq", "target": "cpu", "options": {"group_size": 32}, "out": "o"}).recipe
+    assert resolve(first.plain()).recipe == first
+
+
+def test_frozen():
+    got = resolve(BASE | {"scheme": "rtn"}).recipe
+    with pytest.raises(ValueError):
+        got.seed = 4
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLED))
+def test_bundled_recipes(name):
+    """Each resolves, opens with its purpose, and leaves machine and model to the caller."""
+    text = BUNDLED[name].read_text()
+    assert text.startswith("# ") and len(text.splitlines()[0]) <= 130
+    assert resolve(BASE, name).recipe.scheme
+    assert not {"model", "out"} & set(yaml.safe_load(text))
+
+
+def test_every_flag_is_a_recipe_key():
+    from vlmcompress.arguments import RECIPE_KEYS
+    from vlmcompress.recipe import Calibrate
+
+    known = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}
+    assert set(RECIPE_KEYS.values()) <= known
