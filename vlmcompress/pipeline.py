@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     Raises:
         UserError: bad input; nothing was written.
     """
-    source, out = Path(recipe.model), Path(recipe.out)
+    assert recipe.out is not None, "a plan has no output"
+    source, out = recipe.model, recipe.out
     atomic.check(source, out, overwrite=overwrite)
     work = plan.build(recipe)
     vlm = models.load(source, dtype=None)
@@ -66,7 +67,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         compress_blocks(
             vlm, work.blocks, work.method, batches, store, kv_cache=bool(recipe.kv_cache), progress=progress
         )
-    written = _write(recipe, vlm, work, store, origin, overwrite, progress)
+    written = _write(recipe, vlm, work, store, origin, out, overwrite, progress)
     store.remove()
     return Result(out, written)
 
@@ -100,8 +101,11 @@ def compress_blocks(
     """
     layers = models.decoder_layers(vlm.model, vlm.spec)
     if batches:
-        from vlmcompress.calibration.sequential import BlockModifier, run_sequential
+        from vlmcompress.calibration.block_awq import smooth_blocks
+        from vlmcompress.calibration.sequential import BlockModifier, run_oneshot
 
+        if method.by_block and method.scheme:
+            smooth_blocks(vlm, blocks, batches, method.scheme, method.options.grid)
         attention = {i: f"{name}.self_attn" for i, name in enumerate(layers) if _has(vlm.model, f"{name}.self_attn")}
         modifier = BlockModifier(
             blocks=blocks,
@@ -111,7 +115,7 @@ def compress_blocks(
             batches=len(batches),
             progress=progress,
         )
-        run_sequential(vlm, batches, modifier, models.layer_class(vlm.model, vlm.spec))
+        run_oneshot(vlm, batches, [modifier], models.layer_class(vlm.model, vlm.spec))
         return
     for layer, groups in enumerate(blocks):
         if groups and not store.has(layer):
@@ -122,7 +126,7 @@ def compress_blocks(
 def solve_alone(model: nn.Module, layer: int, groups: list[Group], method: Method, store: LayerStore) -> None:
     """Quantize one block without data."""
     modules = {name: model.get_submodule(name) for group in groups for name in group.linears}
-    weights = {name: module.weight for name, module in modules.items()}
+    weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in modules}
     result = solve_layer(groups, weights, {}, method, next(iter(weights.values())).dtype)
     store.save(layer, result)
     apply(result, modules)
@@ -168,29 +172,33 @@ def _write(
     work: plan.Plan,
     store: LayerStore,
     origin: dict | None,
+    out: Path,
     overwrite: bool,
     progress: Progress,
 ) -> dict:
     """Put the stored results together into OUT; returns the manifest."""
     scheme = work.method.scheme
     results = [store.load(layer) for layer, groups in enumerate(work.blocks) if groups]
-    language = StoredWeights(store, work.blocks, scheme) if scheme else {}
+    language: Mapping = StoredWeights(store, work.blocks, scheme) if scheme else {}
     tower = _quantize_vision(vlm.model, work, progress)
-    quantized = ChainMap(dict(tower), language)
+    quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     errors = {name: error for result in results for name, error in result.errors.items()}
+    smoothed = {op for result in results for op in result.smoothing}
+    if work.method.by_block:
+        smoothed |= {group.smooth for groups in work.blocks for group in groups if group.smooth}
     names = models.disk_names(vlm.model, models.tensor_headers(vlm.path))
     ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), names)
     config = compressed_tensors.quantization_config(work.targets, ignore, kv_cache=bool(recipe.kv_cache))
     return checkpoint.write(
         vlm.path,
-        Path(recipe.out),
+        out,
         quantized=quantized,
         names=names,
         quantization_config=config,
         manifest=manifest.build(
             vlm.path, family=vlm.spec.family, recipe=recipe.plain(), calibration=origin, errors=errors
         ),
-        changed=_changed_parameters(vlm.model, results),
+        changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: scale for result in results for name, scale in result.kv_scales.items()},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
@@ -198,15 +206,14 @@ def _write(
     )
 
 
-def _changed_parameters(model: nn.Module, results: list[LayerResult]) -> dict[str, Tensor]:
-    """Parameters that took a smoothing scale in and are stored in 16 bits: weights of norms, biases of linear layers."""
-    changed = {}
-    for result in results:
-        for op in result.smoothing:
-            for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False):
-                if name.removesuffix(".weight") not in result.weights:
-                    changed[name] = parameter.detach().contiguous()
-    return changed
+def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[str]) -> dict[str, Tensor]:
+    """Parameters of smoothed ops that are stored in 16 bits: weights of norms, biases of linear layers."""
+    return {
+        name: parameter.detach().contiguous()
+        for op in sorted(ops)
+        for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
+        if name.removesuffix(".weight") not in quantized
+    }
 
 
 def _quantize_vision(model: nn.Module, work: plan.Plan, progress: Progress) -> dict[str, tuple]:

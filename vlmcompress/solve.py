@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmcompress import quantizers
 from vlmcompress.models import Group
@@ -39,6 +39,11 @@ class Method:
     def scheme(self) -> Scheme | None:
         """Number formats of the result; None: the weights stay as they are."""
         return self.module.scheme(self.options)
+
+    @property
+    def by_block(self) -> bool:
+        """Whether llm-compressor's search by block output smooths the model beforehand (`objective: block`)."""
+        return getattr(self.options, "objective", None) == "block"
 
 
 @dataclass
@@ -79,7 +84,7 @@ def solve_layer(
     current = {name: weights[name].float() for group in groups for name in group.linears}
     current_stats = dict(stats)
     for group in groups:
-        scale = _smoothing_scale(group, current, current_stats.get(group.name), method)
+        scale = _smoothing_scale(group, current, current_stats.get(group.name), method, scale_dtype)
         if scale is None:
             continue
         assert group.smooth is not None
@@ -102,13 +107,14 @@ def solve_layer(
 
 
 def _smoothing_scale(
-    group: Group, weights: Mapping[str, Tensor], stats: GroupStats | None, method: Method
+    group: Group, weights: Mapping[str, Tensor], stats: GroupStats | None, method: Method, scale_dtype: torch.dtype
 ) -> Tensor | None:
-    if stats is None or group.smooth is None:
+    if stats is None or group.smooth is None or method.by_block:
         return None
     if group.smooth_kind == "linear" and group.smooth not in weights:
         return None  # the op before it is left as it is, so there is nothing to fold into
-    return quantizers.smooth(method.module, [weights[name] for name in group.linears], stats, method.options)
+    own = [weights[name] for name in group.linears]
+    return quantizers.smooth(method.module, own, stats, method.options, scale_dtype)
 
 
 def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:
@@ -120,7 +126,7 @@ def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict
 
 
 @torch.no_grad()
-def apply(result: LayerResult, modules: dict[str, nn.Module]) -> None:
+def apply(result: LayerResult, modules: Mapping[str, Any]) -> None:
     """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values."""
     for name, scale in result.smoothing.items():
         for parameter in modules[name].parameters(recurse=False):

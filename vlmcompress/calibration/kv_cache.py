@@ -6,6 +6,8 @@ they are cached. Without scales vLLM uses 1.0, which clips nothing but wastes ra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from compressed_tensors.modeling.kvcache import initialize_hooked_kv_cache
 from llmcompressor.modifiers.utils.hooks import HooksMixin
@@ -26,11 +28,14 @@ class KVRange:
     def __init__(self, model: nn.Module, attention: nn.Module, hooks: HooksMixin):
         self.maxima = torch.zeros(2)
         initialize_hooked_kv_cache(model, attention)
-        hooks.register_hook(attention, lambda _module, keys: self._see(0, keys), "key")
-        hooks.register_hook(attention, lambda _module, values: self._see(1, values), "value")
+        hooks.register_hook(attention, self._see_keys, "key")  # type: ignore[arg-type]
+        hooks.register_hook(attention, self._see_values, "value")  # type: ignore[arg-type]
 
-    def _see(self, index: int, states: Tensor) -> None:
-        self.maxima[index] = torch.maximum(self.maxima[index], states.abs().max().float().cpu())
+    def _see_keys(self, _module: nn.Module, keys: Tensor) -> Any:
+        self.maxima[0] = torch.maximum(self.maxima[0], keys.abs().max().float().cpu())
+
+    def _see_values(self, _module: nn.Module, values: Tensor) -> Any:
+        self.maxima[1] = torch.maximum(self.maxima[1], values.abs().max().float().cpu())
 
     def scales(self) -> Tensor:
         """Scales of keys and values, `[2]`, float32."""

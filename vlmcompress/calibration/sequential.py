@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from llmcompressor import oneshot
 from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
@@ -53,7 +54,7 @@ class BlockModifier(Modifier):
 
     _stats: dict[int, dict[str, GroupStats]] = PrivateAttr(default_factory=dict)
     _ranges: dict[int, KVRange] = PrivateAttr(default_factory=dict)
-    _linears: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
+    _linears: dict[str, Any] = PrivateAttr(default_factory=dict)
     _seen: int = PrivateAttr(default=0)
 
     def on_initialize(self, state, **kwargs) -> bool:
@@ -67,7 +68,7 @@ class BlockModifier(Modifier):
             if not groups:
                 continue
             first = self._linears[groups[0].linears[0]]
-            self.register_hook(first, self._tick, "forward_pre")
+            self.register_hook(first, self._tick, "forward_pre")  # type: ignore[arg-type]
             if self.store.has(layer):
                 continue
             self._stats[layer] = {}
@@ -105,7 +106,7 @@ class BlockModifier(Modifier):
         self.store.save(layer, result)
         apply(result, self._linears)
 
-    def _tick(self, _module, _args) -> None:
+    def _tick(self, _module: nn.Module, _args: Any) -> Any:
         self._seen += 1
         blocks = sum(bool(groups) for groups in self.blocks)
         self.progress("calibrating", min(self._seen, blocks * self.batches), blocks * self.batches)
@@ -114,6 +115,7 @@ class BlockModifier(Modifier):
 def _observer(stats: GroupStats, name: str) -> Callable:
     def observe(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         state = active_session().state
+        assert state.loss_masks is not None
         mask = state.loss_masks[state.current_batch_idx]
         x = args[0]
         try:
@@ -124,19 +126,40 @@ def _observer(stats: GroupStats, name: str) -> Callable:
     return observe
 
 
-def run_sequential(vlm: VLM, batches: list[dict[str, Tensor]], modifier: BlockModifier, layer_class: str) -> None:
-    """Run the calibration set through the model, block by block, with `modifier` hung in.
+def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Give every batch the same keys, as the pipeline traces the model once, with the first batch.
+
+    A sample without an image gets the shortest sample with one appended, as tokens to ignore: attention is causal, so the
+    text before them is computed as if they weren't there, and statistics leave them out.
+    """
+    donors = [batch for batch in batches if "pixel_values" in batch]
+    if len(donors) in (0, len(batches)):
+        return batches
+    donor = min(donors, key=lambda batch: batch["input_ids"].shape[1])
+    length = donor["input_ids"].shape[1]
+
+    def extend(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        tail = {**donor, "modality": torch.zeros_like(donor["modality"])}
+        own = {key: torch.cat([value, tail[key]], 1) for key, value in batch.items() if tail[key].shape == (1, length)}
+        return tail | own
+
+    return [batch if "pixel_values" in batch else extend(batch) for batch in batches]
+
+
+def run_oneshot(vlm: VLM, batches: list[dict[str, Tensor]], recipe: list[Modifier], layer_class: str) -> None:
+    """Run the calibration set through llm-compressor's sequential pipeline.
 
     Args:
         batches: from `encode`: the processor's tensors plus `modality [1, tokens]`; one sample each.
+        recipe: the modifiers to hang in.
         layer_class: class name of a decoder block.
     """
-    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in batches]
+    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
     oneshot(
         model=vlm.model,
         processor=vlm.processor,
-        recipe=[modifier],
-        dataset=DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0]),
+        recipe=recipe,
+        dataset=DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0]),  # type: ignore[arg-type]
         num_calibration_samples=len(items),
         sequential_targets=[layer_class],
         use_loss_mask=True,
