@@ -55,7 +55,10 @@ def describe(model) -> tuple[list[str], dict[str, list[str]]]:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     modules = [name for name, module in model.named_modules() if isinstance(module, LinearBase | ParallelLMHead)]
-    return modules, dict(getattr(model, "packed_modules_mapping", {}))
+    fused: dict[str, list[str]] = {}
+    for part in model.modules():  # the language model inside has a mapping of its own
+        fused |= getattr(part, "packed_modules_mapping", {})
+    return modules, fused
 
 
 def data_url(image) -> str:

@@ -40,7 +40,7 @@ def test_every_linear_is_accounted_for(family, loaded):
     assert len(set(llm + tower)) == len(llm + tower)
     rest = set(models.linear_names(vlm.model)) - set(llm) - set(tower) - {vlm.spec.lm_head}
     assert all(name.startswith((*vlm.spec.vision, *vlm.spec.projector)) for name in rest)
-    if family != "internvl":  # see its file
+    if vlm.spec.vision_groups:
         assert not any(name.startswith(f"{vlm.spec.vision_layers}.") for name in rest)
     assert all(name.startswith(f"{vlm.spec.layers}.") for name in llm)
 
@@ -85,6 +85,8 @@ def test_smoothing_changes_no_logit(family, part, loaded):
     model = copy.deepcopy(vlm.model).float()
     batch = {name: value.float() if value.is_floating_point() else value for name, value in encode(vlm, 2).items()}
     groups = models.resolve(model, vlm.spec) if part == "decoder" else models.vision_linears(model, vlm.spec)
+    if part == "tower" and not groups:
+        pytest.skip("the tower cannot be quantized")
     assert any(group.smooth for group in groups)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

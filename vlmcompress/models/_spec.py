@@ -55,7 +55,8 @@ class ModelSpec:
         layers: the list of decoder blocks.
         groups: linear groups of one decoder block.
         vision: roots of the vision tower; `projector`: modules between the tower and the LLM.
-        vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them.
+        vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM cannot run
+            the tower quantized.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.

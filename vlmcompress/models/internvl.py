@@ -1,11 +1,11 @@
 """InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT, pixel shuffle, Qwen2 or Llama decoder.
 
-vLLM runs the tower's attention projections as plain torch layers, which cannot be quantized: only its MLPs are listed.
+vLLM 0.32 builds this tower without a quantization config, so none of it can be quantized.
 """
 
 from __future__ import annotations
 
-from vlmcompress.models._spec import LLAMA, LinearGroup, ModelSpec
+from vlmcompress.models._spec import LLAMA, ModelSpec
 
 SPEC = ModelSpec(
     family="internvl",
@@ -15,10 +15,7 @@ SPEC = ModelSpec(
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layer",
-    vision_groups=(
-        LinearGroup("fc1", ("mlp.fc1",), ("layernorm_after",)),
-        LinearGroup("fc2", ("mlp.fc2",)),
-    ),
+    vision_groups=(),
     image_token="image_token_id",
     engine_prefixes=(
         ("model.language_model", "language_model.model"),
