@@ -85,7 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
             process.wait()
 
 
-def wait_until_up(process: subprocess.Popen, port: int, log: Path, seconds: float = 300) -> None:
+def wait_until_up(process: subprocess.Popen, port: int, log: Path, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         assert process.poll() is None, log.read_text()[-3000:]

