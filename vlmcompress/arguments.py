@@ -85,7 +85,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object on stdout")
     common.add_argument("--verbose", action="store_true", help="show what the libraries log")
     common.add_argument("--debug", action="store_true", help="print tracebacks")

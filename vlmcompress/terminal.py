@@ -41,8 +41,7 @@ def quiet_libraries() -> None:
     }.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
-    logging.getLogger().setLevel(logging.ERROR)
-    logging.captureWarnings(True)
+    logging.disable(logging.WARNING)
 
 
 class Progress:
