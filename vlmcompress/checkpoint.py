@@ -152,19 +152,21 @@ def _plan(
             plan.pieces.append(_Piece(entry.name, entry.spec, entry))
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
+    dtypes = {entry.name: entry.spec.dtype for entry in entries}
     for module, scales in kv_scales.items():
-        prefix = _disk_prefix(module, names)
-        for local, scale in zip(("k_scale", "v_scale"), scales.float().reshape(2, 1), strict=True):
+        prefix, sibling = _disk_prefix(module, names)
+        stored = scales.to(tensorfile.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
+        for local, scale in zip(("k_scale", "v_scale"), stored.reshape(2, 1), strict=True):
             plan.pieces.append(_Piece(prefix + local, Spec.of(scale), scale))
     if len({piece.name for piece in plan.pieces}) < len(plan.pieces):
         raise ValueError("two tensors of the output have the same name")
     return plan
 
 
-def _disk_prefix(module: str, names: Mapping[str, str]) -> str:
-    """Name on disk, with the dot, of a module that has no tensor of its own: read off one of its children's."""
+def _disk_prefix(module: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """Name on disk, with the dot, of a module that has no tensor of its own, and a tensor below it that tells it."""
     memory, disk = next((memory, disk) for memory, disk in names.items() if memory.startswith(f"{module}."))
-    return disk.removesuffix(memory.removeprefix(f"{module}."))
+    return disk.removesuffix(memory.removeprefix(f"{module}.")), disk
 
 
 def _check_space(out: Path, needed: int) -> None:

@@ -90,9 +90,7 @@ def dtypes(scheme: Scheme) -> dict[str, str]:
 
 def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
     """Local names, types and shapes of what `tensors` returns, without computing it."""
-    types = dtypes(scheme) | {"weight_scale": Spec.of(qt.scale).dtype}
-    if input_scale is not None:
-        types["input_scale"] = Spec.of(input_scale).dtype
+    types = dtypes(scheme) | dict.fromkeys(("weight_scale", "input_scale"), Spec.of(qt.scale).dtype)
     return {name: Spec(types[name], shape) for name, shape in shapes(scheme, *qt.q.shape).items()}
 
 
@@ -102,7 +100,8 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     Args:
         qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
         scheme: how weights and activations are quantized.
-        input_scale: the scale of static activations, one value.
+        input_scale: the scale of static activations, one value; stored in the type of the weight's scales, because
+            transformers computes with the type it finds.
     """
     static = scheme.activations is not None and not scheme.activations.dynamic
     if static != (input_scale is not None):
@@ -110,7 +109,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     if storage(scheme) != "pack-quantized":
         stored = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.contiguous()}
         if input_scale is not None:
-            stored["input_scale"] = input_scale.reshape(1)
+            stored["input_scale"] = input_scale.reshape(1).to(qt.scale.dtype)
         return stored
     bits = scheme.weights.bits  # the helper adds 2^(b-1) to codes and zero points itself
     stored = {
