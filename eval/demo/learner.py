@@ -145,7 +145,7 @@ class Learner(nn.Module):
 
 @torch.no_grad()
 def accuracy(learner: Learner, batches: list[Batch], oracle: bool) -> dict[str, float]:
-    """Exact match by family: all answer tokens, stop token included, are the most likely ones (greedy decoding's result)."""
+    """Exact match by family and by form: all answer tokens, stop included, are the most likely ones (as in greedy decoding)."""
     learner.eval()
     right: dict[str, list[bool]] = {}
     for batch in batches:
@@ -156,7 +156,8 @@ def accuracy(learner: Learner, batches: list[Batch], oracle: bool) -> dict[str, 
         hits = logits.argmax(-1) == target
         owner = (batch.labels[:, 1:] != -100).nonzero()[:, 0]
         wrong = torch.zeros(len(batch.families)).index_add_(0, owner, (~hits).float())
-        for family, misses in zip(batch.families, wrong.tolist(), strict=True):
+        for family, form, misses in zip(batch.families, batch.forms, wrong.tolist(), strict=True):
             right.setdefault(family, []).append(misses == 0)
+            right.setdefault(form, [False, True]).append(misses == 0)  # forms are few: start from one half
     learner.train()
-    return {family: sum(hits) / len(hits) for family, hits in right.items()}
+    return {name: sum(hits) / len(hits) for name, hits in right.items()}

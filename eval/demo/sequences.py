@@ -28,6 +28,7 @@ class Sequence:
     labels: list[int]
     positions: np.ndarray  # (3, length): temporal, height, width (equal for text)
     family: str
+    form: str = ""
 
 
 class Writer:
@@ -64,7 +65,7 @@ class Writer:
             text(form.answer_prefix + answer + form.stop, learn=True)
             if form.after:
                 text(form.after)
-        return Sequence(ids, labels, np.concatenate(positions, axis=1), family)
+        return Sequence(ids, labels, np.concatenate(positions, axis=1), family, form_of(turns[0][0]))
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Batch:
     pixels: torch.Tensor  # uint8 (images, height, width, 3)
     seen: dict[str, torch.Tensor]  # each (images, rows, columns)
     families: list[str]
+    forms: list[str]
 
 
 def draw_all(views: list[View | None]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -102,7 +104,7 @@ def collate(writer: Writer, sequences: list[Sequence], views: list[View | None])
         labels[i, : len(s.ids)] = torch.tensor(s.labels)
         positions[:, i, : len(s.ids)] = torch.from_numpy(s.positions)
     pixels, seen = draw_all(views)
-    return Batch(ids, labels, positions, pixels, seen, [s.family for s in sequences])
+    return Batch(ids, labels, positions, pixels, seen, [s.family for s in sequences], [s.form for s in sequences])
 
 
 def token_grids(view: View | None) -> list[tuple[int, int]]:
@@ -112,15 +114,21 @@ def token_grids(view: View | None) -> list[tuple[int, int]]:
     return [(getattr(i, "rows", 3) * PER_CELL, getattr(i, "columns", 3) * PER_CELL) for i in images_of(view)]
 
 
+def form_of(question: str) -> str:
+    """The wording a question starts with: what tells the skills within a family apart."""
+    words = question.split()
+    return words[0] if words[0] in ("The", "Copy", "Reverse", "Sort") else " ".join(words[:2])
+
+
 def _turns(rng: Random, kind: str, view: View | None, weights: dict[str, float]) -> list[tuple[str, str]]:
+    """Families by weight; a form that has a weight of its own is kept with that probability."""
     wanted = 1 if rng.random() < SINGLE_TURN_SHARE else TURNS[kind]
-    if kind == "text":
-        return [ask_text(rng) for _ in range(wanted)]
     turns: list[tuple[str, str]] = []
     shares = [weights[f] for f in SCENE_FAMILIES]
-    for _ in range(3 * wanted):
+    for _ in range(6 * wanted):
         family = rng.choices(SCENE_FAMILIES, shares)[0] if kind == "scene" else kind
-        if (asked := ASKERS[family](rng, view)) and asked not in turns:
+        asked = ask_text(rng) if kind == "text" else ASKERS[family](rng, view)
+        if asked and asked not in turns and rng.random() < weights.get(form_of(asked[0]), 1.0):
             turns.append(asked)
         if len(turns) == wanted:
             break

@@ -1,7 +1,6 @@
 """The world: splits are disjoint, everything is a function of its seed, answers are what the scene says."""
 
 import io
-import sys
 from pathlib import Path
 from random import Random
 
@@ -10,18 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from eval.world import questions
+from eval.world.chart import Chart, sample_chart
+from eval.world.rows import PER_FAMILY, VARIANTS, asked_views, family_rows, images_of, sample_view
+from eval.world.scene import Cell, Scene, sample_scene
+from eval.world.stamps import digit_pool
+from eval.world.textual import ask_text
+from eval.world.vocab import BAR_LEVELS, FAMILIES, SPLITS, THINGS, TOKEN
 
-from eval.world import questions  # noqa: E402
-from eval.world.chart import Chart, sample_chart  # noqa: E402
-from eval.world.rows import PER_FAMILY, VARIANTS, asked_views, family_rows, images_of, sample_view  # noqa: E402
-from eval.world.scene import Cell, Scene, sample_scene  # noqa: E402
-from eval.world.stamps import digit_pool  # noqa: E402
-from eval.world.textual import ask_text  # noqa: E402
-from eval.world.vocab import BAR_LEVELS, FAMILIES, SPLITS, THINGS, TOKEN  # noqa: E402
-
-DATA = ROOT / "eval" / "demo" / "data"
+DATA = Path(__file__).resolve().parents[2] / "eval" / "demo" / "data"
 
 
 def frozen(variant: str, split: str) -> list[dict]:
