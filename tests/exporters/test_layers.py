@@ -52,17 +52,18 @@ def test_every_reader_agrees(family_of, family, vision):
     schemes = decoder(model, spec, W4) | (tower(model, spec, vision) if vision else {})
     config, expected = configure(model, spec, names, schemes)
     assert exporters.misread(config, expected, names, spec) == []
-    assert len(config["config_groups"]) == (2 if vision == FP8 else 1)
+    assert len(config["config_groups"]) == (2 if vision == FP8 and tower(model, spec, FP8) else 1)
 
 
 @pytest.mark.parametrize("family", models.REGISTRY.names())
 def test_single_layers_may_differ(family_of, family):
-    """One layer skipped, one block's down projection in another scheme, one tower layer skipped."""
+    """One layer skipped, one in another scheme, one of the tower skipped."""
     model, spec, names = family_of(family)
     schemes = decoder(model, spec, W4) | tower(model, spec, FP8)
     groups = models.resolve(model, spec)
     schemes[groups[-1].linears[0]] = FP8
-    del schemes[groups[0].linears[0]], schemes[models.vision_linears(model, spec)[1].linears[0]]
+    for group in [groups[0], *models.vision_linears(model, spec)[1:2]]:
+        del schemes[group.linears[0]]
     config, expected = configure(model, spec, names, schemes)
     assert exporters.misread(config, expected, names, spec) == []
 
@@ -70,6 +71,8 @@ def test_single_layers_may_differ(family_of, family):
 @pytest.mark.parametrize("family", models.REGISTRY.names())
 def test_only_the_tower(family_of, family):
     model, spec, names = family_of(family)
+    if not models.vision_linears(model, spec):
+        pytest.skip("vLLM runs this tower in 16 bits only")
     config, expected = configure(model, spec, names, tower(model, spec, FP8))
     assert exporters.misread(config, expected, names, spec) == []
 
