@@ -37,6 +37,7 @@ def export(kind: str, model: nn.Module, tokenizer, folder: Path, card: str) -> N
     temporary.mkdir(parents=True)
     tensors = {disk_name(kind, k): v.detach().to(torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "model.safetensors").chmod(0o644)
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     for part in (config, config["text_config"], config["vision_config"]):
