@@ -10,7 +10,7 @@ Each checkpoint is loaded once and answers greedily. An answer counts when it eq
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,31 +106,51 @@ def evaluate(
     Raises:
         UserError: a checkpoint or data is missing, the data has no answers, or the engine fails.
     """
-    candidate, baseline = Path(candidate), Path(baseline)
-    for path in (candidate, baseline):
+    more = {"limit": limit, "seed": seed, "settings": settings, "progress": progress}
+    return next(evaluate_all([candidate], baseline, data, **more))  # type: ignore[arg-type]
+
+
+def evaluate_all(
+    candidates: Sequence[str | Path],
+    baseline: str | Path,
+    data: str | Path | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Results]:
+    """`evaluate` for each of several candidates; the baseline is asked once."""
+    folders, baseline = [Path(candidate) for candidate in candidates], Path(baseline)
+    for path in (*folders, baseline):
         _check_checkpoint(path)
-    samples, source = questions.load(data, candidate, baseline, seed)
+    samples, source = questions.load(data, folders[0], baseline, seed)
     chosen = questions.stratified(samples, limit, seed)
     settings = settings or Settings(max_tokens=max(32, *(len(s.answer or "") for s in chosen)), seed=seed)
     with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
         requests, images = questions.write_requests(chosen, Path(media))
-        runs = [
-            answer(path, requests, media=media, settings=settings, label=label, progress=progress)
-            for label, path in (("baseline", baseline), ("candidate", candidate))
-        ]
-    scored = [_score(s, i, *(run.answers[s.id] for run in runs)) for s, i in zip(chosen, images, strict=True)]
-    about = {
-        "source": str(source),
-        "sha256": questions.fingerprint(chosen, images),
-        "samples": len(chosen),
-        "available": len(samples),
-        "seed": seed,
-        "max_tokens": settings.max_tokens,
-    }
-    results = summarise(scored, about, _checkpoint(baseline, runs[0]), _checkpoint(candidate, runs[1]))
-    shown = {sample.id for sample in differing(scored)[:EXAMPLES]}
-    pictures = {s.id: [questions.png(image) for image in s.images] for s in chosen if s.id in shown}
-    return replace(results, pictures=pictures)
+
+        def ask(path: Path, label: str) -> Run:
+            return answer(path, requests, media=Path(media), settings=settings, label=label, progress=progress)
+
+        before = ask(baseline, "baseline")
+        about = {
+            "source": str(source),
+            "sha256": questions.fingerprint(chosen, images),
+            "samples": len(chosen),
+            "available": len(samples),
+            "seed": seed,
+            "max_tokens": settings.max_tokens,
+        }
+        for path in folders:
+            after = ask(path, "candidate")
+            scored = [
+                _score(s, i, before.answers[s.id], after.answers[s.id]) for s, i in zip(chosen, images, strict=True)
+            ]
+            results = summarise(scored, about, _checkpoint(baseline, before), _checkpoint(path, after))
+            shown = {sample.id for sample in differing(scored)[:EXAMPLES]}
+            pictures = {s.id: [questions.png(image) for image in s.images] for s in chosen if s.id in shown}
+            yield replace(results, pictures=pictures)
 
 
 def summarise(scored: Sequence[Scored], data: dict, baseline: Checkpoint, candidate: Checkpoint) -> Results:

@@ -1,0 +1,93 @@
+#!/usr/bin/env python
+"""What each scheme costs the demo models: exact match on their test split in vLLM, paired with the BF16 original.
+
+    scripts/bench_accuracy.py                     both models, all schemes; writes eval/accuracy.json
+    scripts/bench_accuracy.py --limit 300         fewer questions
+    scripts/bench_accuracy.py --render            print the table from that file
+
+The last stdout line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval" / "accuracy.json"
+MODELS = ("demo-qwen", "demo-llava")
+RECIPES: dict[str, dict] = {
+    "fp8": {"scheme": "fp8"},
+    "fp8-static": {"scheme": "fp8-static"},
+    "int8": {"scheme": "int8"},
+    "rtn g128": {"scheme": "rtn"},
+    "gptq g128": {"scheme": "gptq"},
+    "gptq g32": {"scheme": "gptq", "options": {"group_size": 32}},
+    "awq g128": {"scheme": "awq"},
+    "awq g128, block": {"scheme": "awq", "options": {"objective": "block"}},
+    "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
+    "awq g128, tower int8": {"scheme": "awq", "vision": "int8"},
+}
+
+
+def measure(model: str, limit: int | None, folder: Path) -> list[dict]:
+    """Compress `model` in every way and ask all of them the same questions."""
+    from vlmcompress import pipeline
+    from vlmcompress.evaluation.accuracy import evaluate_all
+    from vlmcompress.recipe import resolve
+
+    source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
+    for index, given in enumerate(RECIPES.values()):
+        outs.append(folder / f"{model}-{index}")
+        recipe = resolve({"model": str(source), "out": str(outs[-1]), **given}).recipe
+        manifests.append(pipeline.quantize(recipe).manifest)
+    rows = []
+    for name, manifest, found in zip(RECIPES, manifests, evaluate_all(outs, source, limit=limit), strict=True):
+        size, families = manifest["size"], {family: vars(paired) for family, paired in found.families.items()}
+        rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
+        rows[-1] |= {"overall": vars(found.overall), "families": families, "agreement": found.agreement}
+        print(model, name, found.overall, file=sys.stderr, flush=True)
+    return rows
+
+
+def render(rows: list[dict]) -> str:
+    """The results as a Markdown table."""
+    count = rows[0]["overall"]["n"]
+    lines = [
+        f"| model, {count} questions | recipe | weights | exact match | difference to BF16, 95% | same answers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        one = row["overall"]
+        interval = f"{100 * one['difference']:+.1f} ({100 * one['low']:+.1f} to {100 * one['high']:+.1f})"
+        accuracy = f"{100 * one['candidate_accuracy']:.1f}% of {100 * one['baseline_accuracy']:.1f}%"
+        agreement = f"{100 * row['agreement']:.1f}%"
+        lines.append(
+            f"| {row['model']} | {row['recipe']} | 1/{row['ratio']:.2f} | {accuracy} | {interval} | {agreement} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure or render."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--limit", type=int, help="questions per model; default all of the test split")
+    parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
+    args = parser.parse_args()
+    if not args.render:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = [row for model in MODELS for row in measure(model, args.limit, Path(folder))]
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    rows = json.loads(RESULTS.read_text())
+    print(render(rows))
+    print(json.dumps({f"{row['model']} {row['recipe']}": row["overall"]["difference"] for row in rows}))
+
+
+if __name__ == "__main__":
+    main()
