@@ -95,6 +95,7 @@ def samples(count: int, tokens: int, seed: int) -> list[dict]:
 
 
 def _load(folder: Path):
+    import llmcompressor  # noqa: F401  # not part of the times
     import torch
     from loguru import logger
 
