@@ -130,7 +130,7 @@ class Trainer:
     @staticmethod
     def decay(name: str, done: float) -> float:
         """No decay before the last skill has come; then linear to a twentieth."""
-        start = {"language": 1.0, "tower": 0.6, "joint": 0.45}[name]
+        start = {"language": 1.0, "tower": 0.6, "joint": 0.6}[name]
         return 1.0 if done <= start else 1.0 - 0.95 * (done - start) / (1 - start)
 
     def optimizers(self, name: str) -> list[torch.optim.Optimizer]:
