@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests import tiny
 from vlmcompress import check, estimate, pipeline, plan
@@ -44,6 +45,18 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, giv
     assert not planned.needs_data
 
 
+def test_size_with_static_scales(models, tmp_path):
+    """Oracle as before; input scales and those of keys and values come from calibration."""
+    for i in range(2):
+        Image.new("RGB", (56, 56), (40 * i, 90, 200)).save(tmp_path / f"{i}.png")
+    data = {"data": str(tmp_path), "samples": 2}
+    out = str(tmp_path / "out")
+    chosen = recipe(models["llava"], out=out, scheme="fp8-static", kv_cache="fp8", calibrate=data)
+    planned = plan.build(chosen)
+    assert planned.needs_data
+    assert planned.bytes_after == pipeline.quantize(chosen).manifest["size"]["weights_after"]
+
+
 @pytest.mark.parametrize(
     ("scheme", "local"),
     [
@@ -61,7 +74,7 @@ def test_output_tensors(scheme, local):
 
         scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
     written = estimate.output_tensors(stored, {"m": scheme}, {"m.weight": "a.weight"}, kv_layers=2)
-    assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 8
+    assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
 
 
 def test_no_weight_is_read(models, tmp_path):

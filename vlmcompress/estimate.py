@@ -1,7 +1,7 @@
 """How large the output will be, exactly, and how much memory the work takes, roughly; from shapes alone.
 
-Output sizes come from the exporter's own `layout`, fed with tensors that have a shape and no data. Peak memory adds up what
-the pipeline holds at once, for s samples of t tokens, hidden size h, groups of i input features in a block:
+Output sizes come from the exporter's own tables of shapes and types. Peak memory adds up what the pipeline holds at once,
+for s samples of t tokens, hidden size h, groups of i input features in a block:
 
     runtime + weights + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
 
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from vlmcompress import tensorfile
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.numerics import Format, QTensor, Scheme
+from vlmcompress.numerics import Scheme
 from vlmcompress.tensorfile import Spec
 
 RUNTIME_BYTES = 900_000_000  # Python, torch, transformers and llm-compressor before a model is loaded
@@ -39,14 +36,14 @@ def output_tensors(
     specs = dict(stored)
     for name, scheme in schemes.items():
         weight = specs.pop(names[f"{name}.weight"])
-        static = scheme.activations is not None and not scheme.activations.dynamic
         try:
-            input_scale = torch.empty(1, device="meta") if static else None
-            layout = compressed_tensors.layout(_empty(weight, scheme.weights), scheme, input_scale)
+            types = compressed_tensors.dtypes(scheme) | dict.fromkeys(("weight_scale", "input_scale"), weight.dtype)
+            shapes = compressed_tensors.shapes(scheme, *weight.shape)
         except (UserError, ValueError):
-            layout = {"weight": weight}  # a shape that the scheme cannot have; the plan reports it
-        specs |= {f"{name}:{local}": spec for local, spec in layout.items()}
-    return specs | {f"kv_cache:{i}": Spec("F32", (2,)) for i in range(kv_layers)}
+            continue  # a shape that the scheme cannot have; the plan reports it
+        specs |= {f"{name}:{local}": Spec(types[local], shape) for local, shape in shapes.items()}
+    dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
+    return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
 
 
 def peak_bytes(
@@ -68,16 +65,6 @@ def peak_bytes(
     grams = max((3 * sum(widths) + 2 * max(widths, default=0) for widths in squares), default=0)
     hidden = (config.get("text_config") or config).get("hidden_size") or 0
     return total + 4 * grams + samples * tokens * (6 * hidden + _pixel_bytes(config))
-
-
-def _empty(weight: Spec, fmt: Format) -> QTensor:
-    """A quantized weight that has a shape and no data."""
-    rows, columns = weight.shape
-    shape = (1,) if fmt.group == 0 else (rows, fmt.n_groups(columns))
-    zero = None if fmt.symmetric else torch.empty(shape, dtype=torch.int8, device="meta")
-    codes = torch.empty(rows, columns, dtype=fmt.dtype, device="meta")
-    scale = torch.empty(shape, dtype=tensorfile.DTYPES[weight.dtype], device="meta")
-    return QTensor(codes, scale, zero, fmt)
 
 
 def _pixel_bytes(config: dict) -> int:

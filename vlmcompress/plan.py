@@ -238,6 +238,14 @@ def _shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, targe
         instead = f"use --set options.group_size={fit or -1}{'' if fit else ' (one scale per row)'}"
         skip = ", ".join(name.split(".")[-1] for name in group.linears)
         yield f"group_size {size} does not divide in_features {columns} of {first}; {instead} or --set 'skip=[{skip}]'"
+    else:
+        for name, (rows, _) in zip(group.linears, sides, strict=True):
+            try:
+                compressed_tensors.shapes(scheme, rows, columns)
+            except ValueError as error:
+                yield f"{name}: {error}, or skip the layer"
+            except UserError:
+                return  # not about this shape; `_format_problems` reports it
     machine = targets.get(target) if target else None
     limit = machine.limits.get(targets.format_key(scheme)) if machine else None
     if machine and limit and (problem := limit.problem(sum(rows for rows, _ in sides), columns, size)):
