@@ -126,7 +126,8 @@ def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, how: signal.Sign
         f"end_with_parent(); pathlib.Path('{up}').touch(); time.sleep(60)"
     )
     broken(f'sleep 60 & echo $! > {pid}; {sys.executable} -c "{code}"')
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stderr=subprocess.DEVNULL)
+    command, env = [sys.executable, "-c", PARENT, str(tmp_path)], {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env)
     while not up.exists():
         assert parent.poll() is None
         time.sleep(0.05)
