@@ -24,7 +24,6 @@ RESULTS = ROOT / "eval" / "accuracy.json"
 MODELS = ("demo-qwen", "demo-llava")
 RECIPES: dict[str, dict] = {
     "fp8": {"scheme": "fp8"},
-    "fp8-static": {"scheme": "fp8-static"},
     "int8": {"scheme": "int8"},
     "rtn g128": {"scheme": "rtn"},
     "gptq g128": {"scheme": "gptq"},

@@ -142,7 +142,9 @@ def _eval(parser: Parser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md and results.json")
-    parser.add_argument("--max-drop", type=float, metavar="POINTS", help="exit with 1 if accuracy falls by more")
+    parser.add_argument(
+        "--max-drop", type=float, metavar="SHARE", help="exit with 1 if accuracy falls by more; 0.01 is one point"
+    )
 
 
 def _serve(parser: Parser) -> None:

@@ -92,7 +92,7 @@ def _vllm(name: str, key: str, target: Target | None) -> Finding:
     if target is None:
         return Finding(name, True, f"reads {key}; name a --target to learn the kernel")
     reason = target.refusal(key)
-    return Finding(name, reason is None, reason or f"{target.kernels[key]} kernel on {target.title}")
+    return Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}")
 
 
 def _sglang(key: str, scheme: Any, target: Target | None) -> str | None:

@@ -93,11 +93,11 @@ def evaluate(args: argparse.Namespace) -> Outcome:
     finally:
         progress.close()
     report = write_report(results, args.report)["html"] if args.report else None
-    drop = -100 * results.overall.difference
+    drop = -results.overall.difference
     failed = args.max_drop is not None and drop > args.max_drop
     text = summary.eval_text(results, verdict(results.overall), report)
     if failed:
-        text += f"\nGate failed: accuracy fell by {drop:.1f} points, at most {args.max_drop:g} are allowed."
+        text += f"\nGate failed: accuracy fell by {100 * drop:.1f} points, at most {100 * args.max_drop:g} are allowed."
     data = {"ok": not failed, **results.to_dict(), "report": str(report) if report else None}
     return GATE if failed else OK, data, text
 

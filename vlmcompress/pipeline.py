@@ -59,7 +59,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     source, out = recipe.model, recipe.out
     atomic.check(source, out, overwrite=overwrite)
     work = plan.build(recipe)
-    vlm = models.load(source, dtype=None)
+    vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = calibration_batches(recipe, vlm, needed=bool(work.method.needs) or bool(recipe.kv_cache))
     folder = out.with_name(f".{out.name}.resume")
     with torch.inference_mode(False), torch.no_grad():

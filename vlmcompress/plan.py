@@ -247,7 +247,7 @@ def _shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, targe
             except UserError:
                 return  # not about this shape; `_format_problems` reports it
     machine = targets.get(target) if target else None
-    limit = machine.limits.get(targets.format_key(scheme)) if machine else None
+    limit = machine.limits.get(targets.format_key(scheme).removesuffix("-static")) if machine else None
     if machine and limit and (problem := limit.problem(sum(rows for rows, _ in sides), columns, size)):
         yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"
 

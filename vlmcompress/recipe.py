@@ -60,6 +60,7 @@ class Recipe(_Frozen):
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the data that statistics come from.
+        trust_remote_code: run Python code that the model's folder brings along.
         seed: of everything random.
         shard_size: largest file of weights.
         format: name of a module in `vlmcompress.exporters`.
@@ -75,6 +76,7 @@ class Recipe(_Frozen):
     kv_cache: Literal["fp8"] | None = None
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
+    trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0)
     shard_size: str = "5GB"
     format: str = "compressed-tensors"

@@ -92,7 +92,9 @@ def load(
     spec = spec_for(config)
     refuse_quantized(config)
     if config.get("auto_map") and not trust_remote_code:
-        raise UserError(f"{path}/config.json would run Python code from the folder (auto_map); allow trust_remote_code")
+        raise UserError(
+            f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"
+        )
     bones = skeleton(path)
     _check_shapes(path, bones, disk_names(bones, tensor_headers(path)))
     with quiet():

@@ -9,8 +9,7 @@ tokens can be.
 
 Engines fuse q/k/v and gate/up into one matrix. vLLM then takes the largest weight scale and *rounds again* to it; to
 spare that second rounding, the layers of a group share one scale from the start. `weights: channel` gives a scale per
-row, a little more accurate; vLLM 0.32 runs that with static inputs on CUDA only (its CPU kernel fails), so `tensor`
-is the default.
+row, a little more accurate. vLLM 0.32 runs static inputs on CUDA only; its CPU build fails at the first token.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
 
     w4a16  w8a16  wNa16 (2, 3, 5, 6, 7 bits)      integer weights, 16-bit activations
     w8a8-int  w8a8-fp                              8-bit weights and activations
+    w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
 
 Sources: vLLM 0.32 `model_executor/kernels/linear` (kernel order, `get_min_capability`, `can_implement`) and
 `v1/attention/backends`. Only the CPU rows were run here; GPU rows are read from that source. Nothing here imports torch.
@@ -68,12 +69,16 @@ class Target:
     kv_fp8: str = ""
     kv_fp8_refused: str | None = None
 
+    def kernel(self, key: str) -> str | None:
+        """The kernel that vLLM picks for a format, or None."""
+        return self.kernels.get(key, self.kernels.get(key.removesuffix("-static")))
+
     def refusal(self, key: str) -> str | None:
         """Why this machine does not run the format, naming an alternative; None when it does."""
-        if key in self.kernels:
-            return None
         if key in self.refused:
             return f"{self.title} {self.refused[key]}"
+        if self.kernel(key):
+            return None
         return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"
 
 
@@ -91,7 +96,8 @@ def format_key(scheme: Any) -> str:
         if weights.kind == "float":
             return "w8a16-fp"
         return f"w{weights.bits}a16" if weights.bits in (4, 8) else "wNa16"
-    return f"w{weights.bits}a{activations.bits}-{'fp' if weights.kind == 'float' else 'int'}"
+    kind = "int" if weights.kind == "int" else "fp" if activations.dynamic else "fp-static"
+    return f"w{weights.bits}a{activations.bits}-{kind}"
 
 
 def default_scheme(name: str, goal: Goal | None) -> str:

@@ -20,6 +20,7 @@ TARGET = Target(
         "w8a8-fp": "torch._scaled_mm (runs, but slowly)",
     },
     refused={
+        "w8a8-fp-static": "fails on fixed FP8 activation scales (its static_scaled_fp8_quant is a stub); use fp8 or int8",
         "w8a16": "has no kernel for 8-bit weights with 16-bit activations; use int8, or awq for memory",
         "wNa16": "runs weight-only integers at 4 bits only; set options.bits to 4",
     },
