@@ -21,14 +21,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("qwen", "llava"), required=True)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--minutes", type=float, default=75.0, help="training time")
+    parser.add_argument("--minutes", type=float, default=90.0, help="training time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", type=int, default=8, help="conversations per step")
-    parser.add_argument("--shares", type=float, nargs=3, default=(0.45, 0.15, 0.40), help="time of each stage")
+    parser.add_argument("--shares", type=float, nargs=3, default=(0.50, 0.10, 0.40), help="time of each stage")
     parser.add_argument(
-        "--rates", type=float, nargs=3, default=(1e-3, 1.5e-3, 6e-4), help="learning rate of each stage"
+        "--rates", type=float, nargs=3, default=(1e-3, 1.5e-3, 8e-4), help="learning rate of each stage"
+    )
+    parser.add_argument(
+        "--language-from", type=Path, help="--work folder of the other model: start from its language model"
     )
     parser.add_argument("--adamw", action="store_true", help="AdamW for the layers' matrices too, not Muon")
     parser.add_argument(
@@ -51,7 +54,7 @@ def main() -> None:
 
     plan = Plan(
         args.model, args.minutes, args.seed, args.device, tuple(args.shares), tuple(args.rates), args.batch,
-        muon=not args.adamw,
+        muon=not args.adamw, donor=args.language_from,
     )  # fmt: skip
     work = args.work or Path(tempfile.gettempdir()) / f"train-demo-{args.model}-{args.seed}"
     began = time.monotonic()

@@ -129,6 +129,8 @@ def _turns(rng: Random, kind: str, view: View | None, weights: dict[str, float])
         family = rng.choices(SCENE_FAMILIES, shares)[0] if kind == "scene" else kind
         asked = ask_text(rng) if kind == "text" else ASKERS[family](rng, view)
         if asked and asked not in turns and rng.random() < weights.get(form_of(asked[0]), 1.0):
+            if asked[0].startswith("The ") and any(question.startswith("The ") for question, _ in turns):
+                break  # facts of two questions would contradict each other
             turns.append(asked)
         if len(turns) == wanted:
             break
@@ -137,6 +139,13 @@ def _turns(rng: Random, kind: str, view: View | None, weights: dict[str, float])
 
 def training_batch(writer: Writer, rng: Random, size: int, weights: dict[str, float]) -> Batch:
     """Fresh views and questions; kinds of views and families are drawn by ``weights``."""
+    if rng.random() < 0.6 * weights["text"]:  # text-only questions are short: many, alone, make up one batch
+        asked: list[list[tuple[str, str]]] = []
+        while len(asked) < 6 * size:
+            question = ask_text(rng)
+            if rng.random() < weights.get(form_of(question[0]), 1.0):
+                asked.append([question])
+        return collate(writer, [writer.write([], turns) for turns in asked], [])
     grid = (3, 3) if writer.kind == "llava" or rng.random() < 0.5 else rng.choice(QWEN_GRIDS)
     shares = {
         "scene": sum(weights[f] for f in SCENE_FAMILIES) * 0.4 + 0.1,

@@ -25,6 +25,7 @@ from .architectures import build_model
 from .learner import Learner, accuracy
 from .sequences import Batch, Writer, training_batch, validation_batches
 from .text import build_tokenizer
+from .transfer import adopt
 
 STAGES = ("language", "tower", "joint")
 DENSE_WEIGHT = 0.1
@@ -44,6 +45,7 @@ class Plan:
     rates: tuple[float, float, float]
     batch: int
     muon: bool
+    donor: Path | None = None  # training folder of the other demo: its language model is the start
     validate_every: float = 150.0
 
 
@@ -58,6 +60,10 @@ class Trainer:
         model = build_model(plan.kind, self.tokenizer, plan.seed)
         self.learner = Learner(plan.kind, model, self.writer.image_id)
         self.learner.share_geometry(self.tokenizer)
+        if plan.donor:
+            other = "llava" if plan.kind == "qwen" else "qwen"
+            state = torch.load(plan.donor / "state.pt", map_location="cpu")
+            adopt(self.learner, self.tokenizer, state, build_tokenizer(other))
         self.learner.to(plan.device)
         self.weights = dict.fromkeys(FAMILIES, 0.5)
         self.stage, self.spent, self.step = 0, 0.0, 0
