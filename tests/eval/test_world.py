@@ -49,8 +49,8 @@ def test_frozen_rows_are_balanced_and_have_stable_ids(variant, split):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_generator_reproduces_frozen_rows(variant, family):
-    kept = [row for row in frozen(variant, "calibration") if row["family"] == family][:6]
-    for row, again in zip(kept, family_rows("calibration", family, variant, 6), strict=True):
+    kept = [row for row in frozen(variant, "calibration") if row["family"] == family][:4]
+    for row, again in zip(kept, family_rows("calibration", family, variant, 4), strict=True):
         assert {k: v for k, v in row.items() if k != "image"} == {k: v for k, v in again.items() if k != "image"}
         for data, fresh in zip(row["image"], again["image"], strict=True):
             pixels = [np.asarray(Image.open(io.BytesIO(d))) for d in (data, fresh)]
