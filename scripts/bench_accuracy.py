@@ -27,11 +27,9 @@ RECIPES: dict[str, dict] = {
     "int8": {"scheme": "int8"},
     "rtn g128": {"scheme": "rtn"},
     "gptq g128": {"scheme": "gptq"},
-    "gptq g32": {"scheme": "gptq", "options": {"group_size": 32}},
     "awq g128": {"scheme": "awq"},
     "awq g128, block": {"scheme": "awq", "options": {"objective": "block"}},
     "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
-    "awq g128, tower int8": {"scheme": "awq", "vision": "int8"},
 }
 
 
@@ -77,11 +75,17 @@ def main() -> None:
     """Measure or render."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--limit", type=int, help="questions per model; default all of the test split")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=MODELS, help="measure these, keep the others' rows"
+    )
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     args = parser.parse_args()
     if not args.render:
         with tempfile.TemporaryDirectory() as folder:
-            rows = [row for model in MODELS for row in measure(model, args.limit, Path(folder))]
+            rows = [row for model in args.models for row in measure(model, args.limit, Path(folder))]
+        if RESULTS.exists():
+            rows += [row for row in json.loads(RESULTS.read_text()) if row["model"] not in args.models]
+        rows.sort(key=lambda row: MODELS.index(row["model"]))
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))
