@@ -53,7 +53,7 @@ def model_card(kind: str, summary: dict) -> str:
         ## Limits
         Questions outside the world's wordings, other image styles and other languages get meaningless answers. It is a test
         object: nothing about large models follows from its accuracy alone. Within the text family, recalling one of three
-        facts ("The box is red. ... What colour is the box?") was hardly learned: a quarter to a half right, a third by guessing.
+        facts ("The box is red. ... What colour is the box?") was hardly learned: a quarter to a half right; guessing: a third.
 
         Licence: Apache-2.0.
         """
