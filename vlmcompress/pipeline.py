@@ -60,7 +60,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     atomic.check(source, out, overwrite=overwrite)
     work = plan.build(recipe)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
-    batches, origin = calibration_batches(recipe, vlm, needed=bool(work.method.needs) or bool(recipe.kv_cache))
+    batches, origin = calibration_batches(recipe, vlm, work.needs_data)
     folder = out.with_name(f".{out.name}.resume")
     with torch.inference_mode(False), torch.no_grad():
         store = LayerStore(folder, fingerprint(recipe, source, origin), resume)
