@@ -105,7 +105,7 @@ def compress_blocks(
         from vlmcompress.calibration.sequential import BlockModifier, run_oneshot
 
         if method.by_block and method.scheme:
-            smooth_blocks(vlm, blocks, batches, method.scheme, method.options.grid)
+            smooth_blocks(vlm, blocks, batches, method.scheme, method.options.grid, method.options.duo)
         attention = {i: f"{name}.self_attn" for i, name in enumerate(layers) if _has(vlm.model, f"{name}.self_attn")}
         modifier = BlockModifier(
             blocks=blocks,

@@ -25,12 +25,13 @@ from vlmcompress.numerics import Scheme
 
 @torch.no_grad()
 def smooth_blocks(
-    vlm: VLM, blocks: list[list[Group]], batches: list[dict[str, Tensor]], scheme: Scheme, grid: int
+    vlm: VLM, blocks: list[list[Group]], batches: list[dict[str, Tensor]], scheme: Scheme, grid: int, duo: bool
 ) -> None:
     """Smooth the decoder of `vlm.model` in place for quantization with `scheme`.
 
     Args:
         grid: candidates per group.
+        duo: weight magnitudes join in, as in `quantizers.awq`.
     """
     own = models.load(vlm.path, vlm.model.device, vlm.model.dtype)
     groups = [group for block in blocks for group in block]
@@ -42,7 +43,7 @@ def smooth_blocks(
     linears = [name for group in groups for name in group.linears]
     config = compressed_tensors.quantization_config([(scheme, [_exactly(name) for name in linears])], ignore=[])
     recipe = [
-        AWQModifier(mappings=mappings, n_grid=grid),
+        AWQModifier(mappings=mappings, n_grid=grid, duo_scaling=duo),
         QuantizationModifier(config_groups=config["config_groups"]),
     ]
     if not torch.accelerator.is_available():
