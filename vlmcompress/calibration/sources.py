@@ -91,6 +91,11 @@ def load_samples(
     return found
 
 
+def ids(source: str | Path) -> list[str | None]:
+    """The ids that the rows of a source give, in its order; None for a row without."""
+    return [None if value is None or value == "" else str(value) for value in _open(Path(source)).ids]
+
+
 def bundled(model_path: str | Path, split: str) -> Path | None:
     """The data that ships beside a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
     model = Path(model_path).resolve()

@@ -1,0 +1,212 @@
+"""One checkpoint answers a suite: lm-eval builds the prompts and scores, an engine answers, a journal remembers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.engines.base import Answer, Engine, Progress, Request, Settings
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation import journal as journals
+from vlmcompress.evaluation.journal import Journal
+from vlmcompress.evaluation.tasks import LoadedSuite, Place, quiet
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answered question.
+
+    Attributes:
+        expected: the reference answer; several: joined by ` | `.
+        text: the answer, cut at the task's stop strings.
+        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False).
+        image: names what it is about: equal for equal images.
+    """
+
+    id: str
+    family: str
+    question: str
+    expected: str
+    text: str
+    score: float
+    parsed: bool
+    image: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checkpoint's answers to a suite, in the suite's order.
+
+    Attributes:
+        sha256: of all that was asked; equal for two checkpoints that got the same questions.
+        metrics: task -> metric -> value, as lm-eval aggregates them.
+        engine: what the engine says about itself.
+        seconds: that it took to answer, without its start.
+        resumed: answers that came from the journal.
+    """
+
+    samples: tuple[Sample, ...]
+    sha256: str
+    metrics: dict[str, dict[str, float]]
+    engine: dict[str, Any]
+    seconds: float
+    resumed: int
+
+
+def ask_suite(
+    model: str | Path,
+    suite: LoadedSuite,
+    engine: Engine,
+    settings: Settings | None = None,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+    label: str = "answering",
+) -> Asked:
+    """Ask a checkpoint all questions of a suite that the journal has no answer to.
+
+    Args:
+        model: checkpoint folder, or what the server calls it.
+        settings: of the engine; how long an answer may be is the task's to say.
+        journal: where answers are kept as they come; None: nowhere.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: the engine fails, an image is missing, a score can't be paired, or the journal can't be written.
+    """
+    from lm_eval.evaluator import evaluate
+
+    from vlmcompress.evaluation.lm import EngineLM
+
+    places = {(place.task, place.index): place for place in suite.places}
+    with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
+        asking = _Asking(model, engine, settings or Settings(), journal, progress, label, Path(media))
+        lm = EngineLM(asking, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
+        for task in suite.tasks.values():
+            task.set_config("num_fewshot", task.config.num_fewshot or 0)
+            task.set_fewshot_seed(suite.seed)
+        with quiet():
+            found = evaluate(
+                lm=lm,
+                task_dict={"tasks": dict(suite.tasks)},
+                bootstrap_iters=0,
+                apply_chat_template=True,
+                fewshot_as_multiturn=True,
+            )
+    rows = {(task, row["doc_id"]): row for task, logged in found["samples"].items() for row in logged}
+    samples = tuple(
+        _sample(place, rows[key], suite.metric, lm.requests[place.id], lm.answers[place.id])
+        for key, place in places.items()
+    )
+    return Asked(
+        samples=samples,
+        sha256=_fingerprint(samples, lm.requests),
+        metrics={task: _numbers(metrics) for task, metrics in found["results"].items()},
+        engine=asking.about,
+        seconds=asking.seconds,
+        resumed=asking.resumed,
+    )
+
+
+class _Asking:
+    """Answers requests from the journal, the rest by the engine; remembers what it took."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        engine: Engine,
+        settings: Settings,
+        journal: Journal | None,
+        progress: Progress | None,
+        label: str,
+        media: Path,
+    ):
+        self._model, self._engine, self._settings, self._journal = model, engine, settings, journal
+        self._progress, self._label, self._media = progress, label, media
+        self._identity = journals.identify(model, engine.name)
+        self.about: dict[str, Any] = {}
+        self.seconds, self.resumed = 0.0, 0
+
+    def __call__(self, requests: Sequence[Request]) -> Mapping[str, Answer]:
+        keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
+        known = self._journal.answered(keys) if self._journal else {}
+        rest = [request for request in requests if request.id not in known]
+        self.resumed += len(known)
+        if rest:
+            run = self._engine.answer(
+                self._model,
+                rest,
+                media=self._media,
+                settings=self._settings,
+                label=self._label,
+                progress=self._progress,
+                on_answer=lambda answer: self._keep(keys[answer.id], answer),
+            )
+            known |= run.answers
+            self.about, self.seconds = run.engine, self.seconds + run.seconds
+        self._remember_engine()
+        return known
+
+    def _keep(self, key: str, answer: Answer) -> None:
+        if self._journal:
+            self._journal.add(key, answer)
+
+    def _remember_engine(self) -> None:
+        """Keep the engine's words about itself, for a run that finds all its answers in the journal."""
+        if self._journal is None:
+            return
+        key = f"engine {self._identity.engine} {self._identity.model}"
+        if self.about:
+            self._journal.write(key, self.about)
+        self.about = self._journal.read(key) or {}
+
+
+def _sample(place: Place, row: Mapping[str, Any], metric: str, request: Request, answer: Answer) -> Sample:
+    target = row["target"]
+    targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
+    last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
+    files = [part["image_url"]["url"] for turn in request.messages for part in turn["content"] if "image_url" in part]
+    return Sample(
+        id=place.id,
+        family=place.family,
+        question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
+        expected=" | ".join(targets),
+        text=answer.text.strip(),
+        score=_score(place, row, metric),
+        parsed=bool(row.get("parsed", True)),
+        image="+".join(url.rpartition("/")[2].removesuffix(".png") for url in files) or f"text:{place.id}",
+        answer=answer,
+    )
+
+
+def _score(place: Place, row: Mapping[str, Any], metric: str) -> float:
+    value = row.get(metric)
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"task {place.task}: its metric {metric} gives {str(value)[:60]} for sample '{place.id}', not a number in "
+            "0 to 1; name a metric of single samples first in metric_list"
+        )
+    return float(value)
+
+
+def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> str:
+    """One hash over ids, families, prompts, pixels and expected answers."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        asked = journals.without_folders(requests[sample.id].messages)
+        digest.update(json.dumps([sample.id, sample.family, asked, sample.expected]).encode())
+    return digest.hexdigest()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics among lm-eval's results of a task, without the name of its filter."""
+    return {
+        name.partition(",")[0]: float(value)
+        for name, value in metrics.items()
+        if "," in name and "_stderr" not in name and isinstance(value, int | float)
+    }

@@ -1,0 +1,145 @@
+"""An engine of ours as a model of lm-eval.
+
+lm-eval builds prompts and scores answers; this hands its requests to an engine as chat messages. Three of its habits are
+changed on purpose: the chat template is applied by the engine (here a "rendered" prompt is the list of messages as JSON),
+an image stands where the text has `<image>`, and a request is known by our sample id, not by a hash of the document.
+
+Only `generate_until` works: log-likelihoods of texts about images are undefined in most engines, so multiple choice is
+answered in words and parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from PIL import Image
+
+from vlmcompress.calibration.rows import MARK
+from vlmcompress.engines.base import Answer, Request
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation.questions import png
+
+MAX_TOKENS = 256  # lm-eval's default
+Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
+
+
+class EngineLM(LM):
+    """The model that lm-eval sees.
+
+    Args:
+        ask: answers requests greedily, keyed by id.
+        identify: the sample id of a request of lm-eval's.
+        media: folder that images are written to, each once.
+
+    Attributes:
+        requests, answers: all that was asked and said so far, by sample id; answers are cut at the task's stop strings.
+    """
+
+    MULTIMODAL = True
+
+    def __init__(self, ask: Ask, identify: Callable[[Instance], str], media: Path):
+        super().__init__()
+        self._ask, self._identify, self._media = ask, identify, media
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, Answer] = {}
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "vlmcompress"
+
+    def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The messages as JSON, in which form `generate_until` gets them back."""
+        if not add_generation_prompt:
+            raise UserError("a task with gen_prefix can't be asked: chat engines start the answer; remove gen_prefix")
+        return json.dumps(chat_history)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Answers in the order of the requests; equal ids (lm-eval's `repeats`) are asked once."""
+        ids = [self._identify(instance) for instance in requests]
+        stops = {}
+        for identity, instance in zip(ids, requests, strict=True):
+            stops[identity], request = self._request(identity, *instance.args)
+            self.requests[identity] = request
+        answers = self._ask([self.requests[identity] for identity in dict.fromkeys(ids)])
+        self.answers |= {identity: cut(answers[identity], stops[identity]) for identity in ids}
+        return [self.answers[identity].text for identity in ids]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise UserError(f"task {requests[0].task_name} compares log-likelihoods; only output_type generate_until works")
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise UserError(f"task {requests[0].task_name} measures perplexity; only output_type generate_until works")
+
+    def _request(
+        self, identity: str, prompt: str, options: dict, media: dict | None = None
+    ) -> tuple[list[str], Request]:
+        """The stop strings and the engine's request for one of lm-eval's."""
+        if options.get("do_sample") or options.get("temperature"):
+            raise UserError(f"sample '{identity}': its task samples; set do_sample: false and temperature: 0.0")
+        files = [write_image(image, self._media) for image in (media or {}).get("visual") or ()]
+        stops = options.get("until") or []
+        return (
+            [stops] if isinstance(stops, str) else list(stops),
+            Request(identity, place(json.loads(prompt), files, identity), int(options.get("max_gen_toks", MAX_TOKENS))),
+        )
+
+
+def place(turns: list[dict[str, Any]], files: Sequence[Path], name: str) -> list[dict[str, Any]]:
+    """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`.
+
+    Without any such place the images come first in the last user turn.
+
+    Raises:
+        UserError: there are places, but not as many as images.
+    """
+    turns = [turn | {"content": _parts(turn["content"])} for turn in turns]
+    places = sum(part["type"] == "image" for turn in turns for part in turn["content"])
+    if files and not places:
+        last = [turn for turn in turns if turn["role"] == "user"][-1]
+        last["content"] = [{"type": "image"} for _ in files] + last["content"]
+    elif places != len(files):
+        raise UserError(f"sample '{name}': {places} places for images in the prompt, {len(files)} images")
+    rest = iter(files)
+    for turn in turns:
+        turn["content"] = [
+            {"type": "image_url", "image_url": {"url": next(rest).as_uri()}} if part["type"] == "image" else part
+            for part in turn["content"]
+        ]
+    return turns
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(content, list):
+        return content
+    parts: list[dict[str, Any]] = []
+    for index, text in enumerate(content.split(MARK)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def cut(answer: Answer, stops: Sequence[str]) -> Answer:
+    """The answer up to the first stop string in it."""
+    text = answer.text
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
+    return answer if text == answer.text else replace(answer, text=text, finish="stop")
+
+
+def write_image(image: Image.Image, folder: Path) -> Path:
+    """The image as a PNG file in `folder`, named by its content."""
+    encoded = png(image)
+    file = folder / f"{hashlib.sha256(encoded).hexdigest()[:32]}.png"
+    if not file.exists():
+        try:
+            file.write_bytes(encoded)
+        except OSError as error:
+            raise UserError(f"can't write images for the engine to {folder} ({error.strerror}); set TMPDIR") from error
+    return file

@@ -1,0 +1,180 @@
+"""Data sets for lm-eval tasks from a local copy; nothing is downloaded.
+
+A task's YAML names `load` as its `custom_dataset`, so stock lm-eval reads the same data as we do:
+
+    custom_dataset: !function vlmcompress.evaluation.local_data.load
+    dataset_kwargs: {name: chartqa, source: "HuggingFaceM4/ChartQA on the Hugging Face Hub"}
+
+The copy is what `data` in the task manager's metadata names (`--data`; stock: `--metadata '{"data": "..."}'`), else
+`$VLMCOMPRESS_DATA/<name>`, else the test data bundled with a demo model (`pretrained`). It is a file or a folder: parquet
+as the Hub has it, JSON lines, or what `Dataset.save_to_disk` writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.calibration.images import LazyImages
+from vlmcompress.calibration.sources import bundled
+from vlmcompress.errors import UserError
+
+VARIABLE = "VLMCOMPRESS_DATA"
+IMAGES = ("image", "images", *(f"image_{number}" for number in range(1, 8)))
+
+
+def load(
+    name: str,
+    source: str = "",
+    split: str = "test",
+    id: str = "",
+    family: str = "",
+    where: Mapping[str, Any] | None = None,
+    data: str | None = None,
+    pretrained: str | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """`{"test": Dataset}` of a task; images stay encoded until `images` is asked for them.
+
+    Args:
+        name: of the folder in `$VLMCOMPRESS_DATA`.
+        source: where people get the data, for messages.
+        split: of several files, those whose name starts with this are read, if there are any.
+        id, family: Jinja templates over a row's columns; they make the columns `id` and `family`.
+        where: keep the rows whose columns have these values.
+        data: the copy itself; see the module.
+        pretrained: folder of the model that is evaluated.
+
+    Raises:
+        UserError: no copy, no rows, or rows without the needed columns.
+    """
+    path = _locate(name, source, split, data, pretrained)
+    dataset = _read(str(path), split)
+    for column, value in (where or {}).items():
+        _need({column}, dataset, path)
+        dataset = dataset.select([row for row, found in enumerate(dataset[column]) if found == value])
+    if not len(dataset):
+        wanted = f" with {dict(where)}" if where else ""
+        raise UserError(f"{path} has no samples{wanted}; give data with at least one row")
+    for column, template in (("id", id), ("family", family)):
+        if template:
+            dataset = _with_column(dataset, column, template, path)
+    return {"test": dataset}
+
+
+def images(doc: Mapping[str, Any]) -> LazyImages:
+    """The images of a row in the column `image` or `images`, decoded to RGB each time they are looked at."""
+    value = doc.get("images") if doc.get("images") is not None else doc.get("image")
+    if isinstance(value, LazyImages):
+        return value
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return LazyImages([encoded(item) for item in values], f"sample '{doc.get('id', '?')}'")
+
+
+def encoded(value: Mapping[str, Any]) -> bytes | Path:
+    """The file of an image as `datasets` stores it."""
+    return value["bytes"] if value["bytes"] is not None else Path(value["path"])
+
+
+def _locate(name: str, source: str, split: str, data: str | None, pretrained: str | None) -> Path:
+    root = os.environ.get(VARIABLE)
+    path = Path(data) if data else Path(root, name) if root else pretrained and bundled(pretrained, split)
+    if not path:
+        raise UserError(f"no data for {name}: give --data, or set {VARIABLE} to a folder with {name}/{_hint(source)}")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; put a local copy of {name} there, or give --data{_hint(source)}")
+    return path
+
+
+def _hint(source: str) -> str:
+    return f" ({source})" if source else ""
+
+
+@functools.lru_cache(maxsize=2)
+def _read(location: str, split: str) -> Any:
+    """The rows of a file or folder as a `datasets.Dataset` whose images are not decoded."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datasets.table import InMemoryTable
+
+    path = Path(location)
+    try:
+        if (path / "dataset_info.json").is_file():
+            dataset = datasets.load_from_disk(location)
+        elif (path / "dataset_dict.json").is_file():
+            dataset = datasets.load_from_disk(location)[split]
+        else:
+            files = _files(path, split)
+            if files[0].suffix == ".parquet":
+                tables = [pq.read_table(file) for file in files]
+                dataset = datasets.Dataset(InMemoryTable(pa.concat_tables(tables, promote_options="permissive")))
+            else:
+                dataset = datasets.Dataset.from_list([row for file in files for row in _json_lines(file)])
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise UserError(f"{path} can't be read ({' '.join(str(error).split())[:200]}); write it again") from error
+    for column in set(IMAGES) & set(dataset.column_names):
+        feature = _as_image(dataset.features[column], datasets)
+        dataset = dataset.cast_column(column, feature)
+    return dataset
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    for pattern in (f"{split}*.parquet", "*.parquet", f"{split}*.jsonl", "*.jsonl"):
+        if files := sorted(path.rglob(pattern)):
+            return files
+    raise UserError(f"{path} has no .parquet or .jsonl files; put a local copy of the data set there")
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON lines file, image paths made absolute."""
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file} line {number} is not valid JSON ({error}); write one object per line") from error
+        for column in set(IMAGES) & set(row):
+            value = row[column]
+            row[column] = [_absolute(v, file) for v in value] if isinstance(value, list) else _absolute(value, file)
+        rows.append(row)
+    return rows
+
+
+def _absolute(value: Any, file: Path) -> Any:
+    return str(file.parent.resolve() / value) if isinstance(value, str) else value
+
+
+def _as_image(feature: Any, datasets: Any) -> Any:
+    """A feature for encoded images, or lists of them, whatever they were stored as."""
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return datasets.List(_as_image(feature.feature, datasets))
+    return datasets.Image(decode=False)
+
+
+def _need(columns: set[str], dataset: Any, path: Path) -> None:
+    if absent := columns - set(dataset.column_names):
+        have = ", ".join(sorted(dataset.column_names))
+        raise UserError(f"{path} has no column {', '.join(sorted(absent))}; it has {have}")
+
+
+def _with_column(dataset: Any, column: str, template: str, path: Path) -> Any:
+    """The data with a column made from others."""
+    from jinja2 import Environment, UndefinedError, meta
+    from lm_eval.utils import apply_template
+
+    used = meta.find_undeclared_variables(Environment().parse(template))
+    _need(used, dataset, path)
+    try:
+        values = [apply_template(template, row) for row in dataset.select_columns(sorted(used))]
+    except (UndefinedError, TypeError, IndexError) as error:
+        raise UserError(f"{path}: {column} can't be made from {', '.join(sorted(used))} ({error})") from error
+    if column in dataset.column_names:
+        dataset = dataset.remove_columns([column])
+    return dataset.add_column(column, values)

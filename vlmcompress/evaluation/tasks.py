@@ -1,0 +1,263 @@
+"""Suites: lm-eval tasks whose samples have ids of their own, so that two models' answers can be paired.
+
+A suite is a task or group under `eval/tasks` by name, a user's task as YAML, or plain data (image, question, answer) scored
+by exact match. Its samples may be a fixed choice of `limit` from all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.calibration import sources
+from vlmcompress.calibration.rows import Sample
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.evaluation import questions
+
+CUSTOM = "custom"
+DEFAULT = "world"
+YAML = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample is: the row `index` of its task's chosen documents."""
+
+    id: str
+    family: str
+    task: str
+    index: int
+
+
+@dataclass(frozen=True)
+class LoadedSuite:
+    """A suite that is ready to be asked.
+
+    Attributes:
+        source: where its data came from, for people.
+        metric: name of the score; `scoring` says in a sentence how it is given.
+        max_tokens: most tokens of an answer.
+        available: samples there were before the choice.
+        derived_ids: some samples had no id in the data and got a hash of their content.
+        tasks: name -> lm-eval task, which has the chosen documents only.
+        places: the chosen samples, in the order in which they are asked.
+    """
+
+    name: str
+    source: str
+    metric: str
+    scoring: str
+    max_tokens: int
+    available: int
+    seed: int
+    derived_ids: bool
+    tasks: Mapping[str, Any]
+    places: tuple[Place, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def pictures(self, identity: str) -> list[bytes]:
+        """The images of a sample as PNG."""
+        place = next(place for place in self.places if place.id == identity)
+        task = self.tasks[place.task]
+        return [questions.png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
+
+
+def names() -> list[str]:
+    """The bundled tasks and groups."""
+    return [name for name in _manager({}).all_tasks if not name.startswith("_")]
+
+
+def folders() -> list[Path]:
+    """Where bundled tasks are: in the package when installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    return [folder for folder in (package / "tasks", package.parent / "eval" / "tasks") if folder.is_dir()]
+
+
+def load_suite(
+    suite: str | Path | None,
+    data: str | Path | None = None,
+    *,
+    candidate: str | Path,
+    baseline: str | Path,
+    limit: int | None = None,
+    seed: int = 0,
+) -> LoadedSuite:
+    """Load a suite and choose its samples.
+
+    Args:
+        suite: name of a bundled task or group, a task's YAML file, or a data file or folder. None: exact match on `data`,
+            or the world's test split if there is no data either.
+        data: local copy of a named suite's data; see `local_data`.
+        candidate, baseline: checkpoints; the data bundled with a demo model is found beside them.
+        limit: take so many, from all families in proportion, always the same ones for a seed.
+
+    Raises:
+        UserError: no such suite or data, no samples, ids that repeat, images that are missing.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("evaluation needs lm-eval; pip install 'vlmcompress[eval]'")
+    if suite is None and data is not None:
+        suite, data = data, None
+    name = DEFAULT if suite is None else str(suite)
+    if name in names() or Path(name).suffix in YAML:
+        found = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
+        source = data or (found if name.partition("_")[0] == DEFAULT else None)
+        tasks = _load_tasks(name, {"data": str(source)} if source else {})
+    elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
+        if data is not None:
+            raise UserError(f"suite {name} is data already; leave out --data {data}")
+        source, tasks = name, {CUSTOM: _custom(Path(name))}
+    else:
+        raise UserError(f"no suite is called '{name}'{did_you_mean(name, names())}")
+    return _choose(name, str(source or _configured_source(tasks)), tasks, limit, seed)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the logs and progress bars of lm-eval off the terminal."""
+    import lm_eval.api.task as building
+
+    logger = logging.getLogger("lm_eval")
+    level, bar = logger.level, building.tqdm
+    logger.setLevel(logging.ERROR)
+    building.tqdm = lambda iterable, **_: iterable
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        building.tqdm = bar
+
+
+def _manager(metadata: Mapping[str, Any], more: Sequence[Path] = ()) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[*folders(), *more], include_defaults=False, metadata=dict(metadata))
+
+
+def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The tasks of a bundled suite or of a YAML file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    file = Path(name)
+    try:
+        if file.suffix in YAML and not file.is_file():
+            raise UserError(f"suite {file} does not exist")
+        siblings = [file.resolve().parent] if file.suffix in YAML and _is_group(file) else []
+        with quiet():
+            return _manager(metadata, siblings).load([name])["tasks"]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a task file's own functions, or its data, raise
+        raise UserError(f"suite {name} can't be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _is_group(file: Path) -> bool:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    return "group" in load_yaml(file, resolve_func=False)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _configured_source(tasks: Mapping[str, Any]) -> str:
+    config = next(iter(tasks.values())).config
+    return str((config.dataset_kwargs or {}).get("data_files") or config.dataset_path or "")
+
+
+def _custom(path: Path) -> Any:
+    """Plain data as a task; each row is one conversation."""
+    from vlmcompress.evaluation.conversations import Conversations
+
+    samples = sources.load_samples(path, samples=None, seed=0, check_images=False)
+    without = next((sample for sample in samples if not (sample.answer or "").strip()), None)
+    if without is not None:
+        raise UserError(f"{without.name} has no answer, so nothing can be scored; give every row an `answer`")
+    return Conversations(CUSTOM, samples, sources.ids(path))
+
+
+def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, seed: int) -> LoadedSuite:
+    """Give all samples their ids and families, choose, and leave each task the chosen documents only."""
+    found = [(task, *row) for task, loaded in tasks.items() for row in _rows(task, loaded)]
+    derived = any(was_derived for *_, was_derived in found)
+    ids = _unique([(task, identity) for task, identity, *_ in found])
+    pool = [Sample(identity, (), "", None, family) for identity, (_, _, family, _) in zip(ids, found, strict=True)]
+    chosen = {sample.id for sample in questions.stratified(pool, limit, seed)}
+    places, kept = [], {}
+    for task, loaded in tasks.items():
+        rows = [(identity, row[2]) for identity, row in zip(ids, found, strict=True) if row[0] == task]
+        indices = [index for index, (identity, _) in enumerate(rows) if identity in chosen]
+        if indices:
+            kept[task] = _restrict(loaded, indices)
+            places += [Place(*rows[row], task, index) for index, row in enumerate(indices)]
+    first = next(iter(kept.values()))
+    return LoadedSuite(
+        name=name,
+        source=source,
+        metric=next(iter(first.aggregation())),
+        scoring=str((first.config.metadata or {}).get("scoring", "")),
+        max_tokens=max(_max_tokens(task) for task in kept.values()),
+        available=len(found),
+        seed=seed,
+        derived_ids=derived,
+        tasks=kept,
+        places=tuple(places),
+    )
+
+
+def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
+    """Id, family, and whether the id was made from the content, of each document of a task."""
+    if task.OUTPUT_TYPE != "generate_until":
+        raise UserError(f"task {name} has output_type {task.OUTPUT_TYPE}; only generate_until works with images")
+    documents = task.eval_docs
+    ids = list(documents["id"]) if "id" in documents.features else [None] * len(documents)
+    families = list(documents["family"]) if "family" in documents.features else [name] * len(documents)
+    repeats: Counter[str] = Counter()
+    for index, (identity, family) in enumerate(zip(ids, families, strict=True)):
+        derived = identity is None or identity == ""
+        if derived:
+            identity = _content_id(task, documents[index])
+            repeats[identity] += 1
+            identity += f"#{repeats[identity]}" if repeats[identity] > 1 else ""
+        yield str(identity), questions.WITHOUT_FAMILY if family is None else str(family), derived
+
+
+def _content_id(task: Any, document: Mapping[str, Any]) -> str:
+    """A hash of question, images and expected answer."""
+    digest = hashlib.sha256(json.dumps([task.doc_to_text(document), str(task.doc_to_target(document))]).encode())
+    for image in task.doc_to_image(document) or ():
+        digest.update(repr((image.mode, image.size)).encode() + image.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _unique(ids: Sequence[tuple[str, str]]) -> list[str]:
+    """One id a sample: as the data has it, or led by its task where another task has the same."""
+    if repeated := [pair for pair, count in Counter(ids).items() if count > 1]:
+        task, identity = repeated[0]
+        raise UserError(f"task {task}: {len(repeated)} ids repeat, e.g. '{identity}'; give every sample its own id")
+    plain = [identity for _, identity in ids]
+    return plain if len(set(plain)) == len(plain) else [f"{task}/{identity}" for task, identity in ids]
+
+
+def _restrict(task: Any, indices: Sequence[int]) -> Any:
+    """Leave a task these documents, already processed."""
+    documents = task.eval_docs.select(indices)
+    task.dataset = {task.config.test_split or task.config.validation_split: documents}
+    task.config.process_docs = None
+    return task
+
+
+def _max_tokens(task: Any) -> int:
+    return int((task.config.generation_kwargs or {}).get("max_gen_toks", 256))
