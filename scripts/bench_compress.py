@@ -3,7 +3,8 @@
 
 Every measurement is a process of its own (so that peak memory is its own), and the contenders take turns within one run:
 machines drift, ratios hold. Loading the model is left out of the times. The output error is the same for all: the
-relative squared change of the last hidden state on held-out samples, after compression, weights only.
+relative squared change of the last hidden state on held-out samples, after compression, weights only. Ratios are of
+processor time, which other work on the machine disturbs less than the clock's.
 
 Random weights have no salient channels, so the norms get a log-normal gain per channel; AWQ has something to find then.
 
@@ -57,11 +58,12 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
     table = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
     }
-    print(f"\n{'':<12}{'seconds':>10}{'/forward':>10}{'peak MB':>10}{'output error':>15}")
-    floor = table["forward"]["seconds"]
+    print(f"\n{'':<12}{'seconds':>10}{'CPU s':>10}{'/forward':>10}{'peak MB':>10}{'output error':>15}")
+    floor = table["forward"]["cpu_seconds"]
     for name, row in table.items():
         error = "" if name == "forward" else f"{row['error']:.6f}"
-        print(f"{name:<12}{row['seconds']:>10.1f}{row['seconds'] / floor:>10.1f}{row['peak_mb']:>10.0f}{error:>15}")
+        times = f"{row['seconds']:>10.1f}{row['cpu_seconds']:>10.1f}{row['cpu_seconds'] / floor:>10.1f}"
+        print(f"{name:<12}{times}{row['peak_mb']:>10.0f}{error:>15}")
     summary = {
         "shape": args.shape,
         "layers": args.layers,
@@ -72,7 +74,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
     for ours in ("gptq", "awq"):
         stock = f"stock-{ours}"
         if {ours, stock} <= table.keys():
-            summary[f"{ours}_speedup"] = round(table[stock]["seconds"] / table[ours]["seconds"], 2)
+            summary[f"{ours}_speedup"] = round(table[stock]["cpu_seconds"] / table[ours]["cpu_seconds"], 2)
             summary[f"{ours}_error_ratio"] = round(table[ours]["error"] / table[stock]["error"], 3)
             summary[f"{ours}_peak_ratio"] = round(table[ours]["peak_mb"] / table[stock]["peak_mb"], 3)
     return summary
@@ -86,7 +88,7 @@ def sweep(args: argparse.Namespace, folder: Path) -> dict:
         if not place.exists():
             build(place, args.shape, layers)
         result = measure("awq", place, count, args.tokens)
-        rows.append({"layers": layers, "samples": count, "seconds": result["seconds"]})
+        rows.append({"layers": layers, "samples": count, "cpu_seconds": result["cpu_seconds"]})
         print(rows[-1], flush=True)
     return {"shape": args.shape, "tokens": args.tokens, "sweep": rows}
 

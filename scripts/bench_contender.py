@@ -192,7 +192,7 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     if contender == "forward":
         with torch.inference_mode():
             for row in rows:
@@ -201,7 +201,7 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
         run_stock(vlm, rows, contender)
     else:
         run_ours(vlm, rows, contender, {"symmetric": False} if contender == "awq" else {})
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     after = hidden()
     error = sum((a - b).square().sum() for a, b in zip(after, before, strict=True)) / sum(
@@ -209,6 +209,7 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
     )
     result = {
         "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
         "peak_mb": round(peak / 1024),
         "loaded_mb": round(resident / 1024),
         "error": float(error),

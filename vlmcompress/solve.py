@@ -9,7 +9,8 @@ both steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.stats import GroupStats
 
+_ROWS = 512  # of a weight, at most, in a layer's reported error
 
 @dataclass(frozen=True)
 class Method:
@@ -55,7 +57,8 @@ class LayerResult:
         weights: linear -> its quantized weight.
         input_scales: linear -> static activation scale, scalar.
         kv_scales: attention module -> `[2]` scales of keys and values.
-        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`; `weight` without data.
+        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
+            spaced output channels; `weight` without data.
     """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)
@@ -68,7 +71,7 @@ class LayerResult:
 def solve_layer(
     groups: Sequence[Group],
     weights: Mapping[str, Tensor],
-    stats: Mapping[str, GroupStats],
+    stats: MutableMapping[str, GroupStats],
     method: Method,
     scale_dtype: torch.dtype,
 ) -> LayerResult:
@@ -77,26 +80,24 @@ def solve_layer(
     Args:
         groups: the groups to quantize, in the order in which data flows through them.
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
-        stats: group name -> statistics of its input. Empty for data-free methods.
+        stats: group name -> statistics of its input; each is taken out when it has served, as they are large. Empty for
+            data-free methods.
         scale_dtype: the dtype in which group scales are stored (that of the model).
     """
-    result = LayerResult()
-    current = {name: weights[name].float() for group in groups for name in group.linears}
-    current_stats = dict(stats)
+    result, current = LayerResult(), _Current(weights)
     for group in groups:
-        scale = _smoothing_scale(group, current, current_stats.get(group.name), method, scale_dtype)
+        scale = _smoothing_scale(group, groups, current, stats.get(group.name), method, scale_dtype)
         if scale is None:
             continue
         assert group.smooth is not None
         result.smoothing[group.smooth] = scale
-        current_stats[group.name] = current_stats[group.name].rescaled(scale)
+        stats[group.name] = stats[group.name].rescaled(scale)
         for name in group.linears:
-            current[name] = current[name] * scale
-        if group.smooth in current:
-            current[group.smooth] = current[group.smooth] / scale[:, None]
+            current.multiply_columns(name, scale)
+        current.divide_rows(group.smooth, scale)
     for group in groups:
         own = [current[name] for name in group.linears]
-        group_stats = current_stats.get(group.name)
+        group_stats = stats.pop(group.name, None)
         solution = quantizers.solve(method.module, own, group_stats, method.options, scale_dtype)
         for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
             result.weights[name] = quantized
@@ -106,22 +107,50 @@ def solve_layer(
     return result
 
 
+class _Current:
+    """The block's weights as smoothed so far. Made in float32 when asked for: a copy of all would double the block."""
+
+    def __init__(self, weights: Mapping[str, Tensor]):
+        self.weights = weights
+        self.factors: dict[str, list[Tensor]] = {}
+
+    def multiply_columns(self, name: str, scale: Tensor) -> None:
+        """Scale the input channels of a linear layer by `scale [in]`."""
+        self.factors.setdefault(name, []).append(scale)
+
+    def divide_rows(self, name: str, scale: Tensor) -> None:
+        """Divide the output channels of an op by `scale [out]`; nothing happens to ops that aren't linear layers."""
+        self.factors.setdefault(name, []).append(1 / scale[:, None])
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self.weights[name].float()
+        for factor in self.factors.get(name, ()):
+            weight = weight * factor
+        return weight
+
+
 def _smoothing_scale(
-    group: Group, weights: Mapping[str, Tensor], stats: GroupStats | None, method: Method, scale_dtype: torch.dtype
+    group: Group,
+    groups: Sequence[Group],
+    current: _Current,
+    stats: GroupStats | None,
+    method: Method,
+    scale_dtype: torch.dtype,
 ) -> Tensor | None:
     if stats is None or group.smooth is None or method.by_block:
         return None
-    if group.smooth_kind == "linear" and group.smooth not in weights:
+    if group.smooth_kind == "linear" and not any(group.smooth in other.linears for other in groups):
         return None  # the op before it is left as it is, so there is nothing to fold into
-    own = [weights[name] for name in group.linears]
+    own = [current[name] for name in group.linears]
     return quantizers.smooth(method.module, own, stats, method.options, scale_dtype)
 
 
 def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:
-    """Relative squared error of the output by modality; of the weight itself where no data was seen."""
-    difference = quantized.dequantize(torch.float32) - weight
+    """Relative squared error of the output by modality, of evenly spaced rows; of the weight itself without data."""
+    difference = quantized.dequantize(torch.float32).sub_(weight)
     if stats is not None and "gram" in stats.needs:
-        return stats.error(difference, weight)
+        step = math.ceil(len(weight) / _ROWS)
+        return stats.error(difference[::step], weight[::step])
     return {"weight": float(difference.square().sum() / weight.square().sum().clamp_min(1e-30))}
 
 

@@ -12,6 +12,7 @@ is computed and kept current (the rest follows by symmetry): it is the hot loop 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -41,6 +42,7 @@ class GroupStats:
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
+        self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -52,6 +54,8 @@ class GroupStats:
         """
         if x.shape[-1] != self.width:
             raise ValueError(f"expected inputs of {self.width} features, got {x.shape[-1]}")
+        if self._scale is not None:
+            raise ValueError("statistics of a rescaled input take no further batches")
         x = x.reshape(-1, self.width)
         for name, rows in _by_modality(x, mask):
             if not rows.isfinite().all():
@@ -73,44 +77,45 @@ class GroupStats:
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
         """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: every modality with weight 1."""
         chosen = _weights(self._seen(self._gram, "gram"), weights)
-        total: Tensor | None = None
-        for name, weight in chosen.items():
-            part = self._gram[name] * weight
-            total = part if total is None else total.add_(part)
-        assert total is not None
+        (first, weight), *others = chosen.items()
+        total = self._gram[first] * weight
+        for name, weight in others:
+            total.add_(self._gram[name], alpha=weight)
+        if self._scale is not None:
+            total.div_(self._scale).div_(self._scale[:, None])
         return _mirror(total)
 
     def absmax(self) -> Tensor:
         """`max_t |x_t|` over all modalities, float32 `[in]`."""
-        return torch.stack(list(self._seen(self._absmax, "absmax").values())).amax(0)
+        return self._divided(torch.stack(list(self._seen(self._absmax, "absmax").values())).amax(0))
 
     def absmean(self) -> Tensor:
         """`mean_t |x_t|` over all modalities, float32 `[in]`."""
-        return torch.stack(list(self._seen(self._abssum, "absmean").values())).sum(0) / sum(self.count.values())
+        total = torch.stack(list(self._seen(self._abssum, "absmean").values())).sum(0)
+        return self._divided(total / sum(self.count.values()))
 
     def rescaled(self, s: Tensor) -> GroupStats:
-        """The statistics of `X / s` for `s [in]`, positive; nothing is recomputed from activations."""
+        """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
         s = s.float()
         if not (s.isfinite().all() and (s > 0).all()):
             raise ValueError("smoothing scales must be positive and finite")
-        new = GroupStats(self.width, self.needs)
-        new.count = dict(self.count)
-        new._gram = {name: g / s / s[:, None] for name, g in self._gram.items()}
-        new._absmax = {name: v / s for name, v in self._absmax.items()}
-        new._abssum = {name: v / s for name, v in self._abssum.items()}
+        new = copy.copy(self)
+        new._scale = s if self._scale is None else self._scale * s
         return new
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
-        result = {}
-        for name in self._seen(self._gram, "gram"):
-            size = quadratic(w, self._gram[name]).sum().item()
-            result[name] = quadratic(dw, self._gram[name]).sum().item() / size if size > 0 else 0.0
+        dw, w, result = self._divided(dw), self._divided(w), {}
+        for name, gram in self._seen(self._gram, "gram").items():
+            size = quadratic(w, gram).sum().item()
+            result[name] = quadratic(dw, gram).sum().item() / size if size > 0 else 0.0
         return result
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything, as named tensors that safetensors can store."""
         state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
+        if self._scale is not None:
+            state["scale"] = self._scale
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
         for kind, values in (("gram", self._gram), ("absmax", self._absmax), ("abssum", self._abssum)):
             state.update({f"{kind}.{name}": value for name, value in values.items()})
@@ -122,11 +127,16 @@ class GroupStats:
         needs = [name for name, kept in zip(sorted(NEEDS), state["needs"].tolist(), strict=True) if kept]
         stats = cls(int(state["width"]), needs)
         stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
+        stats._scale = state["scale"].clone() if "scale" in state else None
         for key, value in state.items():
             kind, dot, name = key.partition(".")
             if dot:
                 getattr(stats, f"_{kind}")[name] = value.clone()
         return stats
+
+    def _divided(self, x: Tensor) -> Tensor:
+        """`x [..., in]` by the scale of the input."""
+        return x if self._scale is None else x / self._scale
 
     def _seen(self, values: dict[str, Tensor], need: str) -> dict[str, Tensor]:
         if need not in self.needs:

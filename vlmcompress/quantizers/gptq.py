@@ -53,7 +53,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i."""
+    """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i (the rest is
+    not read)."""
 
     order: Tensor
     matrix: Tensor
@@ -65,17 +66,23 @@ def scheme(options: Options) -> Scheme:
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:
-    """Factorize the Gram matrix of the group's input."""
-    h = stats.gram()
-    diagonal = h.diagonal()
-    dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
-    diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
-    order = torch.arange(len(h), device=h.device)
-    if options.actorder == "static":
-        order = diagonal.argsort(descending=True, stable=True)
-        h = h[order][:, order]
-    factor = _upper_factor(h, options.damp)
-    return Feedback(order, factor.div_(factor.diagonal().clone()).T.tril(-1))
+    """Factorize the Gram matrix of the group's input; damped more while it is not definite."""
+    damp = options.damp
+    for _ in range(8):
+        h = stats.gram()
+        diagonal = h.diagonal()
+        dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
+        diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
+        diagonal.add_(damp * diagonal.mean())
+        order = torch.arange(len(h), device=h.device)
+        if options.actorder == "static":
+            order = diagonal.argsort(descending=True, stable=True)
+        h = h[order.flip(0)]
+        h = h[:, order.flip(0)]
+        if (h := _factor(h)) is not None:
+            return Feedback(order, h.div_(h.diagonal().clone()).T)
+        damp *= 10
+    raise ValueError("the Gram matrix cannot be factorized: the calibration statistics hold NaN or Inf")
 
 
 def quantize(
@@ -104,14 +111,11 @@ def quantize(
     return QTensor(q.T.contiguous(), scale, zero_point, fmt)
 
 
-def _upper_factor(h: Tensor, damp: float) -> Tensor:
-    """`R`, upper triangular, with `R R^T = h + damp * mean(diag h) * I`; more damping while that is not definite."""
-    h = h.flip(0, 1)
-    step = damp * h.diagonal().mean()
-    for _ in range(8):
-        h.diagonal().add_(step)
-        lower, info = torch.linalg.cholesky_ex(h)
-        if not info.any():
-            return lower.flip(0, 1)
-        step = step * 10
-    raise ValueError("the Gram matrix cannot be factorized: the calibration statistics hold NaN or Inf")
+def _factor(h: Tensor) -> Tensor | None:
+    """`R`, upper triangular, with `R R^T` = `h` with its rows and columns reversed; None if that is not definite.
+
+    Overwrites `h`, which may be the largest tensor of the run. LAPACK's order is by columns, hence the transposed view.
+    """
+    info = torch.empty((), dtype=torch.int32, device=h.device)
+    torch.linalg.cholesky_ex(h.T, out=(h.T, info))
+    return None if info.any() else h.T.flip(0, 1)
