@@ -43,7 +43,7 @@ def serve(
     model = Path(model)
     python = interpreter()
     arguments = flags(model, host=host, port=port, images=images, max_model_len=max_model_len, extra=extra)
-    _check_port(host, port)
+    check_port(host, port)
     print(f"vllm serve {shlex.join(arguments)}\n\n{example(model, host, port)}\n", file=sys.stderr, flush=True)
     command = [python, str(SERVER), *arguments]
     os.execve(python, command, environment())
@@ -105,7 +105,8 @@ def _config(model: Path) -> dict:
         raise UserError(f"{model}/config.json can't be read ({error}); is this a checkpoint?") from error
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
+    """Raise `UserError` if the port can't be listened on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,111 @@
+"""What every engine takes and gives: requests in OpenAI's chat format, greedy answers, and a description of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`.
+
+    `max_tokens` is the most tokens of the answer; None: the settings'.
+    """
+
+    id: str
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+
+    def images(self) -> int:
+        contents = [message["content"] for message in self.messages if isinstance(message["content"], list)]
+        return sum(part["type"] == "image_url" for content in contents for part in content)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the engine runs.
+
+    Attributes:
+        max_tokens: most tokens of an answer.
+        max_model_len: context length; -1: the model's own, or what fits into memory if that is less.
+        max_num_seqs: sequences in flight; 0: the engine's choice (vLLM: 32 on a CPU, 256 on a GPU).
+        logprobs: report this many of the most likely first tokens with their log-probabilities.
+        start_timeout: seconds until the model must be loaded.
+        answer_timeout: seconds in which at least one more answer must come.
+    """
+
+    max_tokens: int = 32
+    max_model_len: int = -1
+    max_num_seqs: int = 0
+    dtype: str = "auto"
+    seed: int = 0
+    logprobs: int = 0
+    start_timeout: float = 1800.0
+    answer_timeout: float = 900.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said. `finish` is `stop`, or `length` when `max_tokens` cut it off.
+
+    `first` maps the text of the most likely first tokens to their log-probabilities (natural, of the whole vocabulary);
+    None if it was not asked for. Tokens with equal text count as one, with the sum of their probabilities.
+    """
+
+    id: str
+    text: str
+    finish: str
+    prompt_tokens: int
+    output_tokens: int
+    first: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All answers by request id, what the engine says about itself, and the seconds it took without its start.
+
+    `engine["restarts"]` counts the times it crashed and was started again.
+    """
+
+    answers: dict[str, Answer]
+    engine: dict[str, Any]
+    seconds: float
+
+
+class Engine(Protocol):
+    """Something that answers requests. `local`: its models are checkpoint folders, else names that a server knows."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def local(self) -> bool: ...
+
+    def answer(
+        self,
+        model: str | Path,
+        requests: Sequence[Request],
+        *,
+        media: str | Path,
+        settings: Settings | None = None,
+        label: str = "answering",
+        progress: Progress | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> Run:
+        """Answer all requests greedily.
+
+        Args:
+            model: checkpoint folder, or what a server calls the model.
+            media: the folder that the requests' images are in; the engine may read no other.
+            label: names this run in `progress(label, answered, total)`, and in messages.
+            on_answer: called with each answer as it arrives, before the call returns.
+
+        Raises:
+            UserError: the engine can't start, fails, stalls, or refuses a request.
+        """
+        ...

@@ -1,0 +1,99 @@
+"""The engine's side of `local`: answers a file of chat requests and writes the answers as JSON lines.
+
+Run by path, `python worker.py ENGINE.py JOB.json`, in whatever environment has the engine; imports only the standard
+library. ENGINE.py is loaded by path, too, and has
+
+    PACKAGE                              what must be importable
+    start(job) -> (engine, description)
+    answers(engine, requests, job)       yields (id, answer) as they are ready; an exception in place of an answer says
+                                         that the request is refused. An exception raised means that the engine is broken.
+
+One line of standard output is one event:
+
+    {"event": "ready", "engine": {...}}          the model is loaded
+    {"event": "answer", "id", "text", "finish", "prompt_tokens", "output_tokens", "first": [[token, logprob], ...] | null}
+    {"event": "error", "stage": "import" | "start" | "request", "id", "message"}
+    {"event": "done"}
+
+What others print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and the whole
+process group ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+
+
+def claim_stdout():
+    """Our own handle on standard output; everybody else's writes to it go to standard error from now on."""
+    private = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return private
+
+
+def end_with_parent() -> None:
+    """Kill our process group when standard input closes."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def load(path: str):
+    """A module from its file."""
+    spec = importlib.util.spec_from_file_location("engine_worker", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def events(module, job: dict):
+    """All that happens, in order."""
+    try:
+        importlib.import_module(module.PACKAGE)
+    except ImportError as error:
+        yield {"event": "error", "stage": "import", "message": one_line(error)}
+        return
+    try:
+        engine, about = module.start(job)
+    except Exception as error:
+        yield {"event": "error", "stage": "start", "message": one_line(error)}
+        raise
+    yield {"event": "ready", "engine": about}
+    with open(job["requests"], encoding="utf-8") as file:
+        for name, found in module.answers(engine, map(json.loads, file), job):
+            if isinstance(found, Exception):
+                yield {"event": "error", "stage": "request", "id": name, "message": one_line(found)}
+                return
+            yield {"event": "answer", "id": name, **found}
+    yield {"event": "done"}
+
+
+def main() -> None:
+    out = claim_stdout()
+    end_with_parent()
+    module_file, job_file = sys.argv[1:]
+    with open(job_file, encoding="utf-8") as file:
+        job = json.load(file)
+    for event in events(load(module_file), job):
+        print(json.dumps(event), file=out, flush=True)
+    os._exit(0)  # all is written; the engine's own shutdown only costs time
+
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our module names are ours alone
+    main()
