@@ -41,6 +41,20 @@ def test_search_matches_brute_force(symmetric, duo):
     torch.testing.assert_close(found, scales[best])
 
 
+def test_a_sample_of_rows_chooses_as_well_as_all():
+    """On a group of three times as many rows as are looked at, the loss of the choice over all rows is nearly the least."""
+    x = inputs(128, tokens=400)
+    weights = [weight(900, 128, 0), weight(600, 128, 1)]
+    stats, options = statistics(x), awq.Options(group_size=32)
+    assert 500 <= sum(map(len, awq.sample(weights))) <= 525
+    fmt, gram = awq.scheme(options).weights, stats.gram()
+    scales = [None, *awq.candidates(weights, stats, options)]
+    losses = [sum(awq._loss(w, s, gram, fmt, torch.bfloat16) for w in weights) for s in scales]
+    found = awq.smooth(weights, stats, options)
+    chosen = next(i for i, s in enumerate(scales) if s is not None and torch.equal(s, found))
+    assert losses[chosen] <= 1.01 * min(losses) < 0.9 * losses[0]
+
+
 def test_candidates_match_llmcompressor():
     """Oracle: llm-compressor's formula (transform/awq/base.py, _compute_best_scale), written out from its source."""
     x, w = inputs(128), weight(40, 128)

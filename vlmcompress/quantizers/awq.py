@@ -11,14 +11,15 @@ slow. The error needs only the Gram matrix `G = X^T X`, accumulated once:
 
     L(s) = sum over the group's layers of tr(D G D^T),      D = Q(W s) / s - W
 
-Since `s = 1` is among the candidates, the result is never worse than rounding to nearest on that objective.
+which is a sum over rows, so candidates are compared on some 512 evenly spaced rows of the group. `s = 1` is among them:
+the result is no worse than rounding to nearest on that objective.
 
 `clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
 values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
 falls.
 
 `objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
-Cost: `grid * out * in^2` multiply-adds for each layer. Loses: one family of scales, no error feedback (gptq has that).
+Cost: `grid * 512 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error feedback (gptq has that).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vlmcompress.stats import GroupStats, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
-_ROWS = 512  # searched at a time, so that temporaries stay in cache; the loss is a sum over rows
+_ROWS = 512  # in the sample that scales are compared on; also of a clip search's turn, whose temporaries stay in cache
 
 
 @dataclass(frozen=True)
