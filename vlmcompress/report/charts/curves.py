@@ -1,0 +1,110 @@
+"""Distributions of both sides in a small fixed frame: cumulative curves and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from markupsafe import Markup
+
+from vlmcompress.report import words
+from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
+
+WIDTH, HEIGHT = 340, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 12, 10, 34
+_POINTS = 120  # of a curve
+
+Values = Sequence[float]
+
+
+def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> Markup:
+    """Share of values below x, on a logarithmic axis, where a constant ratio of two sides is a constant distance.
+
+    Args:
+        runs: side ("baseline", "candidate", or "" for neither) -> one list of values a repeat. Each repeat is a thin curve,
+            all together a thick one; the median is marked and written. Values of zero count as the smallest positive one.
+    """
+    pooled = {side: np.concatenate([np.asarray(v, float) for v in lists]) for side, lists in runs.items()}
+    positive = np.concatenate(list(pooled.values()))
+    positive = positive[positive > 0]
+    if positive.size == 0:
+        return Markup("")
+    axis = logarithmic(float(positive.min()), float(positive.max()))
+    medians = {side: float(np.median(values)) for side, values in pooled.items()}
+    marks = [_curve(values, axis, f"{side} repeat") for side in runs for values in runs[side] if len(runs[side]) > 1]
+    marks += [_curve(values, axis, f"{side} curve") for side, values in pooled.items()]
+    for row, (side, median) in enumerate(sorted(medians.items(), key=lambda item: item[1])):
+        marks += _median(axis, side, median, f"{words.figures(median)} {unit}".strip(), row)
+    label = f"{title}: " + ", ".join(f"{side} median {words.figures(m)} {unit}".strip() for side, m in medians.items())
+    return _frame(label, axis, unit, [(0, "0"), (0.5, "50%"), (1, "100%")], marks)
+
+
+def histogram(title: str, unit: str, sides: Mapping[str, Values]) -> Markup:
+    """Counts in at most 24 bins that both sides share: the baseline filled, the candidate as an outline over it."""
+    everything = np.concatenate([np.asarray(values, float) for values in sides.values()])
+    low, high = float(everything.min()), float(everything.max())
+    bins = int(min(24, max(1, high - low + 1)))
+    axis = linear(low, high + 1)
+    edges = np.linspace(low, high + 1, bins + 1)
+    counts = {side: np.histogram(values, edges)[0] for side, values in sides.items()}
+    top = linear(0, max(1, *(int(c.max()) for c in counts.values())), 2)
+    marks = []
+    for side, heights in counts.items():
+        steps = [(edges[0], 0.0)]
+        for left, right, height in zip(edges[:-1], edges[1:], heights, strict=True):
+            steps += [(left, height), (right, height)]
+        path = " ".join(f"{_x(axis, x):.1f},{_y(top.share(h)):.1f}" for x, h in [*steps, (edges[-1], 0.0)])
+        marks.append(element("polyline", points=path, class_=f"{side} bars"))
+    label = f"{title}: " + ", ".join(f"{side} {min(v):,.0f} to {max(v):,.0f}" for side, v in sides.items())
+    ticks = [(top.share(t), f"{t:,.0f}") for t in top.ticks]
+    return _frame(label, axis, unit, ticks, marks)
+
+
+def _frame(
+    label: str,
+    axis: Axis,
+    unit: str,
+    shares: Sequence[tuple[float, str]],
+    marks: Sequence[Markup],
+) -> Markup:
+    lines = []
+    for share, text in shares:
+        y = _y(share)
+        lines.append(element("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
+        lines.append(element("text", text, x=_LEFT - 6, y=y + 4, text_anchor="end"))
+    for tick in axis.ticks:
+        x = _x(axis, tick)
+        lines.append(element("line", x1=x, x2=x, y1=_y(0), y2=_y(0) + 4, class_="grid"))
+        lines.append(element("text", words.brief(tick), x=x, y=HEIGHT - _BOTTOM + 16, text_anchor="middle"))
+    lines.append(element("text", unit, x=WIDTH - _RIGHT, y=HEIGHT - 3, text_anchor="end"))
+    box = f"0 0 {WIDTH} {HEIGHT}"
+    return element(
+        "svg", element("title", label), *lines, *marks, viewBox=box, class_="panel", role="img", aria_label=label
+    )
+
+
+def _curve(values: Values, axis: Axis, kind: str) -> Markup:
+    shares = np.linspace(0, 1, min(_POINTS, max(2, len(values))))
+    quantiles = np.quantile(values, shares)
+    start = f"{_x(axis, float(quantiles[0])):.1f},{_y(0):.1f} "
+    path = start + " ".join(f"{_x(axis, float(q)):.1f},{_y(s):.1f}" for q, s in zip(quantiles, shares, strict=True))
+    return element("polyline", points=path, class_=kind)
+
+
+def _median(axis: Axis, side: str, median: float, text: str, row: int) -> list[Markup]:
+    """A dot on the curve; the lower median is written left above its dot, the higher right below, so they never touch."""
+    x, y = _x(axis, median), _y(0.5)
+    left = row == 0 and x > _LEFT + 70 or x > WIDTH - 80
+    anchor, dx, dy = ("end", -8, -7) if left else ("start", 8, 16)
+    return [
+        element("circle", cx=x, cy=y, r=4, class_=f"{side} dot"),
+        element("text", text, x=x + dx, y=y + dy, text_anchor=anchor, class_=f"{side} value"),
+    ]
+
+
+def _x(axis: Axis, value: float) -> float:
+    return _LEFT + (WIDTH - _LEFT - _RIGHT) * axis.share(value)
+
+
+def _y(share: float) -> float:
+    return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - share)

@@ -1,0 +1,92 @@
+"""Errors of linear layers as heat maps: one a part of the model and modality, a column a block, a row a kind of layer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from vlmcompress.report import words
+from vlmcompress.report.charts.svg import element
+
+_CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
+_NARROWEST = 200  # of the cells together
+
+
+@dataclass
+class Grid:
+    """`cells[kind][block]` is a relative squared output error; `part` is where the blocks are, e.g. `language_model`."""
+
+    part: str
+    modality: str
+    cells: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """A scheme without calibration data knows the error of the weights alone."""
+        return f"{self.part}, {'weights alone' if self.modality == 'weight' else self.modality + ' tokens'}"
+
+    @property
+    def blocks(self) -> int:
+        return 1 + max(block for row in self.cells.values() for block in row)
+
+
+def grids(errors: Mapping[str, Mapping[str, float]]) -> list[Grid]:
+    """Layers by part and modality. Of what a block has many (experts), the worst is shown."""
+    found: dict[tuple[str, str], Grid] = {}
+    for layer, by_modality in errors.items():
+        part, block, kind = split(layer)
+        for modality, error in by_modality.items():
+            grid = found.setdefault((part, modality), Grid(part, modality))
+            row = grid.cells.setdefault(kind, {})
+            row[block] = max(error, row.get(block, 0.0))
+    return list(found.values())
+
+
+def split(layer: str) -> tuple[str, int, str]:
+    """`model.language_model.layers.3.mlp.down_proj` as ("language_model", 3, "mlp.down_proj"); block 0 if it has none."""
+    if match := re.fullmatch(r"(.+?)\.(\d+)\.(.+)", layer):
+        names = [name for name in match[1].split(".") if name not in ("model", "layers", "blocks", "encoder", "layer")]
+        return ".".join(names) or match[1], int(match[2]), re.sub(r"\.\d+\.", ".*.", match[3])
+    part, _, kind = layer.removeprefix("model.").rpartition(".")
+    return part or kind, 0, kind
+
+
+def extremes(found: list[Grid]) -> tuple[float, float]:
+    """The scale that all grids share: smallest positive and largest error."""
+    errors = [error for grid in found for row in grid.cells.values() for error in row.values() if error > 0]
+    return (min(errors), max(errors)) if errors else (1e-6, 1.0)
+
+
+def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
+    """Strength of colour is the logarithm of the error; every cell has its number as a tooltip."""
+    blocks, rows = grid.blocks, list(grid.cells.items())
+    cell = max(_CELL, min(56.0, _NARROWEST / blocks))
+    width, height = _LABELS + cell * blocks + 4, _HEAD + _ROW * len(rows) + (20 if blocks > 1 else 4)
+    marks = []
+    for y, (kind, errors) in enumerate(rows):
+        top = _HEAD + _ROW * y
+        marks.append(element("text", kind, x=_LABELS - 8, y=top + 13, text_anchor="end"))
+        for block, error in errors.items():
+            title = element("title", f"{kind}, block {block}: {words.figures(100 * error)}%")
+            x, shade = _LABELS + cell * block, strength(error, scale)
+            spot = {"x": x, "y": top, "width": cell - 1, "height": _ROW - 1}
+            marks.append(element("rect", title, **spot, class_="cell", fill_opacity=shade))
+    if blocks > 1:
+        step = next((s for s in (1, 2, 5, 10, 20) if s * cell >= 24), 50)
+        places = [("block", _LABELS - 8.0, "end")]
+        places += [(str(b), _LABELS + cell * (b + 0.5), "middle") for b in range(0, blocks, step)]
+        marks += [element("text", text, x=x, y=height - 5, text_anchor=anchor) for text, x, anchor in places]
+    label = f"Error of {grid.title}: {len(rows)} kinds of layer in {blocks} blocks"
+    box = {"viewBox": f"0 0 {width:.0f} {height}", "width": f"{width:.0f}"}
+    return element("svg", element("title", label), *marks, **box, class_="heat", role="img", aria_label=label)
+
+
+def strength(error: float, scale: tuple[float, float]) -> float:
+    """Opacity of a cell: 0.06 for the smallest error, 1 for the largest."""
+    low, high = (math.log(max(x, 1e-12)) for x in scale)
+    share = (math.log(max(error, scale[0], 1e-12)) - low) / (high - low) if high > low else 1.0
+    return 0.06 + 0.94 * min(1.0, share)

@@ -1,0 +1,111 @@
+"""Accuracy against what was won by compressing: several runs as dots with whiskers, the best trade-offs joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from vlmcompress.report import words
+from vlmcompress.report.charts.svg import Axis, at, element, linear, logarithmic
+from vlmcompress.report.words import typeset
+from vlmcompress.results import Comparison
+
+HEIGHT, _TOP, _BOTTOM, _LINE = 300, 14, 34, 16
+_LEFT, _SPAN = 0.09, 0.86  # shares of the width
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run: `gain` (more is better, 1 is the baseline) and its accuracy's difference."""
+
+    name: str
+    gain: float
+    accuracy: Comparison
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in one and equals in the other, by rising gain."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.gain, -p.accuracy.difference)):
+        if not best or point.accuracy.difference > best[-1].accuracy.difference:
+            best.append(point)
+    return best[::-1]
+
+
+def pareto(points: Sequence[Point], what: str, margin: float) -> Markup:
+    """`what` names the gain ("times smaller"). The line at 0 is the baseline, the shaded region lies beyond the margin."""
+    across = logarithmic(min(1.0, *(p.gain for p in points)), max(1.05, *(p.gain for p in points)))
+    lows, highs = [p.accuracy.low for p in points], [p.accuracy.high for p in points]
+    up = linear(max(-0.4, min(-1.3 * margin, *lows)), min(0.4, max(0.005, *highs)))
+    marks = _backdrop(across, up, margin)
+    best = front(points)
+    for a, b in zip(best[:-1], best[1:], strict=True):
+        ends = {"x1": _x(across, a), "x2": _x(across, b), "y1": _y(up, a), "y2": _y(up, b)}
+        marks.append(element("line", **ends, class_="front"))
+    marks += [_dot(p, across, up, p in best) for p in points]
+    marks += _labels(points, across, up)
+    marks.append(element("text", f"{what} \N{RIGHTWARDS ARROW}", x=at(_LEFT + _SPAN), y=HEIGHT - 2, text_anchor="end"))
+    label = f"Accuracy against {what}: " + "; ".join(
+        typeset(f"{p.name} {words.times(p.gain)}, {words.points(p.accuracy.difference)} points") for p in points
+    )
+    return element("svg", element("title", label), *marks, class_="pareto", height=HEIGHT, role="img", aria_label=label)
+
+
+def _backdrop(across: Axis, up: Axis, margin: float) -> list[Markup]:
+    bottom = _height(up, up.low)
+    limit = _height(up, -margin)
+    marks = [element("rect", x=at(_LEFT), width=at(_SPAN), y=limit, height=max(0.0, bottom - limit), class_="lost")]
+    for tick in up.ticks:
+        y = _height(up, tick)
+        kind = "zero" if abs(tick) < 1e-9 else "grid"
+        marks.append(element("line", x1=at(_LEFT), x2=at(_LEFT + _SPAN), y1=y, y2=y, class_=kind))
+        text = typeset(words.points(tick).removesuffix(".0"))
+        marks.append(element("text", text, x=at(_LEFT - 0.012), y=y + 4, text_anchor="end"))
+    for tick in across.ticks:
+        x = at(_LEFT + _SPAN * across.share(tick))
+        marks.append(element("line", x1=x, x2=x, y1=bottom, y2=bottom + 4, class_="grid"))
+        label = f"{words.brief(tick)}\N{MULTIPLICATION SIGN}"
+        marks.append(element("text", label, x=x, y=bottom + 17, text_anchor="middle"))
+    return marks
+
+
+def _dot(point: Point, across: Axis, up: Axis, best: bool) -> Markup:
+    x = _x(across, point)
+    ends = {"x1": x, "x2": x, "y1": _height(up, point.accuracy.low), "y2": _height(up, point.accuracy.high)}
+    dot = element("circle", cx=x, cy=_y(up, point), r=5.5 if best else 4.5)
+    return element("g", element("line", **ends, class_="range"), dot, class_=point.accuracy.verdict)
+
+
+def _labels(points: Sequence[Point], across: Axis, up: Axis) -> list[Markup]:
+    """Names beside the dots, to the side where there is room; where they would touch, they step down and a line leads."""
+    marks: list[Markup] = []
+    taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # side -> (share across, y) of placed labels
+    for point in sorted(points, key=lambda p: _y(up, p)):
+        share, y = across.share(point.gain), _y(up, point)
+        right = share < 0.5
+        row = y
+        for other, used in sorted(taken[right], key=lambda item: item[1]):
+            if abs(other - share) < 0.4 and abs(used - row) < _LINE:
+                row = used + _LINE
+        taken[right].append((share, row))
+        sign = 1 if right else -1
+        text = element(
+            "text", point.name, x=12 * sign, y=row - y + 4, text_anchor="start" if right else "end", class_="name"
+        )
+        lead = [element("line", x1=0, y1=0, x2=10 * sign, y2=row - y, class_="lead")] if row != y else []
+        marks.append(element("svg", *lead, text, x=_x(across, point), y=y, overflow="visible", class_="label"))
+    return marks
+
+
+def _x(across: Axis, point: Point) -> str:
+    return at(_LEFT + _SPAN * across.share(point.gain))
+
+
+def _y(up: Axis, point: Point) -> float:
+    return _height(up, point.accuracy.difference)
+
+
+def _height(up: Axis, value: float) -> float:
+    return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - up.share(value))

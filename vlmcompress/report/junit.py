@@ -1,0 +1,58 @@
+"""`junit.xml`: verdicts as test cases, for CI servers. Can't tell is a skipped case: no failure, and no pass.
+
+With a gate its rules are the cases. Without one they are the suites and their families, judged by their margin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+from vlmcompress.report import words
+from vlmcompress.results import Results, Verdict
+
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(results: Results) -> str:
+    """The file's text."""
+    root = ElementTree.Element("testsuites", name=_clean(f"{results.candidate.name} against {results.baseline.name}"))
+    for suite, cases in _groups(results):
+        group = ElementTree.SubElement(root, "testsuite", name=_clean(suite), timestamp=results.created[:19])
+        for name, verdict, message in cases:
+            case = ElementTree.SubElement(group, "testcase", classname=_clean(suite), name=_clean(name))
+            if verdict == "fail":
+                ElementTree.SubElement(case, "failure", message=_clean(message))
+            elif verdict == "inconclusive":
+                ElementTree.SubElement(case, "skipped", message=_clean(message))
+            else:
+                ElementTree.SubElement(case, "system-out").text = _clean(message)
+        _count(group, group)
+    _count(root, root)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _groups(results: Results) -> Iterator[tuple[str, list[tuple[str, Verdict, str]]]]:
+    if gate := results.gate:
+        cases = [
+            (rule.name, rule.verdict, f"{rule.value}, limit {rule.limit}" + f": {rule.reason}" * bool(rule.reason))
+            for rule in gate.rules
+        ]
+        yield f"gate {gate.name}", cases
+        return
+    for suite in results.suites:
+        rows = {"all": suite.overall, **suite.families}
+        yield suite.name, [(name, c.verdict, words.verdict(c)) for name, c in rows.items()]
+
+
+def _count(into: ElementTree.Element, within: ElementTree.Element) -> None:
+    for name, tag in (("tests", "testcase"), ("failures", "failure"), ("skipped", "skipped")):
+        into.set(name, str(len(within.findall(f".//{tag}"))))
+    into.set("errors", "0")
+
+
+def _clean(text: str) -> str:
+    """Without what XML 1.0 can't hold."""
+    return _ILLEGAL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,134 @@
+"""`report.md`: the short report, verdict first, for a CI summary and for reading in a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from vlmcompress.report import words
+from vlmcompress.report.examples import changed, kind
+from vlmcompress.results import Bench, Comparison, Results, Side, Suite, Verdict
+
+LIMIT = 60_000  # bytes; sections that would pass it are left out
+MARKS: dict[Verdict, str] = {
+    "pass": "\N{WHITE HEAVY CHECK MARK} pass",
+    "fail": "\N{CROSS MARK} fail",
+    "inconclusive": "\N{WHITE QUESTION MARK ORNAMENT} can't tell",
+}
+_FAMILIES, _EXAMPLES, _LAYERS = 60, 8, 5  # rows of a table
+
+
+def markdown(results: Results) -> str:
+    """The whole text."""
+    title = f"# {escape(results.candidate.name)} against {escape(results.baseline.name)}"
+    sections = [title, "\n".join(f"{line}  " for line in map(escape, words.headline(results))).rstrip()]
+    if gate := results.gate:
+        rows = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in gate.rules]
+        sections += [f"## Gate {escape(gate.name)}", table(["rule", "", "found", "limit", ""], rows, right=())]
+    for suite in results.suites:
+        sections += _suite(suite)
+    if results.bench:
+        sections += _speed(results.bench)
+    sections += _memory(results)
+    sections += _examples(results)
+    sections += _layers(results.candidate)
+    sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*words.method(results), about(results)])]
+    return _within(sections)
+
+
+def about(results: Results) -> str:
+    """Machine, engine, version and date."""
+    machine = [f"{key} {value}" for key, value in results.machine.items() if isinstance(value, str | int | float)]
+    engine = [str(results.candidate.engine[k]) for k in ("name", "version", "device") if k in results.candidate.engine]
+    said = [" ".join(engine), ", ".join(machine), f"vlmcompress {results.version}", results.created]
+    return "; ".join(part for part in said if part) + "."
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] | None = None) -> str:
+    """A table; columns but the first are set right unless `right` lists those that are."""
+    line = ["---:" if (i in right if right is not None else i) else "---" for i in range(len(head))]
+    cells = [[escape(str(cell)) for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in ([*map(escape, head)], line, *cells))
+
+
+def escape(text: str) -> str:
+    """One line in which nothing is markup."""
+    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(text.split()))
+
+
+def _suite(suite: Suite) -> list[str]:
+    rows = [_row("all", suite.overall), *(_row(name, c) for name, c in list(suite.families.items())[:_FAMILIES])]
+    head = ["family", "n", "baseline", "candidate", "points", "interval", "verdict (margin)"]
+    o = suite.overall
+    notes = words.changes(suite) + [f"{what}: {b:,} before, {c:,} after." for what, (b, c) in words.trouble(suite)]
+    if o.baseline_only is not None:
+        notes.insert(0, f"Right only before: {o.baseline_only:,}. Right only after: {o.candidate_only:,}.")
+    if (hidden := len(suite.families) - _FAMILIES) > 0:
+        notes.append(f"{hidden:,} more families are in results.json.")
+    heading = f"## Accuracy: {escape(suite.name)} ({escape(suite.metric)})"
+    return [heading, table(head, rows), "\n".join(f"- {escape(note)}" for note in notes)]
+
+
+def _row(name: str, c: Comparison) -> tuple[str, ...]:
+    shown = (words.percent(c.baseline), words.percent(c.candidate), words.points(c.difference))
+    verdict = f"{MARKS[c.verdict]} ({100 * c.margin:.1f})"
+    return (name, f"{c.n:,}", *shown, f"{words.points(c.low)} to {words.points(c.high)}", verdict)
+
+
+def _speed(bench: Bench) -> list[str]:
+    found = []
+    for mode, states in bench.summary.items():
+        for state, metrics in states.items():
+            clients = f", {escape(words.load(bench))}" if mode == "serve" else ""
+            rows = [
+                (
+                    words.metric(name),
+                    words.figures(r.baseline),
+                    words.figures(r.candidate),
+                    words.pace(r),
+                    words.spread(r),
+                )
+                for name, r in metrics.items()
+            ]
+            head = ["", "baseline", "candidate", "candidate is", "in the repeats"]
+            found += [f"## Speed: {words.MODES[mode]}, {state}{clients}", table(head, rows)]
+    return found
+
+
+def _memory(results: Results) -> list[str]:
+    rows = words.memory(results)
+    return ["## Memory", table(["", "baseline", "candidate"], rows)] if rows else []
+
+
+def _examples(results: Results) -> list[str]:
+    samples = [sample for sample in changed(results.samples) if kind(sample) == 0][:_EXAMPLES]
+    rows = [(s.family, *(_short(t) for t in (s.question, s.expected, s.baseline, s.candidate))) for s in samples]
+    head = ["family", "question", "expected", "baseline", "candidate"]
+    return ["## Lost answers", table(head, rows, right=())] if rows else []
+
+
+def _layers(side: Side) -> list[str]:
+    worst = sorted(((e, n, m) for n, found in side.layer_errors.items() for m, e in found.items()), reverse=True)
+    rows = [(name, modality, f"{words.figures(100 * error)}%") for error, name, modality in worst[:_LAYERS]]
+    note = "Squared error of a layer's output relative to the output, on calibration data."
+    return (
+        ["## Layers with the largest error", table(["layer", "modality", "error"], rows, right=(2,)), note]
+        if rows
+        else []
+    )
+
+
+def _short(text: str, most: int = 120) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _within(sections: Sequence[str]) -> str:
+    """Sections up to the limit, which a summary in CI has; what is missing is said."""
+    kept, used = [], 0
+    for section in sections:
+        used += len(section.encode()) + 2
+        if used > LIMIT:
+            kept.append("*The rest did not fit; report.html and results.json have all of it.*")
+            break
+        kept.append(section)
+    return "\n\n".join(kept) + "\n"

@@ -1,0 +1,205 @@
+"""Many runs in one report: which candidate trades accuracy for size and speed best.
+
+An evaluation and a benchmark of one candidate against one baseline are two runs of `vlmcompress` but one thing to a reader:
+`merge` puts them together. What is left is compared: `report.html` and `report.md` with a table and accuracy against size
+and speed, `comparison.json` for programs, and each run's own report in a folder below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from vlmcompress import results as schema
+from vlmcompress.errors import UserError
+from vlmcompress.report import dump, save, words, write
+from vlmcompress.report.charts import intervals
+from vlmcompress.report.charts.pareto import Point, pareto
+from vlmcompress.report.markdown import MARKS, escape, table
+from vlmcompress.report.page import render
+from vlmcompress.results import Comparison, Results, Verdict
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in `comparison.json`. `smaller` and `faster` are factors over the baseline, more is better; None: unknown."""
+
+    name: str
+    folder: str
+    scheme: str
+    baseline: str
+    weight_bytes: int
+    smaller: float | None
+    faster: float | None
+    speed_of: str
+    verdict: Verdict | None
+    suites: dict[str, Comparison]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "suites": {name: c.model_dump(mode="json") for name, c in self.suites.items()}}
+
+
+def merge(found: Sequence[Results]) -> list[Results]:
+    """Runs, with those put together that are about the same candidate and baseline and don't contradict each other.
+
+    They do if both have a benchmark, a gate or a suite of the same name; then they stay apart. The first of the two gives
+    what is said once (date, machine, how its engine was set).
+    """
+    merged: list[Results] = []
+    for run in found:
+        for i, other in enumerate(merged):
+            if _same(run, other):
+                merged[i] = _join(other, run)
+                break
+        else:
+            merged.append(run)
+    return merged
+
+
+def _same(a: Results, b: Results) -> bool:
+    def identity(run: Results) -> list[str]:
+        return [str(Path(side.path).resolve()) for side in (run.baseline, run.candidate)]
+
+    shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
+    return identity(a) == identity(b) and not (shared or (a.bench and b.bench) or (a.gate and b.gate))
+
+
+def _join(a: Results, b: Results) -> Results:
+    return a.model_copy(
+        update={
+            "suites": a.suites + b.suites,
+            "samples": a.samples + b.samples,
+            "bench": a.bench or b.bench,
+            "gate": a.gate or b.gate,
+            "pictures": {**b.pictures, **a.pictures},
+            "candidate": a.candidate if a.candidate.layer_errors else b.candidate,
+        }
+    )
+
+
+def write_comparison(folders: Sequence[str | Path], out: str | Path) -> dict[str, Path]:
+    """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
+
+    One run, or several that `merge` makes one, gives the report that `write` writes.
+
+    Returns:
+        kind ("json", "md", "html" and, for one run, "junit" and "badge") -> file.
+
+    Raises:
+        UserError: a folder has no readable results, or `out` can't be written or is one of several inputs.
+    """
+    runs = merge([schema.load(folder) for folder in folders])
+    out = Path(out)
+    if len(runs) == 1:
+        return write(runs[0], out)
+    if out.resolve() in {Path(folder).resolve() for folder in folders}:
+        raise UserError(f"{out} holds one of the runs; choose another folder for the comparison")
+    rows = summarise(runs)
+    for run, row in zip(runs, rows, strict=True):
+        write(run, out / row.folder)
+    return save(
+        out,
+        {
+            "json": ("comparison.json", dump({"schema": SCHEMA, "runs": [row.plain() for row in rows]})),
+            "md": ("report.md", markdown(rows)),
+            "html": ("report.html", page(rows)),
+        },
+    )
+
+
+def summarise(runs: Sequence[Results]) -> list[Row]:
+    """A row a run, in the order given; names that occur twice are numbered."""
+    rows: list[Row] = []
+    for run in runs:
+        twins = sum(row.name.partition(" #")[0] == run.candidate.name for row in rows)
+        name = f"{run.candidate.name} #{twins + 1}" if twins else run.candidate.name
+        before, after = run.baseline.weight_bytes, run.candidate.weight_bytes
+        speed = words.main_speed(run.bench) if run.bench else None
+        rows.append(
+            Row(
+                name=name,
+                folder="".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".") or "run",
+                scheme=run.candidate.scheme,
+                baseline=run.baseline.name,
+                weight_bytes=after,
+                smaller=before / after if before and after else None,
+                faster=words.gain(speed[1], speed[1].ratio) if speed else None,
+                speed_of=speed[0] if speed else "",
+                verdict=words.overall(run),
+                suites={suite.name: suite.overall for suite in run.suites},
+            )
+        )
+    return rows
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """How many kept their accuracy, and the best of those."""
+    judged = [row for row in rows if row.verdict]
+    kept = [row for row in judged if row.verdict == "pass"]
+    lines = [f"{len(kept)} of {len(judged)} candidates pass."] if judged else [f"{len(rows)} candidates."]
+    for what in ("smaller", "faster"):
+        able = [row for row in (kept or ([] if judged else rows)) if getattr(row, what)]
+        if able:
+            best = max(able, key=lambda row: getattr(row, what))
+            among = "Of those, " if judged else ""
+            line = f"{among}{best.name} is the {'smallest' if what == 'smaller' else 'fastest'}"
+            lines.append(f"{line[0].upper()}{line[1:]}: {words.times(getattr(best, what))} {what} than its baseline.")
+    return lines
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The comparison in short."""
+    suites = list(dict.fromkeys(name for row in rows for name in row.suites))
+    head = [
+        "candidate",
+        "verdict",
+        "scheme",
+        "weights",
+        "smaller",
+        "faster",
+        *(f"{s}, points (interval)" for s in suites),
+    ]
+    lines = []
+    for row in rows:
+        shown = [_accuracy(row.suites.get(suite)) for suite in suites]
+        gains = [words.times(gain) if gain else "" for gain in (row.smaller, row.faster)]
+        weights = words.size(row.weight_bytes) if row.weight_bytes else ""
+        lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *shown])
+    parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
+    if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
+        parts.append(escape(f"Speed: {'; '.join(measured)}."))
+    return "\n\n".join(parts) + "\n"
+
+
+def _accuracy(c: Comparison | None) -> str:
+    return f"{words.points(c.difference)} ({words.points(c.low)} to {words.points(c.high)})" if c else ""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The comparison's page."""
+    suites = list(dict.fromkeys(name for row in rows for name in row.suites))
+    sections = []
+    for suite in suites:
+        found = [(row, row.suites[suite]) for row in rows if suite in row.suites]
+        axis = intervals.accuracy_axis([c for _, c in found])
+        marks = [(row, c, intervals.accuracy(c, axis)) for row, c in found]
+        sections.append({"name": suite, "ruler": intervals.ruler(axis), "rows": marks, "charts": _charts(found)})
+    return render("comparison.html.j2", rows=rows, suites=sections, headline=headline(rows))
+
+
+def _charts(found: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]:
+    """Accuracy against size, and against speed, where at least two candidates have both."""
+    charts = []
+    for what, title in (("smaller", "size"), ("faster", "speed")):
+        points = [Point(row.name, gain, c) for row, c in found if (gain := getattr(row, what))]
+        if len(points) > 1:
+            chart = pareto(points, f"times {what}", max(c.margin for _, c in found))
+            charts.append((f"Accuracy against {title}", chart))
+    return charts
