@@ -234,7 +234,7 @@ class Results(_Record):
     `pictures` (id -> PNG files of a sample, base64) is for some samples that were answered differently.
     """
 
-    schema_: int = Field(SCHEMA, alias="schema")
+    schema_: int = Field(default=SCHEMA, alias="schema")
     created: str
     version: str
     machine: dict[str, Any] = {}

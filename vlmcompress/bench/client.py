@@ -1,0 +1,166 @@
+"""A streaming client that measures, for OpenAI-compatible chat servers.
+
+Why not `vllm bench serve` of vLLM 0.32, whose loads and percentiles these are: it drops what the server says about cached
+and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk (the role) for
+the first token, which adds one inter-token gap of nearly 0 ms to every request; it encodes each image into JSON while the
+clock runs, in the loop that reads the other streams; and its warm-up resends the first measured request, image included.
+Where nothing of this matters (request throughput, end-to-end times) `scripts/compare_vllm_bench.py` shows both to agree.
+
+Definitions, with times in seconds from the moment at which a request is due (closed load: sent; open load: scheduled, so
+that a client that lags behind does not hide the server's queue):
+
+- TTFT: until the first chunk that brings a token. E2E: until the last one.
+- ITL: the time between two chunks with tokens; a chunk of k tokens counts as k gaps of a k-th each.
+- TPOT: (E2E - TTFT) / (tokens - 1) of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmcompress.bench.load import Load
+
+
+@dataclass
+class Outcome:
+    """One request as its client saw it.
+
+    Attributes:
+        ttft, e2e: seconds; see the module. `itl`: seconds between tokens.
+        error: why it failed, or "".
+        prompt_tokens, visual_tokens, cached_tokens, output_tokens: by the server's count; visual ones are part of the
+            prompt's.
+    """
+
+    ttft: float = 0.0
+    e2e: float = 0.0
+    itl: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    visual_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+def encode(model: str, messages: list[dict[str, Any]], out_tokens: int) -> bytes:
+    """The body of a request for exactly `out_tokens` greedy tokens, streamed with running usage."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_completion_tokens": out_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    return json.dumps(body).encode()
+
+
+def send(
+    url: str,
+    bodies: Sequence[bytes],
+    load: Load,
+    *,
+    seed: int = 0,
+    timeout: float = 600.0,
+    done: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Outcome], float]:
+    """Send all requests as the load says and wait for all answers.
+
+    Args:
+        url: of the server, without a path.
+        seed: of an open load's arrivals.
+        timeout: seconds that one request may take.
+        done: called with the number of finished requests.
+
+    Returns:
+        An outcome for each body, in order, and the seconds from the start until the last answer.
+    """
+    return asyncio.run(_send(url, bodies, load, seed, timeout, done))
+
+
+async def _send(
+    url: str, bodies: Sequence[bytes], load: Load, seed: int, timeout: float, done: Callable[[int], None]
+) -> tuple[list[Outcome], float]:
+    import aiohttp  # what vLLM's own client uses; it is in every environment that has vLLM
+
+    outcomes = [Outcome() for _ in bodies]
+    finished = 0
+    limits = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(
+        f"{url}/", timeout=limits, connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20
+    ) as session:
+        start = time.perf_counter()
+
+        async def one(index: int, due: float) -> None:
+            nonlocal finished
+            await _stream(session, bodies[index], due, outcomes[index])
+            finished += 1
+            done(finished)
+
+        async def client(waiting: list[int]) -> None:
+            while waiting:
+                await one(waiting.pop(), time.perf_counter())
+
+        async def arrive(index: int, offset: float) -> None:
+            await asyncio.sleep(start + offset - time.perf_counter())
+            await one(index, start + offset)
+
+        arrivals = load.arrivals(len(bodies), seed)
+        if arrivals is None:
+            waiting = list(reversed(range(len(bodies))))
+            await asyncio.gather(*(client(waiting) for _ in range(int(load.amount))))
+        else:
+            await asyncio.gather(*(arrive(index, offset) for index, offset in enumerate(arrivals)))
+        return outcomes, time.perf_counter() - start
+
+
+async def _stream(session: Any, body: bytes, due: float, outcome: Outcome) -> None:
+    """Fill in the outcome of one request."""
+    headers = {"Content-Type": "application/json"}
+    try:
+        async with session.post("v1/chat/completions", data=body, headers=headers) as reply:
+            if reply.status != 200:
+                outcome.error = f"HTTP {reply.status}: {(await reply.text())[:300]}"
+                return
+            last = due
+            async for line in reply.content:
+                now = time.perf_counter()
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    outcome.error = str(chunk["error"])[:300]
+                    return
+                last = _count(outcome, chunk.get("usage") or {}, now, due, last)
+        outcome.error = "" if outcome.output_tokens else "the stream had no tokens"
+    except Exception as error:  # whatever happens to one request is its outcome, the load goes on
+        outcome.error = f"{type(error).__name__}: {error}"
+
+
+def _count(outcome: Outcome, usage: dict[str, Any], now: float, due: float, last: float) -> float:
+    """Book the new tokens of a chunk that arrived at `now`; returns when the last token came."""
+    details = usage.get("prompt_tokens_details") or {}
+    if details:  # only in the final chunk
+        outcome.cached_tokens = details.get("cached_tokens") or 0
+        outcome.visual_tokens = sum((details.get("multimodal_tokens") or {}).values())
+    outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
+    new = (usage.get("completion_tokens") or 0) - outcome.output_tokens
+    if new <= 0:
+        return last
+    if outcome.output_tokens:
+        outcome.itl += [(now - last) / new] * new
+    else:
+        outcome.ttft = now - due
+    outcome.output_tokens += new
+    outcome.e2e = now - due
+    return now

@@ -1,0 +1,60 @@
+"""What a vLLM server says about itself at `/metrics`, in Prometheus' text format."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from dataclasses import dataclass
+
+from vlmcompress.engines.process import last_words
+from vlmcompress.engines.vllm.launch import Server
+from vlmcompress.errors import UserError
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache."""
+
+    prefix_hits: float
+    media_hits: float
+
+
+def counters(server: Server) -> Counters:
+    """The cache counters, summed over the server's engines."""
+    total = dict.fromkeys(("vllm:prefix_cache_hits_total", "vllm:mm_cache_hits_total"), 0.0)
+    for name, _, value in samples(_get(server, "/metrics")):
+        if name in total:
+            total[name] += float(value)
+    return Counters(*total.values())
+
+
+def cache_config(server: Server) -> dict[str, str]:
+    """vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
+    found = [labels for name, labels, _ in samples(_get(server, "/metrics")) if name == "vllm:cache_config_info"]
+    if not found:
+        raise UserError(f"{server.url}/metrics has no vllm:cache_config_info; is this vLLM 0.32?")
+    return found[0]
+
+
+def version(server: Server) -> str:
+    """vLLM's version."""
+    return json.loads(_get(server, "/version"))["version"]
+
+
+def samples(text: str) -> list[tuple[str, dict[str, str], str]]:
+    """Name, labels and value of each sample of an exposition."""
+    found = (_SAMPLE.match(line) for line in text.splitlines())
+    return [(match[1], dict(_LABEL.findall(match[2] or "")), match[3]) for match in found if match]
+
+
+def _get(server: Server, path: str) -> str:
+    try:
+        with _DIRECT.open(server.url + path, timeout=60) as reply:
+            return reply.read().decode()
+    except OSError as error:
+        raise UserError(f"vLLM's server of {server.name} is gone ({error}){last_words(server.log_path)}") from error

@@ -1,0 +1,141 @@
+"""From single requests to figures, and from repeats to ratios.
+
+A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline, one of
+each repeat, because the two runs of a repeat were neighbours in time; the smallest and the largest show the spread.
+
+Tokens per second of prompt and output together are left out on purpose: a model that needs fewer visual tokens for the
+same image does the same work with fewer of them and would look slower. Requests per second are what it wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from vlmcompress.bench.client import Outcome
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.results import LoadRun, Ratio, State
+
+TIMES = ("ttft", "tpot", "itl", "e2e")
+PERCENTILES = (50, 90, 99)
+
+
+def parse_slo(text: str | None) -> dict[str, float]:
+    """`ttft=200,tpot=50` (milliseconds) as `{"ttft": 200.0, "tpot": 50.0}`; also `e2e`.
+
+    Raises:
+        UserError: an unknown name or a limit that is not above zero.
+    """
+    limits = {}
+    for item in (text or "").split(","):
+        name, _, value = item.strip().partition("=")
+        if not name and not value:
+            continue
+        known = ("ttft", "tpot", "e2e")
+        if name not in known:
+            raise UserError(f"--slo {item.strip()}: no time '{name}'{did_you_mean(name, known)}; e.g. ttft=200,tpot=50")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = 0.0
+        if not 0 < limits[name] < float("inf"):
+            raise UserError(f"--slo {item.strip()}: '{value}' should be milliseconds above 0; e.g. ttft=200,tpot=50")
+    return limits
+
+
+def serve_run(
+    outcomes: Sequence[Outcome],
+    duration: float,
+    *,
+    side: Literal["baseline", "candidate"],
+    state: State,
+    repeat: int,
+    slo: Mapping[str, float],
+    media_hits: int,
+) -> LoadRun:
+    """One burst against a server. Times are of the requests that were answered.
+
+    Args:
+        duration: seconds from the first request to the last answer.
+        slo: limits in milliseconds; goodput is requests per second that keep them all (TPOT of one token: 0).
+        media_hits: images that the server took from its processor cache.
+    """
+    good = [outcome for outcome in outcomes if not outcome.error]
+
+    def keeps(outcome: Outcome) -> bool:
+        times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2e": outcome.e2e}
+        return all(1000 * times[name] <= limit for name, limit in slo.items())
+
+    visual = sum(outcome.visual_tokens for outcome in good)
+    return LoadRun(
+        side=side,
+        mode="serve",
+        state=state,
+        repeat=repeat,
+        duration=duration,
+        completed=len(good),
+        failed=len(outcomes) - len(good),
+        text_tokens=sum(outcome.prompt_tokens for outcome in good) - visual,
+        visual_tokens=visual,
+        output_tokens=sum(outcome.output_tokens for outcome in good),
+        cached_tokens=sum(outcome.cached_tokens for outcome in good),
+        media_hits=media_hits,
+        goodput=sum(map(keeps, good)) / duration if slo else None,
+        ttft_ms=_milliseconds(outcome.ttft for outcome in good),
+        tpot_ms=_milliseconds(outcome.tpot for outcome in good if outcome.tpot is not None),
+        itl_ms=_milliseconds(gap for outcome in good for gap in outcome.itl),
+        e2e_ms=_milliseconds(outcome.e2e for outcome in good),
+    )
+
+
+def figures(run: LoadRun) -> dict[str, float]:
+    """A run's figures by name: `request_throughput` and `output_throughput` per second, `goodput`, `ttft_p50_ms`, ..."""
+    found = {
+        "request_throughput": run.completed / run.duration,
+        "output_throughput": run.output_tokens / run.duration,
+    }
+    if run.goodput is not None:
+        found["goodput"] = run.goodput
+    for name in TIMES:
+        values = getattr(run, f"{name}_ms")
+        if values:
+            found |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in PERCENTILES}
+    return found
+
+
+def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]:
+    """`summary[mode][state][figure]` over the repeats that both sides have."""
+    summary: dict[str, dict[str, dict[str, Ratio]]] = {}
+    for mode, state in dict.fromkeys((run.mode, run.state) for run in runs):
+        sides = {
+            side: {r.repeat: figures(r) for r in runs if (r.mode, r.state, r.side) == (mode, state, side)}
+            for side in ("baseline", "candidate")
+        }
+        repeats = sorted(sides["baseline"].keys() & sides["candidate"].keys())
+        pairs = [(sides["baseline"][repeat], sides["candidate"][repeat]) for repeat in repeats]
+        ratios = {name: ratio(name, pairs) for name in (pairs[0][0] if pairs else {})}
+        summary.setdefault(mode, {})[state] = {name: found for name, found in ratios.items() if found is not None}
+    return summary
+
+
+def ratio(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Ratio | None:
+    """The comparison of one figure, from (baseline, candidate) of each repeat; None where a baseline has none or is 0."""
+    if not all(before.get(name) and name in after for before, after in pairs):
+        return None
+    ratios = [after[name] / before[name] for before, after in pairs]
+    return Ratio(
+        baseline=median(before[name] for before, _ in pairs),
+        candidate=median(after[name] for _, after in pairs),
+        ratio=median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        higher_is_better=not name.endswith("_ms"),
+        unit="ms" if name.endswith("_ms") else "tokens/s" if name == "output_throughput" else "requests/s",
+    )
+
+
+def _milliseconds(seconds) -> list[float]:
+    return [round(1000 * value, 3) for value in seconds]

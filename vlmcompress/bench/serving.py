@@ -1,0 +1,165 @@
+"""Bursts of requests against servers of both sides, in ABBA order.
+
+**cold**: prefix cache and image processor cache off and no image sent twice; that nothing came from a cache is checked
+in the server's counters. With both off vLLM also tells equal images apart, so its encoder cache finds nothing.
+**warm**: caches on, and one burst again and again after a first time that isn't measured. Never compare one with another.
+
+Two engines that run at the same time disturb each other, so only one is ever asked. The other is stopped (a server is
+started for every turn, which always fits into memory), or `resident`: up, but idle. On two CPU cores an idle vLLM 0.32
+server was seen to take 0.8% of the machine; on a GPU both have to fit, see `--gpu-memory-utilization`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vlmcompress.bench import client, counters, measure
+from vlmcompress.bench.client import Outcome
+from vlmcompress.bench.load import Load
+from vlmcompress.bench.prompts import Prompts
+from vlmcompress.bench.schedule import SideName, abba
+from vlmcompress.engines.base import Progress
+from vlmcompress.engines.process import last_words
+from vlmcompress.engines.vllm.launch import Server, server
+from vlmcompress.errors import UserError
+from vlmcompress.results import LoadRun, State
+
+FLAGS: dict[State, tuple[str, ...]] = {
+    "cold": ("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"),
+    "warm": ("--enable-prefix-caching",),
+}
+ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run. `requests` of `out_tokens` tokens make a burst; `flags` are further ones of `vllm serve`."""
+
+    paths: Mapping[SideName, Path]
+    prompts: Prompts
+    load: Load
+    requests: int
+    out_tokens: int
+    repeats: int
+    slo: Mapping[str, float]
+    seed: int = 0
+    resident: bool = False
+    max_model_len: int | None = None
+    flags: Sequence[str] = ()
+    timeout: float = 600.0
+
+
+@dataclass
+class About:
+    """What a side's last server said about itself."""
+
+    version: str = ""
+    flags: list[str] = field(default_factory=list)
+    start_seconds: float = 0.0
+    cache: dict[str, str] = field(default_factory=dict)
+
+
+def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], dict[SideName, About]]:
+    """All bursts of one state.
+
+    Raises:
+        UserError: a server can't start or dies, no request is answered, or a run is not what its state says.
+    """
+    runs: list[LoadRun] = []
+    about: dict[SideName, About] = {"baseline": About(), "candidate": About()}
+    with _servers(plan, state, about, progress) as side_server:
+        for side, repeat in abba(plan.repeats):
+            running = side_server(side)
+            before = counters.counters(running)
+            label = f"{state} {side} {repeat + 1}/{plan.repeats}"
+            outcomes, duration = _burst(plan, running, repeat if state == "cold" else 0, label, progress, repeat)
+            after = counters.counters(running)
+            hits = int(after.media_hits - before.media_hits)
+            _check(plan, state, running, outcomes, after.prefix_hits - before.prefix_hits, hits)
+            runs.append(
+                measure.serve_run(
+                    outcomes, duration, side=side, state=state, repeat=repeat, slo=plan.slo, media_hits=hits
+                )
+            )
+    return runs, about
+
+
+@contextlib.contextmanager
+def _servers(
+    plan: Plan, state: State, about: dict[SideName, About], progress: Progress
+) -> Iterator[Callable[[SideName], Server]]:
+    """A function that gives the server of a side, up and warmed up."""
+    flags = [*FLAGS[state], *ALWAYS, *plan.flags]
+    up: dict[SideName, Server] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(side: SideName) -> Server:
+            if side not in up:
+                if not plan.resident:
+                    stack.close()
+                    up.clear()
+                progress(f"{state} {side}: starting vLLM", 0, 1)
+                images, length = plan.prompts.images, plan.max_model_len
+                started = server(plan.paths[side], flags=flags, images=images, max_model_len=length)
+                up[side] = running = stack.enter_context(started)
+                # An unmeasured burst: of images that are not used again, or (warm) of the ones that will be.
+                number = plan.repeats if state == "cold" else 0
+                outcomes, _ = _burst(plan, running, number, f"{state} {side}: warming up", progress, plan.repeats)
+                _check_answered(outcomes, running)
+                cache = counters.cache_config(running)
+                about[side] = About(counters.version(running), flags, running.start_seconds, cache)
+            return up[side]
+
+        if plan.resident:  # both from the first burst on, so that all bursts have an idle neighbour
+            get("baseline"), get("candidate")
+        yield get
+
+
+def _burst(
+    plan: Plan, running: Server, number: int, label: str, progress: Progress, arrivals: int
+) -> tuple[list[Outcome], float]:
+    """Send one burst; everything is encoded before the clock starts. `arrivals` numbers an open load's times."""
+    messages = plan.prompts.burst(number, plan.requests)
+    bodies = [client.encode(running.name, conversation, plan.out_tokens) for conversation in messages]
+    return client.send(
+        running.url,
+        bodies,
+        plan.load,
+        seed=plan.seed * 2**16 + arrivals,
+        timeout=plan.timeout,
+        done=lambda count: progress(label, count, len(bodies)),
+    )
+
+
+def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcome]:
+    good = [outcome for outcome in outcomes if not outcome.error]
+    if not good:
+        raise UserError(
+            f"{running.name} answered none of {len(outcomes)} requests, the first failed with "
+            f"{outcomes[0].error}{last_words(running.log_path)}"
+        )
+    return good
+
+
+def _check(
+    plan: Plan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
+) -> None:
+    """The work of a run is what it claims to be."""
+    good = _check_answered(outcomes, running)
+    short = min(outcome.output_tokens for outcome in good)
+    if short != plan.out_tokens:
+        raise UserError(
+            f"{running.name} stopped after {short} of {plan.out_tokens} tokens; lower --out-tokens or raise the "
+            "context length with --max-model-len"
+        )
+    if not all(outcome.visual_tokens for outcome in good):
+        raise UserError(f"{running.name} counts no visual tokens, so it did not process the images; is it a VLM?")
+    cached = sum(outcome.cached_tokens for outcome in good)
+    if state == "cold" and (cached or prefix_hits or media_hits):
+        raise UserError(
+            f"a cold run of {running.name} took {max(cached, prefix_hits):g} tokens and {media_hits} images from a "
+            "cache; leave out flags that turn caches on"
+        )
