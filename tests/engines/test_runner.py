@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from tests.tiny import build
+from vlmcompress.engines.process import last_words
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
-from vlmcompress.engines.vllm.runner import Request, Settings, answer, last_words
+from vlmcompress.engines.vllm.runner import Request, Settings, answer
 from vlmcompress.errors import UserError
 
 ASK = [Request("only", [{"role": "user", "content": "hello"}])]
@@ -122,7 +123,7 @@ def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, how: signal.Sign
     """Ctrl-C, kill and kill -9 of the parent, while the worker's lifeline (its real code) is waiting."""
     pid, up = tmp_path / "pid", tmp_path / "up"
     code = (
-        "import pathlib, time; from vlmcompress.engines.vllm.worker import end_with_parent; "
+        "import pathlib, time; from vlmcompress.engines.worker import end_with_parent; "
         f"end_with_parent(); pathlib.Path('{up}').touch(); time.sleep(60)"
     )
     broken(f'sleep 60 & echo $! > {pid}; {sys.executable} -c "{code}"')

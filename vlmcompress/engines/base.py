@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +76,15 @@ class Run:
     answers: dict[str, Answer]
     engine: dict[str, Any]
     seconds: float
+
+
+def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Token texts and log-probabilities as `Answer.first`: most likely first, the probabilities of equal texts added."""
+    found: dict[str, float] = {}
+    for text, logprob in pairs:
+        low, high = sorted((found.get(text, -math.inf), logprob))
+        found[text] = high + (math.log1p(math.exp(low - high)) if low > -math.inf else 0.0)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 class Engine(Protocol):

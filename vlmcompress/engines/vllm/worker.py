@@ -1,43 +1,10 @@
-"""The engine's side of `runner`: answers a file of chat requests with vLLM and writes the answers as JSON lines.
-
-Run by path, `python worker.py JOB.json`, in whatever environment has vLLM; imports only the standard library and vLLM.
-One line of standard output is one event:
-
-    {"event": "ready", "engine": {...}}          the model is loaded
-    {"event": "answer", "id", "text", "finish", "prompt_tokens", "output_tokens"}
-    {"event": "error", "stage": "import" | "start" | "request", "id", "message"}
-    {"event": "done"}
-
-What vLLM prints goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and the whole
-process group ends.
-"""
+"""vLLM for `engines/worker.py`. Imports only the standard library and vLLM."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import threading
 import time
-from itertools import islice
 
-
-def claim_stdout():
-    """Our own handle on standard output; everybody else's writes to it go to standard error from now on."""
-    private = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return private
-
-
-def end_with_parent() -> None:
-    """Kill our process group when standard input closes."""
-
-    def wait() -> None:
-        sys.stdin.buffer.read()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
+PACKAGE = "vllm"
 
 
 def start(job: dict):
@@ -52,6 +19,7 @@ def start(job: dict):
         job["model"],
         max_model_len=settings["max_model_len"],
         max_num_seqs=sequences,
+        max_logprobs=max(20, settings["logprobs"]),
         dtype=settings["dtype"],
         seed=settings["seed"],
         enforce_eager=cpu,
@@ -74,67 +42,47 @@ def start(job: dict):
     return llm, about
 
 
-def answers(llm, batch: list[dict], max_tokens: int):
-    """Greedy answers to a batch of requests, as events. vLLM stops at the generation config's end tokens by itself."""
+def answers(llm, requests, job: dict):
+    """Greedy answers as they are finished. vLLM stops at the generation config's end tokens by itself.
+
+    Twice as many requests as can be in flight are kept in the engine, so that it never waits for one.
+    """
+    most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    names: dict[str, str] = {}  # the engine's name of a request -> ours
+    for request in requests:
+        try:
+            (given,) = llm.enqueue_chat([request["messages"]], sampling(request, job["settings"]), use_tqdm=False)
+        except Exception as error:
+            yield request["id"], error
+            return
+        names[given.rpartition("-")[0] or given] = request["id"]  # "7-ca11ab1e" while queued, "7" in its output
+        while len(names) >= most:
+            yield from step(llm, names)
+    while names:
+        yield from step(llm, names)
+
+
+def sampling(request: dict, settings: dict):
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    try:
-        outputs = llm.chat([request["messages"] for request in batch], greedy, use_tqdm=False)
-    except Exception as error:
-        if len(batch) == 1:
-            yield {"event": "error", "stage": "request", "id": batch[0]["id"], "message": one_line(error)}
-        else:  # find the one that fails
-            for request in batch:
-                yield from answers(llm, [request], max_tokens)
-        return
-    for request, output in zip(batch, outputs, strict=True):
+    most = request["max_tokens"] or settings["max_tokens"]
+    return SamplingParams(temperature=0.0, max_tokens=most, logprobs=settings["logprobs"] or None)
+
+
+def step(llm, names: dict[str, str]):
+    """Run the engine once and yield what that finished, taking it out of `names`."""
+    for output in llm.llm_engine.step():
+        if not output.finished:
+            continue
         best = output.outputs[0]
-        yield {
-            "event": "answer",
-            "id": request["id"],
-            "text": best.text,
-            "finish": best.finish_reason,
-            "prompt_tokens": len(output.prompt_token_ids),
-            "output_tokens": len(best.token_ids),
-        }
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def events(job: dict):
-    """All that happens, in order."""
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        yield {"event": "error", "stage": "import", "message": one_line(error)}
-        return
-    try:
-        llm, about = start(job)
-    except Exception as error:
-        yield {"event": "error", "stage": "start", "message": one_line(error)}
-        raise
-    yield {"event": "ready", "engine": about}
-    with open(job["requests"], encoding="utf-8") as file:
-        requests = map(json.loads, file)
-        while batch := list(islice(requests, 2 * about["max_num_seqs"])):
-            yield from answers(llm, batch, job["settings"]["max_tokens"])
-    yield {"event": "done"}
-
-
-def main() -> None:
-    out = claim_stdout()
-    end_with_parent()
-    with open(sys.argv[1], encoding="utf-8") as file:
-        job = json.load(file)
-    for event in events(job):
-        print(json.dumps(event), file=out, flush=True)
-    os._exit(0)  # all is written; the engine's own shutdown only costs time
-
-
-if __name__ == "__main__":
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our module names are ours alone
-    main()
+        first = best.logprobs[0].values() if best.logprobs else None
+        yield (
+            names.pop(output.request_id),
+            {
+                "text": best.text,
+                "finish": best.finish_reason,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "output_tokens": len(best.token_ids),
+                "first": [[token.decoded_token, token.logprob] for token in first] if first else None,
+            },
+        )
