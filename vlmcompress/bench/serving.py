@@ -75,10 +75,10 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
             running = side_server(side)
             before = counters.counters(running)
             label = f"{state} {side} {repeat + 1}/{plan.repeats}"
-            outcomes, duration = _burst(plan, running, repeat if state == "cold" else 0, label, progress, repeat)
+            outcomes, duration = burst(plan, running, repeat if state == "cold" else 0, label, progress, repeat)
             after = counters.counters(running)
             hits = int(after.media_hits - before.media_hits)
-            _check(plan, state, running, outcomes, after.prefix_hits - before.prefix_hits, hits)
+            check(plan, state, running, outcomes, after.prefix_hits - before.prefix_hits, hits)
             runs.append(
                 measure.serve_run(
                     outcomes, duration, side=side, state=state, repeat=repeat, slo=plan.slo, media_hits=hits
@@ -107,7 +107,7 @@ def _servers(
                 up[side] = running = stack.enter_context(started)
                 # An unmeasured burst: of images that are not used again, or (warm) of the ones that will be.
                 number = plan.repeats if state == "cold" else 0
-                outcomes, _ = _burst(plan, running, number, f"{state} {side}: warming up", progress, plan.repeats)
+                outcomes, _ = burst(plan, running, number, f"{state} {side}: warming up", progress, plan.repeats)
                 _check_answered(outcomes, running)
                 cache = counters.cache_config(running)
                 about[side] = About(counters.version(running), flags, running.start_seconds, cache)
@@ -118,7 +118,7 @@ def _servers(
         yield get
 
 
-def _burst(
+def burst(
     plan: Plan, running: Server, number: int, label: str, progress: Progress, arrivals: int
 ) -> tuple[list[Outcome], float]:
     """Send one burst; everything is encoded before the clock starts. `arrivals` numbers an open load's times."""
@@ -144,7 +144,7 @@ def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcom
     return good
 
 
-def _check(
+def check(
     plan: Plan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
 ) -> None:
     """The work of a run is what it claims to be."""

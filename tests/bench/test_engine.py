@@ -1,0 +1,128 @@
+"""The benchmark in the real engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vlmcompress.bench import client, counters, serving
+from vlmcompress.bench.load import parse
+from vlmcompress.bench.offline import run_offline
+from vlmcompress.bench.prompts import open_prompts
+from vlmcompress.bench.runs import run
+from vlmcompress.engines.vllm.launch import server
+from vlmcompress.errors import UserError
+from vlmcompress.results import Results
+
+MODEL = Path("eval/demo/demo-llava")
+TOKENS = 81  # of an image: a 9 x 9 grid
+
+
+def make_plan(**changes) -> serving.Plan:
+    settings = {
+        "paths": {"baseline": MODEL, "candidate": MODEL},
+        "prompts": open_prompts(None, [(96, 64), (144, 144)], MODEL, MODEL, 0),
+        "load": parse("closed:3"),
+        "requests": 6,
+        "out_tokens": 5,
+        "repeats": 1,
+        "slo": {},
+    }
+    return serving.Plan(**settings | changes)
+
+
+@pytest.mark.engine
+def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
+    """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the
+    server's counts of tokens are right."""
+    plan = make_plan()
+    with server(MODEL, flags=[*serving.FLAGS["warm"], *serving.ALWAYS], images=1) as running:
+        start = counters.counters(running)
+        for number in (0, 1):
+            outcomes, duration = serving.burst(plan, running, number, "", lambda *_: None, 0)
+            assert [o.error for o in outcomes] == [""] * 6
+            assert {o.output_tokens for o in outcomes} == {5}
+            assert {o.visual_tokens for o in outcomes} == {TOKENS}
+            assert all(0 < o.ttft <= o.e2e <= duration and len(o.itl) <= 4 for o in outcomes)
+        fresh = counters.counters(running)
+        assert fresh.media_hits == start.media_hits
+
+        again, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
+        warm = counters.counters(running)
+        assert warm.media_hits - fresh.media_hits == 6
+        with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
+            serving.check(plan, "cold", running, again, 0, 6)
+        with pytest.raises(UserError, match="stopped after 5 of 9 tokens"):
+            serving.check(make_plan(out_tokens=9), "warm", running, again, 0, 0)
+
+        (with_image,) = plan.prompts.burst(9, 1)
+        text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
+        bodies = [client.encode(running.name, messages, 5) for messages in (with_image, text)]
+        seen, twin = client.send(running.url, bodies, parse("closed:1"))[0]
+        assert twin.visual_tokens == 0
+        assert TOKENS <= seen.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
+        with pytest.raises(UserError, match="counts no visual tokens"):
+            serving.check(plan, "warm", running, [twin], 0, 0)
+
+        cache = counters.cache_config(running)
+        assert cache["enable_prefix_caching"] == "True"
+        assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
+        assert counters.version(running).startswith("0.")
+    with pytest.raises(UserError, match="demo-llava is gone"):
+        counters.counters(running)
+    outcomes, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
+    with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
+        serving.check(plan, "cold", running, outcomes, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return run(MODEL, MODEL, load="closed:3", requests=6, out_tokens=5, repeats=2, slo={"e2e": 60_000}, sizes=["96x64"])
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_whole_benchmark(results: Results) -> None:
+    """Every state of both sides, all with the same work."""
+    bench = results.bench
+    assert bench is not None
+    assert bench.order == ["baseline", "candidate", "candidate", "baseline"]
+    assert sorted((r.mode, r.state, r.side, r.repeat) for r in bench.runs) == sorted(
+        (mode, state, side, repeat)
+        for mode, state in (("serve", "cold"), ("serve", "warm"), ("offline", "cold"))
+        for side in ("baseline", "candidate")
+        for repeat in (0, 1)
+    )
+    for record in bench.runs:
+        assert (record.completed, record.failed) == (6, 0)
+        assert (record.visual_tokens, record.output_tokens) == (6 * TOKENS, 30)
+        warm = record.state == "warm"
+        assert (record.media_hits == 6) is warm
+        assert record.cached_tokens == 0 or warm
+        assert record.mode == "offline" or record.goodput == pytest.approx(6 / record.duration)
+    for state in ("cold", "warm"):
+        ratio = bench.summary["serve"][state]["request_throughput"]
+        assert ratio.low <= ratio.ratio <= ratio.high
+        assert 0.2 < ratio.ratio < 5  # the same model
+    assert bench.memory["baseline"] == bench.memory["candidate"]
+    assert bench.memory["baseline"].kv_bytes_per_token == 2048
+    assert results.candidate.engine["device"]
+    assert Results.model_validate(json.loads(json.dumps(results.to_dict()))) == results
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_offline_prompts_must_be_the_servers(results: Results) -> None:
+    assert results.bench is not None
+    others = [record.model_copy(update={"text_tokens": 1}) for record in results.bench.runs if record.mode == "serve"]
+    plan = make_plan(prompts=open_prompts(None, [(96, 64)], MODEL, MODEL, 0))
+    with pytest.raises(UserError, match="offline, prompts of burst 0 have .* tokens, in the server"):
+        run_offline(plan, others, lambda *_: None)
+
+
+@pytest.mark.engine
+def test_a_server_that_cannot_start_says_why() -> None:
+    with pytest.raises(UserError, match="server could not start .*no-such-flag"):
+        run(MODEL, MODEL, requests=1, repeats=1, flags=["--no-such-flag"])

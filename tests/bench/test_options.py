@@ -1,0 +1,100 @@
+"""What the verb refuses before it starts an engine, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from vlmcompress.bench.measure import summarise
+from vlmcompress.bench.memory import memory
+from vlmcompress.bench.options import options, text
+from vlmcompress.bench.runs import run
+from vlmcompress.errors import UserError
+from vlmcompress.results import Bench, LoadRun, Results, Side
+
+MODEL = "eval/demo/demo-llava"
+SIZES = {"demo": 9_000_000, "demo-awq": 4_100_000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"requests": 0}, "--requests 0: must be at least 1"),
+        ({"out_tokens": 0}, "--out-tokens 0"),
+        ({"repeats": -1}, "--repeats -1"),
+        ({"load": "burst:3"}, "no load 'burst'"),
+        ({"sizes": ["big"]}, "--sizes big"),
+        ({"data": "/nowhere/images"}, "/nowhere/images does not exist"),
+        ({"candidate": "/nowhere"}, "/nowhere: no such checkpoint folder"),
+        ({"baseline": "eval/demo"}, "eval/demo: not a checkpoint"),
+    ],
+)
+def test_refused(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(**{"candidate": MODEL, "baseline": MODEL} | changes)
+
+
+def test_no_images_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no image"):
+        run(MODEL, MODEL, data=tmp_path)
+
+
+def test_flags_and_text() -> None:
+    parser = argparse.ArgumentParser()
+    options(parser)
+    args = parser.parse_args(["OUT", "--baseline", "MODEL", "--sizes", "448x336", "224", "--no-warm"])
+    assert (args.load, args.repeats, args.requests, args.sizes, args.no_warm) == (
+        "closed:8",
+        3,
+        None,
+        ["448x336", "224"],
+        True,
+    )
+    shown = text(make_results())
+    assert "demo-awq against demo, load closed:8: 10 requests a burst" in shown
+    assert "serve, no caches" in shown and "serve, caches on" in shown
+    row = next(line for line in shown.splitlines() if "requests per second" in line)
+    assert row.split()[-8:] == ["5", "requests/s", "10", "requests/s", "2.00", "2.00", "to", "2.00"]
+    assert "weights" in shown and "4.1 MB" in shown
+    assert "2 of 42 requests failed." in shown
+
+
+def make_results() -> Results:
+    """A candidate twice as fast; two requests of it failed."""
+    runs = [
+        LoadRun(
+            side=side,
+            mode="serve",
+            state=state,
+            repeat=0,
+            duration=2.0 if side == "baseline" else 1.0,
+            completed=10,
+            failed=2 if (side, state) == ("candidate", "warm") else 0,
+            text_tokens=100,
+            visual_tokens=810,
+            output_tokens=50,
+            ttft_ms=[20.0, 30.0],
+        )
+        for side in ("baseline", "candidate")
+        for state in ("cold", "warm")
+    ]
+    sides = [Side(name=name, path=f"/models/{name}", weight_bytes=size) for name, size in SIZES.items()]
+    bench = Bench(
+        load="closed:8",
+        requests=10,
+        out_tokens=5,
+        source="photos",
+        sizes=[],
+        repeats=1,
+        order=["baseline", "candidate"],
+        tool="test",
+        runs=runs,
+        summary=summarise(runs),
+        memory={
+            side.name: memory(side.weight_bytes, 2048, 96.0, {"block_size": "16", "kv_cache_size_tokens": "9600"})
+            for side in sides
+        },
+    )
+    return Results(created="now", version="0", baseline=sides[0], candidate=sides[1], bench=bench)

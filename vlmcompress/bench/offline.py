@@ -1,0 +1,103 @@
+"""Peak throughput: all requests of a burst handed to the engine at once, without a server or a client.
+
+`engines/vllm/offline.py` is the engine's side. An engine that was started answers a warm-up burst, then those of its turn;
+turns go in ABBA order, one engine at a time. The bursts are the ones of the cold server runs, so both count the same
+prompt tokens, or the images were not processed alike. Flags for `vllm serve` have no effect here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.bench.schedule import SideName, abba
+from vlmcompress.bench.serving import Plan
+from vlmcompress.engines.base import Progress
+from vlmcompress.engines.local import Local
+from vlmcompress.engines.vllm import PYTHON_VARIABLE, environment, interpreter, offline
+from vlmcompress.errors import UserError
+from vlmcompress.results import LoadRun
+
+SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
+ENGINE = Local(
+    name="vllm-offline",
+    title="vLLM",
+    module=Path(offline.__file__),
+    interpreter=interpreter,
+    environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"),
+    advice=f"install vlmcompress[serve] (GPU) or [serve-cpu] there, or set {PYTHON_VARIABLE}",
+)
+
+
+def run_offline(
+    plan: Plan, served: Sequence[LoadRun], progress: Progress
+) -> tuple[list[LoadRun], dict[SideName, dict[str, Any]]]:
+    """All bursts of both sides, and what each engine says about itself.
+
+    Args:
+        served: runs of the same plan against servers; visual tokens are taken from its cold ones.
+
+    Raises:
+        UserError: the engine can't start or dies, or a run is not the work of the server's.
+    """
+    runs: list[LoadRun] = []
+    about: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
+    for side, turns in groupby(abba(plan.repeats), key=lambda turn: turn[0]):
+        repeats = [repeat for _, repeat in turns]
+        label = f"offline {side} {', '.join(str(repeat + 1) for repeat in repeats)}/{plan.repeats}"
+        progress(f"{label}: starting vLLM", 0, len(repeats))
+        bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
+        events = ENGINE.events(_job(plan, side), bursts, plan.paths[side], SILENCE, SILENCE)
+        with contextlib.closing(events):
+            for event in events:
+                if event["event"] == "ready":
+                    about[side] = event["engine"]
+                elif event["id"] != plan.repeats:
+                    runs.append(_run(plan, side, event, served))
+                    progress(label, len(runs), 2 * plan.repeats)
+    return runs, about
+
+
+def _job(plan: Plan, side: SideName) -> dict[str, Any]:
+    config = json.loads((plan.paths[side] / "config.json").read_text(encoding="utf-8"))
+    scaled = (config.get("quantization_config") or {}).get("kv_cache_scheme")
+    return {
+        "model": str(plan.paths[side].resolve()),
+        "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
+        "kv_cache_dtype": "fp8" if scaled else "auto",
+        "images": plan.prompts.images,
+        "out_tokens": plan.out_tokens,
+        "seed": plan.seed,
+    }
+
+
+def _run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
+    """The record of one burst, after a look at whether it did the work of the same burst against a server."""
+    (same,) = (r for r in served if (r.side, r.state, r.repeat) == (side, "cold", event["id"]))
+    wanted = same.text_tokens + same.visual_tokens
+    if not same.failed and event["prompt_tokens"] != wanted:
+        raise UserError(
+            f"{plan.paths[side]}: offline, prompts of burst {event['id']} have {event['prompt_tokens']} tokens, in the "
+            f"server {wanted}; leave out flags that change how images are processed, or use --no-offline"
+        )
+    if event["cached_tokens"] or set(event["output_tokens"]) != {plan.out_tokens}:
+        raise UserError(
+            f"{plan.paths[side]}: offline answers have {min(event['output_tokens'])} to {max(event['output_tokens'])} of "
+            f"{plan.out_tokens} tokens, {event['cached_tokens']} prompt tokens came from a cache; raise --max-model-len"
+        )
+    return LoadRun(
+        side=side,
+        mode="offline",
+        state="cold",
+        repeat=event["id"],
+        duration=event["seconds"],
+        completed=plan.requests,
+        failed=0,
+        text_tokens=event["prompt_tokens"] - same.visual_tokens,
+        visual_tokens=same.visual_tokens,
+        output_tokens=sum(event["output_tokens"]),
+    )

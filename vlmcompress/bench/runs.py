@@ -1,0 +1,164 @@
+"""A whole benchmark: both sides served, then offline, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import __version__, manifest
+from vlmcompress.bench import measure, memory
+from vlmcompress.bench.images import parse_size
+from vlmcompress.bench.load import parse as parse_load
+from vlmcompress.bench.offline import run_offline
+from vlmcompress.bench.prompts import open_prompts
+from vlmcompress.bench.schedule import SideName, abba
+from vlmcompress.bench.serving import About, Plan, serve
+from vlmcompress.engines.base import Progress
+from vlmcompress.errors import UserError
+from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
+
+TOOL = "vlmcompress streaming client and LLM.chat"
+
+
+def run(
+    candidate: str | Path,
+    baseline: str | Path,
+    *,
+    warm: bool = True,
+    offline: bool = True,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Results:
+    """Measure a candidate against its baseline in vLLM on this machine.
+
+    Args:
+        warm, offline: measure with caches, too; and the engine without a server.
+        settings: see `plan`.
+
+    Raises:
+        UserError: a checkpoint, the data or a number is wrong, or the engine fails.
+    """
+    planned, progress = plan(candidate, baseline, **settings), progress or (lambda *_: None)
+    runs, about = serve(planned, "cold", progress)
+    if warm:
+        runs += serve(planned, "warm", progress)[0]
+    devices: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
+    if offline:
+        more, devices = run_offline(planned, runs, progress)
+        runs += more
+    sides = {side: _side(path, about[side], devices[side]) for side, path in planned.paths.items()}
+    bench = Bench(
+        load=str(planned.load),
+        requests=planned.requests,
+        out_tokens=planned.out_tokens,
+        source=planned.prompts.source,
+        sizes=[f"{width}x{height}" for width, height in planned.prompts.sizes],
+        slo=dict(planned.slo),
+        repeats=planned.repeats,
+        order=[side for side, _ in abba(planned.repeats)],
+        tool=TOOL,
+        runs=runs,
+        summary=measure.summarise(runs),
+        memory=_memory(planned, sides, about, runs),
+    )
+    return Results(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=__version__,
+        machine={"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+        baseline=sides["baseline"],
+        candidate=sides["candidate"],
+        bench=bench,
+    )
+
+
+def plan(
+    candidate: str | Path,
+    baseline: str | Path,
+    *,
+    load: str = "closed:8",
+    requests: int | None = None,
+    data: str | Path | None = None,
+    sizes: Sequence[str] = (),
+    out_tokens: int = 32,
+    repeats: int = 3,
+    slo: Mapping[str, float] | None = None,
+    resident: bool = False,
+    max_model_len: int | None = None,
+    flags: Sequence[str] = (),
+    seed: int = 0,
+) -> Plan:
+    """What `run` will do, checked before any engine is started.
+
+    Args:
+        candidate, baseline: checkpoint folders.
+        load: `closed:8` or `rate:2.5`; see `load.parse`.
+        requests: of one burst; None: enough for the load.
+        data: folder of images, `.jsonl` or `.parquet`; None: see `prompts.open_prompts`.
+        sizes: `WIDTHxHEIGHT` that images are scaled to in turn, or (without data) generated with.
+        out_tokens: tokens of every answer; both sides do equal work.
+        repeats: bursts of each side in each state.
+        slo: milliseconds of `ttft`, `tpot`, `e2e` that a good request keeps.
+        resident: keep both servers up, one of them idle, instead of starting one for each turn.
+        flags: further flags of `vllm serve`, for both sides.
+    """
+    for name, value in (("requests", requests), ("out-tokens", out_tokens), ("repeats", repeats)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
+    paths: dict[SideName, Path] = {"baseline": _checkpoint(baseline), "candidate": _checkpoint(candidate)}
+    arrival = parse_load(load)
+    return Plan(
+        paths=paths,
+        prompts=open_prompts(data, [parse_size(size) for size in sizes], paths["candidate"], paths["baseline"], seed),
+        load=arrival,
+        requests=requests or arrival.default_requests,
+        out_tokens=out_tokens,
+        repeats=repeats,
+        slo=slo or {},
+        seed=seed,
+        resident=resident,
+        max_model_len=max_model_len,
+        flags=tuple(flags),
+    )
+
+
+def _checkpoint(path: str | Path) -> Path:
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        what = "not a checkpoint, it has no config.json" if folder.is_dir() else "no such checkpoint folder"
+        raise UserError(f"{folder}: {what}")
+    return folder
+
+
+def _side(path: Path, about: About, device: Mapping[str, Any]) -> Side:
+    made = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
+    engine = {"name": "vllm", "version": about.version, **device}
+    return Side(
+        name=path.resolve().name,
+        path=str(path),
+        weight_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        scheme=(made.get("recipe") or {}).get("scheme") or "",
+        layer_errors=made.get("errors") or {},
+        engine={**engine, "flags": about.flags, "start_seconds": about.start_seconds},
+    )
+
+
+def _memory(
+    plan: Plan, sides: Mapping[SideName, Side], about: Mapping[SideName, About], runs: Sequence[LoadRun]
+) -> dict[str, Memory]:
+    """Memory of the sides whose KV cache has a size per token."""
+    found: dict[str, Memory] = {}
+    for side, path in plan.paths.items():
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        cache = about[side].cache
+        per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
+        cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
+        tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
+        if per_token:
+            mean = tokens / sum(run.completed for run in cold)
+            found[side] = memory.memory(sides[side].weight_bytes, per_token, mean, cache)
+    return found

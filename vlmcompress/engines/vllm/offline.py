@@ -1,0 +1,65 @@
+"""An engine for `engines/worker.py` that times `LLM.chat` on bursts of conversations given at once.
+
+A request is a burst, `{"id": ..., "messages": [conversation, ...]}`; its answer has the seconds of the whole call (chat
+templates, images and their processing included) and the engine's token counts. Caches are off, as in the server's cold
+runs. Imports only the standard library and vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+
+PACKAGE = "vllm"
+
+
+def start(job: dict):
+    """The loaded engine and a description of it."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    llm = vllm.LLM(
+        job["model"],
+        max_model_len=job["max_model_len"],
+        seed=job["seed"],
+        enforce_eager=cpu,
+        kv_cache_dtype=job["kv_cache_dtype"],
+        limit_mm_per_prompt={"image": job["images"], "video": 0, "audio": 0},
+        enable_prefix_caching=False,
+        mm_processor_cache_gb=0,
+        disable_log_stats=True,
+    )
+    config = llm.llm_engine.vllm_config
+    about = {
+        "name": "vllm",
+        "version": vllm.__version__,
+        "device": current_platform.device_type,
+        "device_name": (current_platform.get_device_name() or "").strip(),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+    }
+    return llm, about
+
+
+def answers(llm, requests, job: dict):
+    """The id of each burst, and how it went or the exception that it raised."""
+    from vllm import SamplingParams
+
+    exactly = SamplingParams(temperature=0.0, max_tokens=job["out_tokens"], ignore_eos=True)
+    for request in requests:
+        began = time.perf_counter()
+        try:
+            outputs = llm.chat(request["messages"], exactly, use_tqdm=False)
+        except Exception as error:
+            yield request["id"], error
+            continue
+        yield (
+            request["id"],
+            {
+                "seconds": time.perf_counter() - began,
+                "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+                "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
+                "output_tokens": [len(output.outputs[0].token_ids) for output in outputs],
+            },
+        )
