@@ -178,7 +178,7 @@ def _write(
 ) -> dict:
     """Put the stored results together into OUT; returns the manifest."""
     scheme = work.method.scheme
-    results = [store.load(layer) for layer, groups in enumerate(work.blocks) if groups]
+    results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
     language: Mapping = StoredWeights(store, work.blocks, scheme) if scheme else {}
     tower = _quantize_vision(vlm.model, work, progress)
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from vlmcompress.numerics import Format, QTensor
 from vlmcompress.solve import LayerResult
 
+_SMALL = ("smoothing", "input_scales", "kv_scales")
+
 
 class LayerStore:
     """Results of finished blocks on disk.
@@ -52,7 +54,7 @@ class LayerStore:
     def save(self, layer: int, result: LayerResult) -> None:
         """Keep a block's result; it is on disk when this returns."""
         tensors: dict[str, torch.Tensor] = {}
-        for kind in ("smoothing", "input_scales", "kv_scales"):
+        for kind in _SMALL:
             tensors |= {
                 f"{kind}/{name}": tensor.clone() for name, tensor in getattr(result, kind).items()
             }  # may be shared
@@ -70,18 +72,19 @@ class LayerStore:
             os.fsync(file.fileno())
         aside.rename(path)
 
-    def load(self, layer: int) -> LayerResult:
-        """A finished block's result, exactly as it was saved."""
+    def load(self, layer: int, weights: bool = True) -> LayerResult:
+        """A finished block's result, exactly as it was saved; without its weights it is small."""
         result = LayerResult()
         with safe_open(self._path(layer), "pt") as file:
             metadata = file.metadata()
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
+            tensors = {key: file.get_tensor(key) for key in wanted}
         result.errors = json.loads(metadata["errors"])
         for key, tensor in tensors.items():
             kind, name = key.split("/", 1)
-            if kind in ("smoothing", "input_scales", "kv_scales"):
+            if kind in _SMALL:
                 getattr(result, kind)[name] = tensor
-        for name, format_ in json.loads(metadata["formats"]).items():
+        for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
             q, scale, zero = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point"))
             assert q is not None and scale is not None
             result.weights[name] = QTensor(q, scale, zero, Format(**format_))
