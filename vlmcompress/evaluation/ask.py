@@ -14,7 +14,7 @@ from vlmcompress.engines.base import Answer, Engine, Progress, Request, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import journal as journals
 from vlmcompress.evaluation.journal import Journal
-from vlmcompress.evaluation.tasks import LoadedSuite, Place, quiet
+from vlmcompress.evaluation.tasks import LoadedSuite, Place, metric, quiet
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def ask_suite(
             )
     rows = {(task, row["doc_id"]): row for task, logged in found["samples"].items() for row in logged}
     samples = tuple(
-        _sample(place, rows[key], suite.metric, lm.requests[place.id], lm.answers[place.id])
+        _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
         for key, place in places.items()
     )
     return Asked(
@@ -134,7 +134,7 @@ class _Asking:
 
     def __call__(self, requests: Sequence[Request]) -> Mapping[str, Answer]:
         keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
-        known = self._journal.answered(keys) if self._journal else {}
+        known = {} if self._journal is None else self._journal.answered(keys)
         rest = [request for request in requests if request.id not in known]
         self.resumed += len(known)
         if rest:
@@ -153,7 +153,7 @@ class _Asking:
         return known
 
     def _keep(self, key: str, answer: Answer) -> None:
-        if self._journal:
+        if self._journal is not None:
             self._journal.add(key, answer)
 
     def _remember_engine(self) -> None:
@@ -166,7 +166,7 @@ class _Asking:
         self.about = self._journal.read(key) or {}
 
 
-def _sample(place: Place, row: Mapping[str, Any], metric: str, request: Request, answer: Answer) -> Sample:
+def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, answer: Answer) -> Sample:
     target = row["target"]
     targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
     last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
@@ -177,18 +177,18 @@ def _sample(place: Place, row: Mapping[str, Any], metric: str, request: Request,
         question="".join(part["text"] for part in last["content"] if part["type"] == "text").strip(),
         expected=" | ".join(targets),
         text=answer.text.strip(),
-        score=_score(place, row, metric),
+        score=_score(place, row, name),
         parsed=bool(row.get("parsed", True)),
         image="+".join(url.rpartition("/")[2].removesuffix(".png") for url in files) or f"text:{place.id}",
         answer=answer,
     )
 
 
-def _score(place: Place, row: Mapping[str, Any], metric: str) -> float:
-    value = row.get(metric)
+def _score(place: Place, row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
         raise UserError(
-            f"task {place.task}: its metric {metric} gives {str(value)[:60]} for sample '{place.id}', not a number in "
+            f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
             "0 to 1; name a metric of single samples first in metric_list"
         )
     return float(value)

@@ -6,13 +6,19 @@ A scoring function takes a row and the list of answers (one) and gives values in
 
 from __future__ import annotations
 
+import ast
+import re
+import string
+from collections.abc import Sequence
 from typing import Any
 
+from vlmcompress.calibration.images import LazyImages
 from vlmcompress.calibration.rows import MARK
-from vlmcompress.evaluation import local_data, scoring
+from vlmcompress.evaluation import choices, local_data, scoring, vqa
 
 Row = dict[str, Any]
 Scores = dict[str, float]
+LETTER = "Answer with the option's letter from the given choices directly."
 
 
 def world_text(row: Row) -> str:
@@ -22,3 +28,140 @@ def world_text(row: Row) -> str:
 def exact(row: Row, answers: list[str]) -> Scores:
     """Exact match; the whole text is the answer, so nothing can fail to parse."""
     return {"exact_match": float(scoring.normalise(answers[0]) == scoring.normalise(row["answer"]))}
+
+
+def chartqa(row: Row, answers: list[str]) -> Scores:
+    return _scores("relaxed_accuracy", answers[0], any(scoring.relaxed(answers[0], label) for label in row["label"]))
+
+
+def docvqa(row: Row, answers: list[str]) -> Scores:
+    return _scores("anls", answers[0], scoring.anls(answers[0], row["answers"]))
+
+
+def textvqa(row: Row, answers: list[str]) -> Scores:
+    return _scores("vqa_accuracy", answers[0], vqa.accuracy(answers[0], row["answers"]))
+
+
+def _scores(metric: str, answer: str, score: float | None) -> Scores:
+    """A score and whether there was an answer: `score` is not None and the text is not empty."""
+    return {metric: float(score or 0.0), "parsed": float(score is not None and bool(answer.strip()))}
+
+
+def mmmu_text(row: Row) -> str:
+    """The prompt of MMMU's `llava1.5.yaml`, with `<image>` for `<image 1>` and so on."""
+    return re.sub("<image [1-7]>", MARK, _mmmu_prompt(row))
+
+
+def mmmu_images(row: Row) -> LazyImages:
+    """The images in the order in which the prompt names them; one may be named twice."""
+    names = re.findall("<image ([1-7])>", _mmmu_prompt(row))
+    return LazyImages([local_data.encoded(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
+
+
+def _mmmu_prompt(row: Row) -> str:
+    if row["question_type"] != "multiple-choice":
+        return f"{row['question']}\n\nAnswer the question using a single word or phrase."
+    options = "\n".join(f"({letter}) {option}" for letter, option in _mmmu_options(row).items())
+    return f"{row['question']}\n\n{options}\n\n{LETTER}"
+
+
+def _mmmu_options(row: Row) -> dict[str, str]:
+    return dict(zip(string.ascii_uppercase, ast.literal_eval(row["options"]), strict=False))
+
+
+def mmmu_target(row: Row) -> list[str]:
+    """The expected answers; open questions may have several, as a list in text form."""
+    text = row["answer"]
+    return [str(value) for value in ast.literal_eval(text)] if text.startswith("[") else [text]
+
+
+def mmmu(row: Row, answers: list[str]) -> Scores:
+    if row["question_type"] != "multiple-choice":
+        return _scores("accuracy", answers[0], choices.mmmu_open(answers[0], mmmu_target(row)))
+    chosen = choices.mmmu_choice(answers[0], _mmmu_options(row))
+    return _scores("accuracy", answers[0], None if chosen is None else chosen in mmmu_target(row))
+
+
+def mmbench_text(row: Row) -> str:
+    hint = row.get("hint")
+    options = "\n".join(f"{letter}. {option}" for letter, option in _mmbench_options(row).items())
+    lines = [*([str(hint)] if _given(hint) else []), row["question"], options, LETTER]
+    return MARK + "\n".join(lines)
+
+
+def _mmbench_options(row: Row) -> dict[str, str]:
+    return {letter: str(row[letter]) for letter in "ABCD" if _given(row[letter])}
+
+
+def _given(value: Any) -> bool:
+    """MMBench's tables have `nan` where there is nothing."""
+    return value is not None and str(value) not in ("", "nan")
+
+
+def mmbench(row: Row, answers: list[str]) -> Scores:
+    chosen = choices.mmbench_choice(answers[0], _mmbench_options(row))
+    return _scores("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
+
+
+def pope(row: Row, answers: list[str]) -> dict[str, Any]:
+    """Accuracy, and (expected, said) for the F1 score of yes."""
+    said = scoring.yes_or_no(answers[0])
+    scores = _scores("accuracy", answers[0], None if said is None else said == row["answer"])
+    return {**scores, "f1": (row["answer"], said)}
+
+
+def pope_f1(pairs: list[tuple[str, str | None]]) -> float:
+    """F1 of the answer `yes` over pairs (expected, said)."""
+    hits = sum(pair == ("yes", "yes") for pair in pairs)
+    named = sum((expected == "yes") + (said == "yes") for expected, said in pairs)
+    return 2 * hits / named if named else 0.0
+
+
+def refcoco_rows(dataset: Any) -> Any:
+    """One row for each expression that describes a region, with its own `id` and the text as `expression`."""
+    found = [
+        (row, number, text)
+        for row, texts in enumerate(dataset["answer"])
+        for number, text in enumerate([texts] if isinstance(texts, str) else texts)
+    ]
+    rows = dataset.select([row for row, *_ in found])
+    if "id" in rows.column_names:
+        rows = rows.remove_columns(["id"])
+    return rows.add_column("id", [f"{row}-{number}" for row, number, _ in found]).add_column(
+        "expression", [text for *_, text in found]
+    )
+
+
+def refcoco_target(row: Row) -> str:
+    """The region as (left, top, right, bottom), in shares of the image's width and height."""
+    return ", ".join(f"{value:.3f}" for value in _region(row))
+
+
+def _region(row: Row) -> list[float]:
+    left, top, width, height = row["bbox"]
+    across, down = local_data.images(row)[0].size
+    return [left / across, top / down, (left + width) / across, (top + height) / down]
+
+
+def refcoco(row: Row, answers: list[str]) -> Scores:
+    """Whether the box, in shares of width and height, overlaps the region by an IoU of at least 0.5."""
+    return _box_scores(row, answers[0], scoring.box(answers[0]))
+
+
+def refcoco_1000(row: Row, answers: list[str]) -> Scores:
+    """The same for models that count width and height in thousandths."""
+    return _box_scores(row, answers[0], scoring.box(answers[0], 1000.0))
+
+
+def _box_scores(row: Row, answer: str, box: Sequence[float] | None) -> Scores:
+    return _scores("iou_0.5", answer, None if box is None else scoring.iou(box, _region(row)) >= 0.5)
+
+
+def gsm8k_target(row: Row) -> str:
+    return row["answer"].rpartition("####")[2].strip()
+
+
+def gsm8k(row: Row, answers: list[str]) -> Scores:
+    found = scoring.final_number(answers[0])
+    expected = scoring.final_number(row["answer"])
+    return _scores("exact_match", answers[0], None if found is None else found == expected)

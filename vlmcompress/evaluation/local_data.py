@@ -53,13 +53,14 @@ def load(
         UserError: no copy, no rows, or rows without the needed columns.
     """
     path = _locate(name, source, split, data, pretrained)
-    dataset = _read(str(path), split)
+    dataset = _read(str(path), split, path.stat().st_mtime_ns)
+    if not len(dataset):
+        raise UserError(f"{path} has no samples; give data with at least one row")
     for column, value in (where or {}).items():
         _need({column}, dataset, path)
         dataset = dataset.select([row for row, found in enumerate(dataset[column]) if found == value])
     if not len(dataset):
-        wanted = f" with {dict(where)}" if where else ""
-        raise UserError(f"{path} has no samples{wanted}; give data with at least one row")
+        raise UserError(f"{path} has no samples with {dict(where or {})}; give data that has some")
     for column, template in (("id", id), ("family", family)):
         if template:
             dataset = _with_column(dataset, column, template, path)
@@ -95,7 +96,7 @@ def _hint(source: str) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def _read(location: str, split: str) -> Any:
+def _read(location: str, split: str, changed: int) -> Any:
     """The rows of a file or folder as a `datasets.Dataset` whose images are not decoded."""
     import datasets
     import pyarrow as pa
@@ -133,22 +134,18 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON lines file, image paths made absolute."""
+    """The rows of a JSON lines file; `image` and `images` become lists, their paths absolute."""
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
         except ValueError as error:
             raise UserError(f"{file} line {number} is not valid JSON ({error}); write one object per line") from error
-        for column in set(IMAGES) & set(row):
-            value = row[column]
-            row[column] = [_absolute(v, file) for v in value] if isinstance(value, list) else _absolute(value, file)
+        for column in {"image", "images"} & set(row):
+            value = row[column] if isinstance(row[column], list) else [row[column]]
+            row[column] = [str(file.parent.resolve() / item) for item in value if item]
         rows.append(row)
     return rows
-
-
-def _absolute(value: Any, file: Path) -> Any:
-    return str(file.parent.resolve() / value) if isinstance(value, str) else value
 
 
 def _as_image(feature: Any, datasets: Any) -> Any:

@@ -43,7 +43,7 @@ class LoadedSuite:
 
     Attributes:
         source: where its data came from, for people.
-        metric: name of the score; `scoring` says in a sentence how it is given.
+        metric: name of the score, or "score" if the tasks have several; `scoring` says in a sentence how it is given.
         max_tokens: most tokens of an answer.
         available: samples there were before the choice.
         derived_ids: some samples had no id in the data and got a hash of their content.
@@ -185,7 +185,8 @@ def _custom(path: Path) -> Any:
     without = next((sample for sample in samples if not (sample.answer or "").strip()), None)
     if without is not None:
         raise UserError(f"{without.name} has no answer, so nothing can be scored; give every row an `answer`")
-    return Conversations(CUSTOM, samples, sources.ids(path))
+    with quiet():
+        return Conversations(CUSTOM, samples, sources.ids(path))
 
 
 def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, seed: int) -> LoadedSuite:
@@ -202,11 +203,12 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         if indices:
             kept[task] = _restrict(loaded, indices)
             places += [Place(*rows[row], task, index) for index, row in enumerate(indices)]
+    metrics = {metric(task) for task in kept.values()}
     first = next(iter(kept.values()))
     return LoadedSuite(
         name=name,
         source=source,
-        metric=next(iter(first.aggregation())),
+        metric=metrics.pop() if len(metrics) == 1 else "score",
         scoring=str((first.config.metadata or {}).get("scoring", "")),
         max_tokens=max(_max_tokens(task) for task in kept.values()),
         available=len(found),
@@ -257,6 +259,11 @@ def _restrict(task: Any, indices: Sequence[int]) -> Any:
     task.dataset = {task.config.test_split or task.config.validation_split: documents}
     task.config.process_docs = None
     return task
+
+
+def metric(task: Any) -> str:
+    """The metric that samples are compared by: the first of the task's."""
+    return next(iter(task.aggregation()))
 
 
 def _max_tokens(task: Any) -> int:

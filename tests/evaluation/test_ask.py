@@ -1,0 +1,136 @@
+"""Asking a suite: scores, resuming, and the real engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.echo import Echo, checkpoint, picture, question, write_rows
+from vlmcompress.engines.base import Settings
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation.ask import Asked, ask_suite
+from vlmcompress.evaluation.journal import open_journal
+from vlmcompress.evaluation.tasks import load_suite
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "eval" / "demo" / "demo-llava"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    checkpoint(tmp_path / "model")
+    picture(tmp_path, "a.png"), picture(tmp_path, "b.png", "blue")
+    rows = [
+        {"id": "one", "image": "a.png", "question": "red", "answer": "Red.", "family": "f"},
+        {"id": "two", "image": ["a.png", "b.png"], "question": "blue", "answer": "green"},
+        {"id": "none", "image": [], "question": "no image", "answer": "no image"},
+        {"id": "again", "image": "a.png", "question": "x <image> y", "answer": "?"},
+    ]
+    write_rows(tmp_path / "d.jsonl", *rows)
+    return tmp_path
+
+
+def ask(folder: Path, engine: Echo, data: str = "d.jsonl", **more) -> Asked:
+    model = folder / "model"
+    return ask_suite(model, load_suite(folder / data, candidate=model, baseline=model), engine, **more)
+
+
+def test_scores_and_pairs(folder: Path) -> None:
+    engine = Echo(lambda request: f" {question(request)}\n")
+    asked = ask(folder, engine)
+    assert [s.id for s in asked.samples] == ["one", "two", "none", "again"]
+    assert [s.score for s in asked.samples] == [1.0, 0.0, 1.0, 0.0] and all(s.parsed for s in asked.samples)
+    assert [s.text for s in asked.samples] == ["red", "blue", "no image", "x  y"]
+    assert [s.expected for s in asked.samples] == ["Red.", "green", "no image", "?"]
+    assert [s.family for s in asked.samples] == ["f", "other", "other", "other"]
+    one, two, none, again = (s.image for s in asked.samples)
+    assert one == again and two.split("+")[0] == one and none == "text:none"
+    assert [request.images() for request in engine.asked] == [1, 2, 0, 1]
+    assert asked.metrics == {"custom": {"exact_match": 0.5}} and asked.engine["name"] == "echo"
+
+
+def test_fingerprint_is_of_the_questions(folder: Path) -> None:
+    first, second = ask(folder, Echo(question)), ask(folder, Echo(lambda _: "else"))
+    assert first.sha256 == second.sha256
+    picture(folder, "b.png", "green")
+    assert ask(folder, Echo(question)).sha256 != first.sha256
+
+
+def test_only_what_is_missing_is_asked(folder: Path) -> None:
+    class Dies(Exception):
+        pass
+
+    def die_at_third(request):
+        if len(engine.asked) == 3:
+            raise Dies
+        return question(request)
+
+    engine = Echo(die_at_third)
+    with open_journal(folder / "journal.jsonl") as journal, pytest.raises(Dies):
+        ask(folder, engine, journal=journal)
+    with open_journal(folder / "journal.jsonl") as journal:
+        rest = Echo(question)
+        asked = ask(folder, rest, journal=journal)
+        assert [r.id for r in rest.asked] == ["none", "again"] and asked.resumed == 2
+        assert [s.score for s in asked.samples] == [1.0, 0.0, 1.0, 0.0]
+        idle = Echo(question)
+        whole = ask(folder, idle, journal=journal)
+        assert not idle.asked and whole.resumed == 4 and whole.engine == asked.engine and whole.samples == asked.samples
+        (folder / "model" / "config.json").write_text('{"changed": true}')
+        fresh = Echo(question)
+        ask(folder, fresh, journal=journal)
+        assert len(fresh.asked) == 4
+
+
+def test_scores_that_cannot_be_paired(folder: Path) -> None:
+    (folder / "functions.py").write_text(
+        "def score(doc, results): return {'bleu': ('a', 'b')}\ndef mean(x): return 0\n"
+    )
+    (folder / "t.yaml").write_text(
+        "task: t\ncustom_dataset: !function vlmcompress.evaluation.local_data.load\ndataset_kwargs: {name: t}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: question\ndoc_to_target: answer\n"
+        "process_results: !function functions.score\ngeneration_kwargs: {until: [], max_gen_toks: 4}\n"
+        "metric_list: [{metric: bleu, aggregation: !function functions.mean, higher_is_better: true}]\n"
+    )
+    model = folder / "model"
+    write_rows(folder / "e.jsonl", {"id": "one", "question": "red", "answer": "red"})
+    suite = load_suite(folder / "t.yaml", folder / "e.jsonl", candidate=model, baseline=model)
+    with pytest.raises(UserError, match="task t: its metric bleu gives .*'one', not a number in 0 to 1"):
+        ask_suite(model, suite, Echo(question))
+
+
+@pytest.mark.engine
+def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path) -> None:
+    """`kill -9` in the middle of a run, then the same again: what was answered is not asked again."""
+    path = tmp_path / "journal.jsonl"
+    code = f"""
+from pathlib import Path
+from vlmcompress.engines import get
+from vlmcompress.evaluation.ask import ask_suite
+from vlmcompress.evaluation.journal import open_journal
+from vlmcompress.evaluation.tasks import load_suite
+with open_journal(Path({str(path)!r})) as journal:
+    suite = load_suite("world", candidate={str(DEMO)!r}, baseline={str(DEMO)!r})
+    ask_suite({str(DEMO)!r}, suite, get("vllm"), journal=journal)
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as run:
+        while run.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 20):
+            time.sleep(0.02)
+        run.kill()
+    from vlmcompress.engines import get
+
+    suite = load_suite("world", candidate=DEMO, baseline=DEMO, limit=400)
+    with open_journal(path) as journal:
+        before = len(journal)
+        assert before >= 20
+        asked = ask_suite(DEMO, suite, get("vllm"), Settings(), journal)
+        assert len(journal) == before + len(suite) - asked.resumed + 1  # and the engine's words about itself
+    scores = [sample.score for sample in asked.samples]
+    assert 0 < asked.resumed < 400 and asked.engine["name"] == "vllm"
+    assert sum(scores) / len(scores) > 0.9 and asked.metrics["world_text"]["exact_match"] > 0.9

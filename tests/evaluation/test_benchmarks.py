@@ -1,0 +1,217 @@
+"""Every public benchmark from end to end, on made-up rows with the columns that the real data sets have."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, Image, List, Value
+from PIL import Image as Pillow
+
+from tests.evaluation.echo import Echo, checkpoint, question
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation.ask import Asked, ask_suite
+from vlmcompress.evaluation.tasks import load_suite, names
+
+DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
+TEXT = Value("string")
+
+
+def image(colour: str) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Pillow.new("RGB", (40, 20), colour).save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+RED, BLUE = image("red"), image("blue")
+CHOICE = {"question_type": "multiple-choice", "options": "['a red car', 'two cats']"}
+BENCHMARKS: dict[str, tuple[str, Features, list[dict[str, Any]]]] = {
+    "chartqa": (
+        "test",
+        Features(image=Image(), query=TEXT, label=List(TEXT), human_or_machine=ClassLabel(names=["0", "1"])),
+        [
+            {"image": RED, "query": "how many?", "label": ["100"], "human_or_machine": 0},
+            {"image": RED, "query": "which?", "label": ["Norway"], "human_or_machine": 1},
+        ],
+    ),
+    "docvqa": (
+        "validation",
+        Features(questionId=TEXT, question=TEXT, question_types=List(TEXT), image=Image(), answers=List(TEXT)),
+        [
+            {"questionId": "7", "question": "who?", "question_types": ["form"], "image": RED, "answers": ["J. Doe"]},
+            {"questionId": "8", "question": "when?", "question_types": ["form"], "image": RED, "answers": ["1999"]},
+        ],
+    ),
+    "textvqa": (
+        "validation",
+        Features(question_id=Value("int64"), question=TEXT, image=Image(), answers=List(TEXT)),
+        [
+            {"question_id": 1, "question": "brand?", "image": RED, "answers": ["Acme"] * 2 + ["acme inc"] * 8},
+            {"question_id": 2, "question": "time?", "image": BLUE, "answers": ["ten"] * 10},
+        ],
+    ),
+    "mmmu": (
+        "validation",
+        Features(
+            {"id": TEXT, "question": TEXT, "options": TEXT, "answer": TEXT, "question_type": TEXT}
+            | {f"image_{n}": Image() for n in range(1, 8)}
+        ),
+        [
+            {"id": "validation_Art_1", "question": "<image 2> or <image 1>?", "answer": "B", **CHOICE}
+            | {"image_1": RED, "image_2": BLUE},
+            {
+                "id": "validation_Basic_Medical_Science_1",
+                "question": "How far in <image 1>?",
+                "answer": "['2.5', '5/2']",
+            }
+            | {"options": "[]", "question_type": "open", "image_1": RED},
+        ],
+    ),
+    "mmbench": (
+        "dev",
+        Features(
+            dict.fromkeys(("question", "hint", "answer", "A", "B", "C", "D", "category"), TEXT)
+            | {"index": Value("int64"), "image": Image()}
+        ),
+        [
+            {
+                "index": 3,
+                "question": "what?",
+                "hint": "nan",
+                "answer": "B",
+                "A": "cat",
+                "B": "dog",
+                "C": "nan",
+                "D": None,
+            }
+            | {"category": "object", "image": RED},
+        ],
+    ),
+    "pope": (
+        "test",
+        Features(question_id=TEXT, question=TEXT, answer=TEXT, category=TEXT, image=Image()),
+        [
+            {"question_id": "1", "question": "dog?", "answer": "yes", "category": kind, "image": RED}
+            for kind in ("random", "popular", "adversarial")
+        ],
+    ),
+    "refcoco": (
+        "val",
+        Features(question_id=TEXT, image=Image(), answer=List(TEXT), bbox=List(Value("float32"))),
+        [{"question_id": "5", "image": RED, "answer": ["left dog", "brown one"], "bbox": [4.0, 5.0, 20.0, 10.0]}],
+    ),
+    "gsm8k": ("test", Features(question=TEXT, answer=TEXT), [{"question": "2 + 6?", "answer": "2 + 6 = 8\n#### 8"}]),
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local copy of each data set, in the form in which the Hub has it."""
+    monkeypatch.setenv("VLMCOMPRESS_DATA", str(tmp_path / "data"))
+    for name, (split, features, rows) in BENCHMARKS.items():
+        folder = tmp_path / "data" / name / "data"
+        folder.mkdir(parents=True)
+        full = [{column: row.get(column) for column in features} for row in rows]
+        Dataset.from_list(full, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        Dataset.from_list([{"wrong": "split"}]).to_parquet(folder / "train-00000-of-00001.parquet")
+    checkpoint(tmp_path / "model")
+    return tmp_path
+
+
+def ask(data: Path, name: str, says: Callable[[str], str]) -> Asked:
+    model = data / "model"
+    suite = load_suite(name, candidate=model, baseline=model)
+    return ask_suite(model, suite, Echo(lambda request: says(question(request))))
+
+
+RIGHT: dict[str, list[tuple[str, str, float]]] = {  # part of the prompt -> answer, its score
+    "chartqa": [("how many?", "95", 1.0), ("which?", "norway", 1.0)],
+    "docvqa": [("who?", "J.Doe", 5 / 6), ("when?", " 1999", 1.0)],
+    "textvqa": [("brand?", "Acme", 0.6), ("time?", "10", 1.0)],
+    "mmmu": [("(B) two cats", "I think (B)", 1.0), ("How far", "The answer is 2.50", 1.0)],
+    "mmbench": [("A. cat\nB. dog\nAnswer", "The dog.", 1.0)],
+    "pope": [("dog?", "Yes, there is.", 1.0)],
+    "refcoco": [("left dog", "(0.1, 0.25, 0.5, 0.75)", 1.0), ("brown one", "[0, 0, 1, 1]", 0.0)],
+    "refcoco_1000": [("left dog", "(100, 250), (600, 750)", 1.0), ("brown one", "(100,250,600,750)", 1.0)],
+    "gsm8k": [("2 + 6?", "It is 2 + 6.\n#### 8", 1.0)],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_scores_of_known_answers(data: Path, name: str) -> None:
+    def says(prompt: str) -> str:
+        return next(answer for part, answer, _ in RIGHT[name] if part in prompt)
+
+    asked = ask(data, name, says)
+    scores = [next(score for part, _, score in RIGHT[name] if part in sample.question) for sample in asked.samples]
+    assert [sample.score for sample in asked.samples] == pytest.approx(scores)
+    assert all(sample.parsed for sample in asked.samples) and len({s.id for s in asked.samples}) == len(asked.samples)
+    (metrics,) = asked.metrics.values()
+    assert next(iter(metrics.values())) == pytest.approx(sum(scores) / len(scores)) and metrics["parsed"] == 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "docvqa"])
+def test_answers_without_an_answer_are_counted(data: Path, name: str) -> None:
+    open_texts = {"chartqa", "textvqa"}  # there any text is an answer
+    asked = ask(data, name, lambda _: " " if name in open_texts else "hm")
+    closed = [sample for sample in asked.samples if "How far" not in sample.question]
+    assert closed and not any(sample.parsed or sample.score for sample in closed)
+
+
+def test_families_ids_and_targets(data: Path) -> None:
+    found = {name: ask(data, name, lambda _: "hm").samples for name in BENCHMARKS}
+    assert {name: [s.family for s in samples] for name, samples in found.items()} == {
+        "chartqa": ["human", "augmented"],
+        "docvqa": ["form", "form"],
+        "textvqa": ["textvqa", "textvqa"],
+        "mmmu": ["Art", "Basic Medical Science"],
+        "mmbench": ["object"],
+        "pope": ["random", "popular", "adversarial"],
+        "refcoco": ["refcoco", "refcoco"],
+        "gsm8k": ["gsm8k"],
+    }
+    ids = {name: [s.id for s in samples] for name, samples in found.items()}
+    assert ids["docvqa"] == ["7", "8"] and ids["pope"][0] == "random-1" and ids["refcoco"] == ["0-0", "0-1"]
+    assert [s.expected for s in found["mmmu"]] == ["B", "2.5 | 5/2"]
+    assert found["refcoco"][0].expected == "0.100, 0.250, 0.600, 0.750" and found["gsm8k"][0].expected == "8"
+    first, second = (sample.image for sample in found["mmmu"])
+    assert first.split("+")[1] == second and first.split("+")[0] == found["textvqa"][1].image
+
+
+def test_pope_reports_f1(data: Path) -> None:
+    asked = ask(data, "pope", lambda _: "Yes")
+    assert asked.metrics["pope"] == {"accuracy": 1.0, "parsed": 1.0, "f1": 1.0}
+
+
+def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLMCOMPRESS_DATA", raising=False)
+    with pytest.raises(UserError, match=r"no data for chartqa: give --data, or set VLMCOMPRESS_DATA .*HuggingFaceM4"):
+        load_suite("chartqa", candidate=tmp_path, baseline=tmp_path)
+    with pytest.raises(UserError, match="gone does not exist; put a local copy of pope there"):
+        load_suite("pope", tmp_path / "gone", candidate=tmp_path, baseline=tmp_path)
+    with pytest.raises(UserError, match="has no .parquet or .jsonl files"):
+        load_suite("pope", tmp_path, candidate=tmp_path, baseline=tmp_path)
+    Dataset.from_list([{"question": "q"}]).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(UserError, match="has no column category, question_id; it has question"):
+        load_suite("pope", tmp_path, candidate=tmp_path, baseline=tmp_path)
+
+
+def test_all_benchmarks_say_how_they_score() -> None:
+    assert set(RIGHT) | {"world"} < set(names()) and len(names()) == len(RIGHT) + 11
+
+
+@pytest.mark.engine
+def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
+    """One group of all, asked of the demo model, which was taught nothing of it: answers, scored and counted."""
+    from vlmcompress.engines import get
+
+    tasks = ", ".join(BENCHMARKS)
+    (data / "all.yaml").write_text(f"group: all\ntask: [{tasks}]\n")
+    suite = load_suite(data / "all.yaml", candidate=DEMO, baseline=DEMO)
+    asked = ask_suite(DEMO, suite, get("vllm"))
+    assert len(asked.samples) == sum(len(rows) for *_, rows in BENCHMARKS.values()) + 1  # two expressions of a region
+    assert set(asked.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 512
+    assert all(sample.answer.prompt_tokens > 1 and 0 <= sample.score <= 1 for sample in asked.samples)
