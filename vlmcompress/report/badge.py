@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmcompress.report import words
+from vlmcompress.report import findings, words
 from vlmcompress.results import Results
 
 _COLOURS = {"pass": "brightgreen", "fail": "red", "inconclusive": "yellow", None: "blue"}
@@ -17,9 +17,9 @@ def badge(results: Results) -> dict[str, object]:
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     if before and after:
         parts.append(words.smaller(before, after))
-    if results.bench and (found := words.main_speed(results.bench)):
+    if results.bench and (found := findings.main_speed(results.bench)):
         parts.append(words.pace(found[1]))
-    verdict = words.overall(results)
+    verdict = findings.overall(results)
     if verdict in ("fail", "inconclusive"):
         parts.append(words.VERDICTS[verdict])
     label = "accuracy" if results.suites else "compression"

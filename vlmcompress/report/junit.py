@@ -5,29 +5,29 @@ With a gate its rules are the cases. Without one they are the suites and their f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from vlmcompress.report import words
+from vlmcompress.report import findings
+from vlmcompress.report.words import printable
 from vlmcompress.results import Results, Verdict
-
-_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(results: Results) -> str:
     """The file's text."""
-    root = ElementTree.Element("testsuites", name=_clean(f"{results.candidate.name} against {results.baseline.name}"))
+    root = ElementTree.Element(
+        "testsuites", name=printable(f"{results.candidate.name} against {results.baseline.name}")
+    )
     for suite, cases in _groups(results):
-        group = ElementTree.SubElement(root, "testsuite", name=_clean(suite), timestamp=results.created[:19])
+        group = ElementTree.SubElement(root, "testsuite", name=printable(suite), timestamp=results.created[:19])
         for name, verdict, message in cases:
-            case = ElementTree.SubElement(group, "testcase", classname=_clean(suite), name=_clean(name))
+            case = ElementTree.SubElement(group, "testcase", classname=printable(suite), name=printable(name))
             if verdict == "fail":
-                ElementTree.SubElement(case, "failure", message=_clean(message))
+                ElementTree.SubElement(case, "failure", message=printable(message))
             elif verdict == "inconclusive":
-                ElementTree.SubElement(case, "skipped", message=_clean(message))
+                ElementTree.SubElement(case, "skipped", message=printable(message))
             else:
-                ElementTree.SubElement(case, "system-out").text = _clean(message)
+                ElementTree.SubElement(case, "system-out").text = printable(message)
         _count(group, group)
     _count(root, root)
     ElementTree.indent(root)
@@ -44,15 +44,10 @@ def _groups(results: Results) -> Iterator[tuple[str, list[tuple[str, Verdict, st
         return
     for suite in results.suites:
         rows = {"all": suite.overall, **suite.families}
-        yield suite.name, [(name, c.verdict, words.verdict(c)) for name, c in rows.items()]
+        yield suite.name, [(name, c.verdict, findings.verdict(c)) for name, c in rows.items()]
 
 
 def _count(into: ElementTree.Element, within: ElementTree.Element) -> None:
     for name, tag in (("tests", "testcase"), ("failures", "failure"), ("skipped", "skipped")):
         into.set(name, str(len(within.findall(f".//{tag}"))))
     into.set("errors", "0")
-
-
-def _clean(text: str) -> str:
-    """Without what XML 1.0 can't hold."""
-    return _ILLEGAL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from vlmcompress.report import words
+from vlmcompress.report import findings, words
 from vlmcompress.report.examples import changed, kind
 from vlmcompress.results import Bench, Comparison, Results, Side, Suite, Verdict
 
@@ -21,7 +21,7 @@ _FAMILIES, _EXAMPLES, _LAYERS = 60, 8, 5  # rows of a table
 def markdown(results: Results) -> str:
     """The whole text."""
     title = f"# {escape(results.candidate.name)} against {escape(results.baseline.name)}"
-    sections = [title, "\n".join(f"{line}  " for line in map(escape, words.headline(results))).rstrip()]
+    sections = [title, "\n".join(f"{line}  " for line in map(escape, findings.headline(results))).rstrip()]
     if gate := results.gate:
         rows = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in gate.rules]
         sections += [f"## Gate {escape(gate.name)}", table(["rule", "", "found", "limit", ""], rows, right=())]
@@ -32,7 +32,7 @@ def markdown(results: Results) -> str:
     sections += _memory(results)
     sections += _examples(results)
     sections += _layers(results.candidate)
-    sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*words.method(results), about(results)])]
+    sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*findings.method(results), about(results)])]
     return _within(sections)
 
 
@@ -53,14 +53,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence
 
 def escape(text: str) -> str:
     """One line in which nothing is markup."""
-    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))
 
 
 def _suite(suite: Suite) -> list[str]:
     rows = [_row("all", suite.overall), *(_row(name, c) for name, c in list(suite.families.items())[:_FAMILIES])]
     head = ["family", "n", "baseline", "candidate", "points", "interval", "verdict (margin)"]
     o = suite.overall
-    notes = words.changes(suite) + [f"{what}: {b:,} before, {c:,} after." for what, (b, c) in words.trouble(suite)]
+    notes = findings.changes(suite) + [
+        f"{what}: {b:,} before, {c:,} after." for what, (b, c) in findings.trouble(suite)
+    ]
     if o.baseline_only is not None:
         notes.insert(0, f"Right only before: {o.baseline_only:,}. Right only after: {o.candidate_only:,}.")
     if (hidden := len(suite.families) - _FAMILIES) > 0:
@@ -96,7 +98,7 @@ def _speed(bench: Bench) -> list[str]:
 
 
 def _memory(results: Results) -> list[str]:
-    rows = words.memory(results)
+    rows = findings.memory(results)
     return ["## Memory", table(["", "baseline", "candidate"], rows)] if rows else []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from vlmcompress.report import examples, words
+from vlmcompress.report import examples, findings, words
 from vlmcompress.report.charts import curves, heatmap, intervals
 from vlmcompress.report.markdown import about
 from vlmcompress.results import Bench, Comparison, Ratio, Results, Scored, Side, Suite
@@ -26,12 +26,13 @@ def page(results: Results) -> str:
     return render(
         "report.html.j2",
         r=results,
-        verdict=words.overall(results),
-        headline=words.headline(results),
+        verdict=findings.overall(results),
+        headline=findings.headline(results),
+        overview=_overview(results.suites) if len(results.suites) > 1 else None,
         suites=[_suite(suite, results.samples) for suite in results.suites],
         speed=_speed(results.bench) if results.bench else [],
         latency=_latency(results.bench) if results.bench else [],
-        memory=words.memory(results),
+        memory=findings.memory(results),
         heat=_heat(results.candidate),
         changed=len(found),
         lost=sum(examples.kind(sample) == 0 for sample in found),
@@ -39,7 +40,7 @@ def page(results: Results) -> str:
             (sample, [examples.thumbnail(png) for png in results.pictures.get(sample.id, [])])
             for sample in _pick(results, found)
         ],
-        method=words.method(results),
+        method=findings.method(results),
         about=about(results),
     )
 
@@ -47,7 +48,8 @@ def page(results: Results) -> str:
 def render(template: str, **values: Any) -> str:
     """A template with the style sheet in it; text is escaped, charts are markup already."""
     style = Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8"))
-    return _environment().get_template(template).render(style=style, words=words, **values)
+    text = _environment().get_template(template).render(style=style, words=words, findings=findings, **values)
+    return words.printable(text)
 
 
 @cache
@@ -63,6 +65,12 @@ def _environment() -> jinja2.Environment:
     filters = {name: getattr(words, name) for name in ("points", "percent", "size", "figures", "times", "metric")}
     environment.filters |= {**filters, "typeset": words.typeset, "tick": lambda v: words.VERDICTS[v]}
     return environment
+
+
+def _overview(suites: Sequence[Suite]) -> dict[str, Any]:
+    axis = intervals.accuracy_axis([suite.overall for suite in suites])
+    rows = [(suite.name, suite.overall, intervals.accuracy(suite.overall, axis)) for suite in suites]
+    return {"ruler": intervals.ruler(axis), "rows": rows}
 
 
 def _suite(suite: Suite, samples: list[Scored]) -> dict[str, Any]:

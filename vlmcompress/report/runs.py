@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from vlmcompress import results as schema
 from vlmcompress.errors import UserError
-from vlmcompress.report import dump, save, words, write
+from vlmcompress.report import dump, findings, save, words, write
 from vlmcompress.report.charts import intervals
 from vlmcompress.report.charts.pareto import Point, pareto
 from vlmcompress.report.markdown import MARKS, escape, table
@@ -109,7 +109,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> dict[str
         {
             "json": ("comparison.json", dump({"schema": SCHEMA, "runs": [row.plain() for row in rows]})),
             "md": ("report.md", markdown(rows)),
-            "html": ("report.html", page(rows)),
+            "html": ("report.html", page(runs, rows)),
         },
     )
 
@@ -121,7 +121,7 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
         twins = sum(row.name.partition(" #")[0] == run.candidate.name for row in rows)
         name = f"{run.candidate.name} #{twins + 1}" if twins else run.candidate.name
         before, after = run.baseline.weight_bytes, run.candidate.weight_bytes
-        speed = words.main_speed(run.bench) if run.bench else None
+        speed = findings.main_speed(run.bench) if run.bench else None
         rows.append(
             Row(
                 name=name,
@@ -132,7 +132,7 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 smaller=before / after if before and after else None,
                 faster=words.gain(speed[1], speed[1].ratio) if speed else None,
                 speed_of=speed[0] if speed else "",
-                verdict=words.overall(run),
+                verdict=findings.overall(run),
                 suites={suite.name: suite.overall for suite in run.suites},
             )
         )
@@ -144,13 +144,16 @@ def headline(rows: Sequence[Row]) -> list[str]:
     judged = [row for row in rows if row.verdict]
     kept = [row for row in judged if row.verdict == "pass"]
     lines = [f"{len(kept)} of {len(judged)} candidates pass."] if judged else [f"{len(rows)} candidates."]
-    for what in ("smaller", "faster"):
-        able = [row for row in (kept or ([] if judged else rows)) if getattr(row, what)]
-        if able:
-            best = max(able, key=lambda row: getattr(row, what))
-            among = "Of those, " if judged else ""
-            line = f"{among}{best.name} is the {'smallest' if what == 'smaller' else 'fastest'}"
-            lines.append(f"{line[0].upper()}{line[1:]}: {words.times(getattr(best, what))} {what} than its baseline.")
+    able = kept if judged else rows
+    if len(able) == 1:
+        gains = [(able[0].smaller, "smaller"), (able[0].faster, "faster")]
+        return [*lines, f"{able[0].name}: {', '.join(f'{words.times(gain)} {what}' for gain, what in gains if gain)}."]
+    for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
+        if known := [row for row in able if getattr(row, what)]:
+            best = max(known, key=lambda row: getattr(row, what))
+            lines.append(
+                f"{most}{' of those' if judged else ''}: {best.name}, {words.times(getattr(best, what))} {what}."
+            )
     return lines
 
 
@@ -174,7 +177,7 @@ def markdown(rows: Sequence[Row]) -> str:
         lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *shown])
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
-        parts.append(escape(f"Speed: {'; '.join(measured)}."))
+        parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
 
 
@@ -182,15 +185,21 @@ def _accuracy(c: Comparison | None) -> str:
     return f"{words.points(c.difference)} ({words.points(c.low)} to {words.points(c.high)})" if c else ""
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
     """The comparison's page."""
-    suites = list(dict.fromkeys(name for row in rows for name in row.suites))
     sections = []
-    for suite in suites:
-        found = [(row, row.suites[suite]) for row in rows if suite in row.suites]
-        axis = intervals.accuracy_axis([c for _, c in found])
-        marks = [(row, c, intervals.accuracy(c, axis)) for row, c in found]
-        sections.append({"name": suite, "ruler": intervals.ruler(axis), "rows": marks, "charts": _charts(found)})
+    for name in dict.fromkeys(suite.name for run in runs for suite in run.suites):
+        asked = [(row, s) for run, row in zip(runs, rows, strict=True) for s in run.suites if s.name == name]
+        axis = intervals.accuracy_axis([s.overall for _, s in asked])
+        families = dict.fromkeys(family for _, s in asked for family in s.families)
+        section = {
+            "name": name,
+            "ruler": intervals.ruler(axis),
+            "rows": [(row.name, s.overall, intervals.accuracy(s.overall, axis)) for row, s in asked],
+            "charts": _charts([(row, s.overall) for row, s in asked]),
+            "families": {family: [s.families.get(family) for _, s in asked] for family in families},
+        }
+        sections.append(section)
     return render("comparison.html.j2", rows=rows, suites=sections, headline=headline(rows))
 
 

@@ -13,7 +13,7 @@ from vlmcompress.report import words
 from vlmcompress.report.charts.svg import element
 
 _CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
-_NARROWEST = 200  # of the cells together
+_NARROWEST, _WIDEST = 150, 740  # of the cells together: in a small panel, in one across the page
 
 
 @dataclass
@@ -28,6 +28,11 @@ class Grid:
     def title(self) -> str:
         """A scheme without calibration data knows the error of the weights alone."""
         return f"{self.part}, {'weights alone' if self.modality == 'weight' else self.modality + ' tokens'}"
+
+    @property
+    def wide(self) -> bool:
+        """Whether it needs a panel across the page."""
+        return self.blocks > 12
 
     @property
     def blocks(self) -> int:
@@ -64,7 +69,8 @@ def extremes(found: list[Grid]) -> tuple[float, float]:
 def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
     """Strength of colour is the logarithm of the error; every cell has its number as a tooltip."""
     blocks, rows = grid.blocks, list(grid.cells.items())
-    cell = max(_CELL, min(56.0, _NARROWEST / blocks))
+    most, span = (24.0, _WIDEST) if grid.wide else (56.0, _NARROWEST)
+    cell = max(_CELL, min(most, span / blocks))
     width, height = _LABELS + cell * blocks + 4, _HEAD + _ROW * len(rows) + (20 if blocks > 1 else 4)
     marks = []
     for y, (kind, errors) in enumerate(rows):

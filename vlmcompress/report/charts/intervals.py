@@ -23,7 +23,7 @@ def accuracy_axis(rows: Sequence[Comparison]) -> Axis:
 
 def gain_axis(rows: Sequence[Ratio]) -> Axis:
     """Logarithmic, symmetric enough to show 1x inside."""
-    ends = [words.gain(r, x) for r in rows for x in (r.low, r.high, r.ratio) if x > 0]
+    ends = [words.gain(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
     return logarithmic(min(0.9, *ends), max(1.1, *ends))
 
 
@@ -49,6 +49,8 @@ def accuracy(c: Comparison, axis: Axis) -> Markup:
 
 def gain(name: str, r: Ratio, axis: Axis) -> Markup:
     """A ratio so turned that right is better; whiskers are the extremes of the repeats."""
+    if not words.comparable(r):
+        return _row(f"{words.metric(name)}: not comparable", *_grid(axis, 1.0))
     low, high = sorted(words.gain(r, x) for x in (r.low, r.high))
     middle = words.gain(r, r.ratio)
     tone = "even" if words.unclear(r) else "pass" if middle > 1 else "fail"

@@ -12,8 +12,10 @@ from vlmcompress.report.charts.svg import Axis, at, element, linear, logarithmic
 from vlmcompress.report.words import typeset
 from vlmcompress.results import Comparison
 
-HEIGHT, _TOP, _BOTTOM, _LINE = 300, 14, 34, 16
+HEIGHT, _TOP, _BOTTOM = 320, 14, 34
 _LEFT, _SPAN = 0.09, 0.86  # shares of the width
+_FRAME = 380  # pixels across that labels are laid out for; more is more room
+_LETTER, _LINE, _GAP = 7, 16, 12  # of a label: width of a letter, height, distance from its dot
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ def pareto(points: Sequence[Point], what: str, margin: float) -> Markup:
     for a, b in zip(best[:-1], best[1:], strict=True):
         ends = {"x1": _x(across, a), "x2": _x(across, b), "y1": _y(up, a), "y2": _y(up, b)}
         marks.append(element("line", **ends, class_="front"))
+    zero = _height(up, 0.0)
+    marks.append(element("circle", cx=at(_LEFT + _SPAN * across.share(1.0)), cy=zero, r=4.5, class_="origin"))
     marks += [_dot(p, across, up, p in best) for p in points]
     marks += _labels(points, across, up)
     marks.append(element("text", f"{what} \N{RIGHTWARDS ARROW}", x=at(_LEFT + _SPAN), y=HEIGHT - 2, text_anchor="end"))
@@ -79,24 +83,39 @@ def _dot(point: Point, across: Axis, up: Axis, best: bool) -> Markup:
 
 
 def _labels(points: Sequence[Point], across: Axis, up: Axis) -> list[Markup]:
-    """Names beside the dots, to the side where there is room; where they would touch, they step down and a line leads."""
+    """Names beside the dots, each where it covers least; a line leads to those that had to move."""
+    dots = [(_FRAME * across.share(p.gain), _y(up, p)) for p in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
     marks: list[Markup] = []
-    taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # side -> (share across, y) of placed labels
-    for point in sorted(points, key=lambda p: _y(up, p)):
-        share, y = across.share(point.gain), _y(up, point)
-        right = share < 0.5
-        row = y
-        for other, used in sorted(taken[right], key=lambda item: item[1]):
-            if abs(other - share) < 0.4 and abs(used - row) < _LINE:
-                row = used + _LINE
-        taken[right].append((share, row))
-        sign = 1 if right else -1
-        text = element(
-            "text", point.name, x=12 * sign, y=row - y + 4, text_anchor="start" if right else "end", class_="name"
-        )
-        lead = [element("line", x1=0, y1=0, x2=10 * sign, y2=row - y, class_="lead")] if row != y else []
+    for point, (x, y) in sorted(zip(points, dots, strict=True), key=lambda item: item[1][1]):
+        length = _LETTER * len(point.name)
+        choices = [(sign, step * _LINE) for sign in (1, -1) for step in (0, 1, -1, 2, -2, 3, -3, 4, 5, 6)]
+        boxes = {choice: _box(x, y, *choice, length) for choice in choices}
+        sign, down = min(choices, key=lambda choice: _cost(boxes[choice], taken) + abs(choice[1]) / 2)
+        taken.append(boxes[sign, down])
+        anchor = "start" if sign > 0 else "end"
+        text = element("text", point.name, x=_GAP * sign, y=down + 4, text_anchor=anchor, class_="name")
+        lead = [element("line", x1=0, y1=0, x2=(_GAP - 2) * sign, y2=down, class_="lead")] if down else []
         marks.append(element("svg", *lead, text, x=_x(across, point), y=y, overflow="visible", class_="label"))
     return marks
+
+
+def _box(x: float, y: float, sign: int, down: float, length: float) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom of a label in a frame of ordinary width."""
+    near, far = x + _GAP * sign, x + (_GAP + length) * sign
+    return min(near, far), y + down - 7, max(near, far), y + down + 7
+
+
+def _cost(box: tuple[float, float, float, float], taken: Sequence[tuple[float, float, float, float]]) -> float:
+    """Area that a label covers of others and of dots, and a great deal more for leaving the frame."""
+    left, top, right, bottom = box
+    covered = sum(
+        max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y)) for x, y, r, b in taken
+    )
+    outside = (
+        max(0.0, -20 - left) + max(0.0, right - _FRAME - 20) + max(0.0, bottom - HEIGHT + _BOTTOM) + max(0.0, -top)
+    )
+    return covered + 100 * outside
 
 
 def _x(across: Axis, point: Point) -> str:
