@@ -71,7 +71,8 @@ class Comparison(_Record):
     """Paired scores of n samples in `clusters` images.
 
     Attributes:
-        low, high: limits of the confidence interval of `difference` at `level`; `method` names how they were found.
+        low, high: limits of the confidence interval of `difference` at `level`: Tango's score interval, or for graded
+            scores the empirical-likelihood one.
         p: two-sided p-value of no difference; `adjusted_p`: corrected for the number of families.
         both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
         detectable: smallest true drop that n samples like these would show with 80% power.
@@ -87,7 +88,7 @@ class Comparison(_Record):
     low: float
     high: float
     level: float
-    method: Literal["tango", "bootstrap"]
+    method: Literal["tango", "likelihood"]
     p: float
     adjusted_p: float | None = None
     design_effect: float = 1.0

@@ -7,9 +7,8 @@ Of n pairs, b are right only in the candidate and c only in the baseline; d = (b
   under D. It holds its level at small n and has a sensible width with no discordant pair at all, (-z^2/(n + z^2),
   +z^2/(n + z^2)), where a bootstrap or a Wald interval has none.
 - **Questions about one image are not independent.** The design effect is the variance of d with images as clusters over
-  its variance with independent questions, kept between 1 and what fully dependent questions would give (sum m^2 / n for
-  clusters of m). The interval is computed with b, c and n divided by it (Kish's effective sample size). Without any
-  discordant pair there is nothing to estimate it from and it is 1.
+  its variance with independent questions. The interval is computed with b, c and n divided by it (Kish's effective sample
+  size).
 - **Test**: under the null hypothesis the two models could be swapped on any image, so the sign of each image's
   difference is a fair coin. The p-value is exact, by enumeration of the sum's distribution. With one question an image
   this is the exact McNemar test.
@@ -22,6 +21,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+
+import numpy as np
+
+PRIOR = 2.0  # pairs of questions, see `design_effect`
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,12 @@ def compare(
     counts = Counter(zip(map(bool, baseline), map(bool, candidate), strict=True))
     gained, lost = counts[False, True], counts[True, False]
     differences = [int(c) - int(b) for b, c in zip(baseline, candidate, strict=True)]
-    sums: dict[Hashable, int] = {}
-    for difference, cluster in zip(differences, clusters, strict=True):
-        sums[cluster] = sums.get(cluster, 0) + difference
+    changes = [round(change) for change in sums(differences, clusters)]
     effect = design_effect(differences, clusters)
     low, high = tango(gained / effect, lost / effect, n / effect, level)
     return Paired(
         n=n,
-        clusters=len(sums),
+        clusters=len(changes),
         both=counts[True, True],
         baseline_only=lost,
         candidate_only=gained,
@@ -89,7 +90,7 @@ def compare(
         low=low,
         high=high,
         level=level,
-        p=sign_flip_p(sums.values()),
+        p=sign_flip_p(changes),
         design_effect=effect,
     )
 
@@ -117,20 +118,45 @@ def tango(b: float, c: float, n: float, level: float = 0.95) -> tuple[float, flo
 
 
 def design_effect(differences: Sequence[float], clusters: Iterable[Hashable]) -> float:
-    """Variance of the mean of `differences` with dependence inside clusters, over that without; see the module."""
-    n = len(differences)
-    mean = sum(differences) / n
-    plain = sum((d - mean) ** 2 for d in differences) * n / max(n - 1, 1)
-    sizes: Counter[Hashable] = Counter()
-    residuals: dict[Hashable, float] = {}
-    for difference, cluster in zip(differences, clusters, strict=True):
-        sizes[cluster] += 1
-        residuals[cluster] = residuals.get(cluster, 0.0) + difference - mean
-    count = len(sizes)
-    if plain <= 0 or count < 2:
-        return 1.0
-    clustered = sum(r**2 for r in residuals.values()) * count / (count - 1)
-    return min(max(clustered / plain, 1.0), sum(m * m for m in sizes.values()) / n)
+    """Variance of the mean of `differences` with dependence inside clusters, over that without.
+
+    It is 1 + rho (sum m^2 / n - 1) for clusters of m (Kish, Survey Sampling, 1965, section 8.2), rho being the correlation
+    of two differences in a cluster, kept between 0 and 1. As if PRIOR pairs of questions had been seen that changed
+    together: with few differing answers there's little to estimate rho from, and too small a value would pass candidates
+    that it must not. With dozens of them the prior no longer matters.
+    """
+    d = np.asarray(differences, dtype=float)
+    _, index, sizes = np.unique(_codes(clusters), return_inverse=True, return_counts=True)
+    mates = sizes[index] - 1
+    residuals = d - d.mean()
+    together = float((np.bincount(index, residuals) ** 2).sum() - (residuals**2).sum())
+    alone = float((residuals**2 * mates).sum())
+    unit = float((d**2).sum() / max(np.count_nonzero(d), 1)) or 1.0
+    rho = min(max((together + PRIOR * unit) / (alone + PRIOR * unit), 0.0), 1.0)
+    return float(1 + rho * ((sizes**2).sum() / len(d) - 1))
+
+
+def _codes(clusters: Iterable[Hashable]) -> list[int]:
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(cluster, len(seen)) for cluster in clusters]
+
+
+def sums(differences: Sequence[float], clusters: Iterable[Hashable]) -> list[float]:
+    """Sum of the differences of each cluster."""
+    index = _codes(clusters)
+    return np.bincount(index, np.asarray(differences, dtype=float)).tolist()
+
+
+def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> float:
+    """`sign_flip_p` for sums that are not whole numbers, from random signs; never zero."""
+    magnitudes = np.abs(np.asarray([s for s in sums if abs(s) > 1e-12]))
+    observed = abs(math.fsum(sums)) - 1e-9
+    rng, extreme, step = np.random.default_rng(seed), 0, max(1, 2_000_000 // max(len(magnitudes), 1))
+    for start in range(0, draws, step):
+        count = min(step, draws - start)
+        signs = 2.0 * rng.integers(0, 2, (count, len(magnitudes)), dtype=np.int8) - 1.0
+        extreme += int((np.abs(signs @ magnitudes) >= observed).sum())
+    return (extreme + 1) / (draws + 1)
 
 
 def sign_flip_p(sums: Iterable[int]) -> float:

@@ -122,7 +122,7 @@ def method(results: Results) -> list[str]:
 def _accuracy_method(suite: Suite) -> str:
     c = suite.overall
     asked = f"{suite.samples:,}" + f" of {suite.available:,}" * (suite.samples < suite.available)
-    how = {"tango": "Tango's score interval", "bootstrap": "a bootstrap over images"}[c.method]
+    how = {"tango": "Tango's score interval", "likelihood": "an empirical-likelihood score interval"}[c.method]
     sentences = [
         f"{suite.name}: both sides answered the same {asked} samples about {c.clusters:,} images (seed {suite.seed}), "
         f"at most {suite.max_tokens} tokens each; metric {suite.metric}",
