@@ -1,0 +1,179 @@
+"""transformers for `engines/worker.py`: greedy `generate`, in batches padded on the left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+PACKAGE = "transformers"
+IN_FLIGHT = 8  # requests of a batch, unless the settings say
+
+
+def start(job: dict):
+    """The loaded engine and a description of it."""
+    import torch
+    import transformers
+
+    began = time.monotonic()
+    engine = Engine(job)
+    about = {
+        "name": "hf",
+        "version": transformers.__version__,
+        "device": engine.device,
+        "device_name": torch.cuda.get_device_name() if engine.device == "cuda" else "",
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "max_model_len": engine.longest,
+        "max_num_seqs": job["settings"]["max_num_seqs"] or IN_FLIGHT,
+        "start_seconds": round(time.monotonic() - began, 2),
+    }
+    return engine, about
+
+
+def answers(engine, requests, job: dict):
+    """Answers batch by batch; requests of a batch have equally many images, as some processors want it."""
+    size = job["settings"]["max_num_seqs"] or IN_FLIGHT
+    groups: dict[int, list[dict]] = {}
+    for request in requests:
+        groups.setdefault(images(request), []).append(request)
+    for group in groups.values():
+        for at in range(0, len(group), size):
+            batch = group[at : at + size]
+            try:
+                inputs = engine.encode(batch)
+            except Exception as error:
+                yield refused(engine, batch, error)
+                return
+            yield from engine.generate(batch, inputs, job["settings"])
+
+
+def images(request: dict) -> int:
+    contents = [message["content"] for message in request["messages"] if isinstance(message["content"], list)]
+    return sum(part["type"] == "image_url" for content in contents for part in content)
+
+
+def refused(engine, batch: list[dict], error: Exception):
+    """Which request of a batch it is that can't be encoded."""
+    for request in batch:
+        try:
+            engine.encode([request])
+        except Exception as own:
+            return request["id"], own
+    return batch[0]["id"], error
+
+
+class Engine:
+    """A model with its processor. `ends` are the tokens that end an answer, `longest` is the context length."""
+
+    def __init__(self, job: dict):
+        import torch
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        settings, folder = job["settings"], job["model"]
+        local: Any = {"local_files_only": True, "trust_remote_code": False}
+        torch.manual_seed(settings["seed"])
+        found: Any = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=settings["dtype"], attn_implementation="sdpa", output_loading_info=True, **local
+        )
+        model, loaded = found
+        if lacking := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
+            # transformers only warns, and fills them with random numbers
+            raise ValueError(f"the checkpoint lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = model.to(self.device).eval()
+        self.processor = AutoProcessor.from_pretrained(folder, **local)
+        self.tokenizer = self.processor.tokenizer
+        self.tokenizer.padding_side = "left"
+        ends = model.generation_config.eos_token_id
+        self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
+        own, wanted = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
+        self.longest = own if wanted < 0 else min(own, wanted)
+        self.media = Path(job["media"])
+
+    def encode(self, batch: list[dict]):
+        """The inputs of the model: tokens [batch, longest prompt] and pixels."""
+        conversations = [
+            [message | {"content": self._parts(message["content"])} for message in request["messages"]]
+            for request in batch
+        ]
+        inputs = self.processor.apply_chat_template(
+            conversations,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        )
+        if (length := inputs["input_ids"].shape[1]) >= self.longest:
+            raise ValueError(f"the prompt has {length} tokens and the maximum context length is {self.longest}")
+        return inputs.to(self.device, dtype=self.model.dtype)
+
+    def _parts(self, content) -> list[dict]:
+        """A message's content as processors take it: always in parts, images as pictures."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        return [
+            {"type": "image", "image": self._open(part["image_url"]["url"])} if part["type"] == "image_url" else part
+            for part in content
+        ]
+
+    def _open(self, address: str):
+        from PIL import Image
+
+        path = Path(unquote(urlparse(address).path)).resolve()
+        if not address.startswith("file://") or not path.is_relative_to(self.media):
+            raise ValueError(f"{address[:80]} is not a file in {self.media}")
+        with Image.open(path) as image:
+            return image.convert("RGB")
+
+    def generate(self, batch: list[dict], inputs, settings: dict):
+        """The answers to a batch, each cut at its first end token or its own limit."""
+        import torch
+
+        padded = inputs["input_ids"].shape[1]
+        prompts = inputs["attention_mask"].sum(1).tolist()
+        limits = [request["max_tokens"] or settings["max_tokens"] for request in batch]
+        first = FirstToken(settings["logprobs"])
+        with torch.inference_mode():
+            tokens = self.model.generate(
+                **inputs,
+                do_sample=False,
+                num_beams=1,
+                repetition_penalty=1.0,
+                no_repeat_ngram_size=0,
+                max_new_tokens=min(max(limits), self.longest - padded),
+                eos_token_id=sorted(self.ends),
+                pad_token_id=min(self.ends, default=0),
+                logits_processor=[first],
+            )[:, padded:]
+        for row, (request, limit) in enumerate(zip(batch, limits, strict=True)):
+            answer = tokens[row, :limit].tolist()
+            end = next((at for at, token in enumerate(answer) if token in self.ends), None)
+            answer = answer if end is None else answer[: end + 1]
+            found = {
+                "text": self.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+                "finish": "length" if end is None else "stop",
+                "prompt_tokens": prompts[row],
+                "output_tokens": len(answer),
+                "first": [[self.tokenizer.decode([token]), value] for token, value in first.top(row)] or None,
+            }
+            yield request["id"], found
+
+
+class FirstToken:
+    """A logits processor that changes nothing and remembers the most likely tokens of the first step."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.best = None
+
+    def __call__(self, tokens, logits):
+        if self.most and self.best is None:
+            self.best = logits.float().log_softmax(-1).topk(min(self.most, logits.shape[-1]))
+        return logits
+
+    def top(self, row: int) -> list[tuple[int, float]]:
+        if self.best is None:
+            return []
+        return list(zip(self.best.indices[row].tolist(), self.best.values[row].tolist(), strict=True))

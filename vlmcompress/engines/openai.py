@@ -1,0 +1,212 @@
+"""Answers from a server that is running already, over OpenAI's chat completions interface.
+
+Greedy decoding is asked for, but what a server adds by itself holds: vLLM's takes a repetition penalty from the
+checkpoint's generation config unless it is started with `--generation-config vllm`. The key, if one is needed, is in
+`OPENAI_API_KEY`. Server errors, timeouts and lost connections are tried again by the client, with growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import mimetypes
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from vlmcompress.engines.base import Answer, Progress, Request, Run, Settings, first_tokens
+from vlmcompress.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+IN_FLIGHT = 8  # requests, unless the settings say
+RETRIES = 4
+CONNECT_TIMEOUT = 10.0  # seconds
+
+
+@dataclass(frozen=True)
+class OpenAI:
+    """The server at `url`, which ends in a version such as /v1. It takes `image_url` parts as data: addresses."""
+
+    url: str
+    local: bool = False
+
+    @classmethod
+    def at(cls, address: str) -> OpenAI:
+        """The server of an address; `/v1` may be left out."""
+        parts = urlparse(address)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UserError(f"'{address}' is not the address of a server; write openai:http://localhost:8000")
+        return cls(address.rstrip("/") + ("" if parts.path.strip("/") else "/v1"))
+
+    @property
+    def name(self) -> str:
+        return f"openai:{self.url}"
+
+    def answer(
+        self,
+        model: str | Path,
+        requests: Sequence[Request],
+        *,
+        media: str | Path,
+        settings: Settings | None = None,
+        label: str = "answering",
+        progress: Progress | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> Run:
+        """Answer all requests greedily; see `base.Engine`."""
+        settings, progress = settings or Settings(), progress or (lambda *_: None)
+        answers: dict[str, Answer] = {}
+        progress(label, 0, len(requests))
+
+        async def ask() -> float:
+            async with self._client(settings) as client:
+                await self._check_model(client, str(model))
+                began = time.monotonic()
+                session = _Session(client, self.url, str(model), Path(media), settings)
+                async for found in session.answers(requests):
+                    answers[found.id] = found
+                    if on_answer:
+                        on_answer(found)
+                    progress(label, len(answers), len(requests))
+                return time.monotonic() - began
+
+        seconds = asyncio.run(ask())
+        return Run(answers, {"name": "openai", "url": self.url, "model": str(model), "restarts": 0}, round(seconds, 2))
+
+    def _client(self, settings: Settings) -> AsyncOpenAI:
+        try:
+            import openai
+        except ImportError as error:
+            raise UserError("openai is not installed; pip install 'vlmcompress[eval]'") from error
+        return openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            timeout=openai.Timeout(settings.answer_timeout, connect=CONNECT_TIMEOUT),
+            max_retries=RETRIES,
+        )
+
+    async def _check_model(self, client: AsyncOpenAI, model: str) -> None:
+        """Raise `UserError` if the server is down or says that it has no such model."""
+        import openai
+
+        try:
+            raw = await client.models.with_raw_response.list()
+            served = [entry["id"] for entry in json.loads(raw.text)["data"]]
+        except openai.NotFoundError:  # some servers have no list
+            return
+        except openai.APIStatusError as error:
+            raise UserError(f"{self.url}/models: {_status(error)}") from error
+        except openai.APIConnectionError as error:
+            raise UserError(f"no server answers at {self.url} ({_reason(error)}); is it up?") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.url}/models is no list of models; is this an OpenAI-compatible server?") from error
+        if model not in served:
+            raise UserError(f"{self.url} does not serve '{model}'{did_you_mean(model, served)}")
+
+
+@dataclass(frozen=True)
+class _Session:
+    client: AsyncOpenAI
+    url: str
+    model: str
+    media: Path
+    settings: Settings
+
+    async def answers(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
+        """Answers as they arrive; the first failure ends all that is under way."""
+        limit = asyncio.Semaphore(self.settings.max_num_seqs or IN_FLIGHT)
+
+        async def one(request: Request) -> Answer:
+            async with limit:
+                return await self._one(request)
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            for task in asyncio.as_completed(tasks):
+                yield await task
+        finally:
+            for pending in tasks:
+                pending.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, request: Request) -> Answer:
+        import openai
+
+        wanted: dict[str, Any] = {"max_tokens": request.max_tokens or self.settings.max_tokens, "temperature": 0.0}
+        if self.settings.logprobs:
+            wanted |= {"logprobs": True, "top_logprobs": self.settings.logprobs}
+        messages: Any = [m | {"content": self._content(request.id, m["content"])} for m in request.messages]
+        sample = f"sample '{request.id}'"
+        try:
+            raw = await self.client.chat.completions.with_raw_response.create(
+                model=self.model, messages=messages, **wanted
+            )
+        except openai.APITimeoutError as error:
+            limit = self.settings.answer_timeout
+            raise UserError(f"{self.url} gave no answer to {sample} for {limit:g} s, {RETRIES + 1} times") from error
+        except openai.APIConnectionError as error:
+            raise UserError(f"{self.url} can't be reached any more, at {sample} ({_reason(error)})") from error
+        except openai.APIStatusError as error:
+            raise UserError(f"{sample} can't be answered by {self.model} at {self.url}: {_status(error)}") from error
+        try:
+            return replace(_parse(json.loads(raw.text)), id=request.id)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            came = " ".join(raw.text.split())[:200]
+            raise UserError(f"{self.url} gave no chat completion for {sample} but: {came or 'nothing'}") from error
+
+    def _content(self, sample: str, content: Any) -> Any:
+        """A message's content with images as data: addresses."""
+        if isinstance(content, str):
+            return content
+        return [
+            {"type": "image_url", "image_url": {"url": self._data(sample, part["image_url"]["url"])}}
+            if part["type"] == "image_url"
+            else part
+            for part in content
+        ]
+
+    def _data(self, sample: str, address: str) -> str:
+        path = Path(unquote(urlparse(address).path))
+        if not address.startswith("file://") or not path.resolve().is_relative_to(self.media.resolve()):
+            raise UserError(f"sample '{sample}': {address[:80]} is not a file in {self.media}")
+        try:
+            encoded = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            raise UserError(f"sample '{sample}': {path} can't be read ({error.strerror})") from error
+        return f"data:{mimetypes.guess_type(path.name)[0] or 'image/png'};base64,{encoded}"
+
+
+def _parse(body: Any) -> Answer:
+    """The answer in a chat completion, without an id. Raises what indexing raises for anything else."""
+    choice = body["choices"][0]
+    text, usage = choice["message"]["content"], body.get("usage") or {}
+    if not isinstance(text, str):
+        raise TypeError("no text")
+    tokens = (choice.get("logprobs") or {}).get("content") or []
+    return Answer(
+        id="",
+        text=text,
+        finish=choice.get("finish_reason") or "",
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        output_tokens=usage.get("completion_tokens") or 0,
+        first=first_tokens((top["token"], top["logprob"]) for top in tokens[0]["top_logprobs"]) if tokens else None,
+    )
+
+
+def _status(error: Any) -> str:
+    """An HTTP error in one line: its code and what the server says, at most 200 characters of it."""
+    body = error.body if isinstance(error.body, dict) else {}
+    said = body.get("message") or error.response.text
+    hint = "; set OPENAI_API_KEY" if error.status_code in (401, 403) else ""
+    return f"HTTP {error.status_code}: {' '.join(str(said).split())[:200]}{hint}"
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error.__cause__ or error).split()) or type(error).__name__
