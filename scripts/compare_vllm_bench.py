@@ -3,8 +3,9 @@
 
 scripts/compare_vllm_bench.py [MODEL] [--requests 32] [--clients 4] [--repeats 3] [--out-tokens 32]
 
-The medians over the turns should agree in requests per second and in end-to-end times. Between tokens they don't: vLLM's
-client counts the empty chunk with the role as a token, see `vlmcompress/bench/client.py`. Needs `pandas` and `datasets`
+Medians over the turns. Requests per second and end-to-end times agree where client and server have cores of their own; on
+two shared ones what the client itself costs shows, too. The inter-token gaps differ by one a request: vLLM's client counts
+the empty chunk with the role as a token, see `vlmcompress/bench/client.py`. Needs `pandas` and `datasets`
 in the engine's environment. The last line is one JSON object.
 """
 

@@ -54,6 +54,8 @@ def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
         assert warm.media_hits - fresh.media_hits == 6
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
             serving.check(plan, "cold", running, again, 0, 6)
+        with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
+            serving.check(plan, "warm", running, again, 0, 0)
         with pytest.raises(UserError, match="stopped after 5 of 9 tokens"):
             serving.check(make_plan(out_tokens=9), "warm", running, again, 0, 0)
 
@@ -122,6 +124,7 @@ def test_offline_prompts_must_be_the_servers(results: Results) -> None:
         run_offline(plan, others, lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(UserError, match="server could not start .*no-such-flag"):

@@ -14,8 +14,9 @@ def test_closed_load() -> None:
     load = parse("closed:8")
     assert (load.kind, load.amount, str(load)) == ("closed", 8, "closed:8")
     assert load.arrivals(5, seed=0) is None
-    assert load.default_requests == 32
-    assert parse("closed:100").default_requests == 400
+    assert load.default_requests == 128
+    assert parse("closed:1").default_requests == 64
+    assert parse("rate:2.5").default_requests == 150
 
 
 def test_poisson_arrivals() -> None:

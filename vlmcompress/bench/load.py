@@ -29,8 +29,8 @@ class Load:
 
     @property
     def default_requests(self) -> int:
-        """Enough for the load to be in its steady state most of the time: four rounds of all clients, or 20 seconds."""
-        return max(32, math.ceil(self.amount * (4 if self.kind == "closed" else 20)))
+        """Enough for the load to be in its steady state most of the time: 16 rounds of all clients, or a minute."""
+        return max(64, math.ceil(self.amount * (16 if self.kind == "closed" else 60)))
 
     def arrivals(self, requests: int, seed: int) -> list[float] | None:
         """Seconds from the start at which an open load's requests arrive, rising; None for a closed load.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,17 @@ from typing import Any
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import Plan
 from vlmcompress.engines.base import Progress
-from vlmcompress.engines.local import Local
-from vlmcompress.engines.vllm import PYTHON_VARIABLE, environment, interpreter, offline
+from vlmcompress.engines.vllm import environment, offline, runner
 from vlmcompress.errors import UserError
 from vlmcompress.results import LoadRun
 
 SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
-ENGINE = Local(
+# Unlike for answers, the engine's core is a process of its own: requests are prepared while it works on others.
+ENGINE = replace(
+    runner.ENGINE,
     name="vllm-offline",
-    title="vLLM",
     module=Path(offline.__file__),
-    interpreter=interpreter,
     environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"),
-    advice=f"install vlmcompress[serve] (GPU) or [serve-cpu] there, or set {PYTHON_VARIABLE}",
 )
 
 

@@ -41,12 +41,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md and results.json")
 
 
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Run `vlmcompress bench`: exit code, data for `--json`, text."""
+    from vlmcompress.report import write
+
     results = measure(args)
-    return 0, results.to_dict(), text(results)
+    files = write(results, args.report) if args.report else {}
+    shown = text(results) + (f"\n\nReport: {files['html']}" if files else "")
+    return 0, {"ok": True, **results.to_dict(), "report": str(files["html"]) if files else None}, shown
 
 
 def measure(args: argparse.Namespace) -> Results:

@@ -107,28 +107,29 @@ def _servers(
                 up[side] = running = stack.enter_context(started)
                 # An unmeasured burst: of images that are not used again, or (warm) of the ones that will be.
                 number = plan.repeats if state == "cold" else 0
-                outcomes, _ = burst(plan, running, number, f"{state} {side}: warming up", progress, plan.repeats)
+                outcomes, _ = burst(plan, running, number, f"{state} {side}: warming up", progress, None)
                 _check_answered(outcomes, running)
                 cache = counters.cache_config(running)
                 about[side] = About(counters.version(running), flags, running.start_seconds, cache)
             return up[side]
 
-        if plan.resident:  # both from the first burst on, so that all bursts have an idle neighbour
-            get("baseline"), get("candidate")
+        for side in plan.paths if plan.resident else ():  # both before the first burst: all have an idle neighbour
+            get(side)
         yield get
 
 
 def burst(
-    plan: Plan, running: Server, number: int, label: str, progress: Progress, arrivals: int
+    plan: Plan, running: Server, number: int, label: str, progress: Progress, repeat: int | None
 ) -> tuple[list[Outcome], float]:
-    """Send one burst; everything is encoded before the clock starts. `arrivals` numbers an open load's times."""
+    """Send one burst, encoded before the clock starts. An open load arrives anew in each repeat; repeat None is a warm-up,
+    by eight clients."""
     messages = plan.prompts.burst(number, plan.requests)
     bodies = [client.encode(running.name, conversation, plan.out_tokens) for conversation in messages]
     return client.send(
         running.url,
         bodies,
-        plan.load,
-        seed=plan.seed * 2**16 + arrivals,
+        Load("closed", 8) if repeat is None else plan.load,
+        seed=plan.seed * 2**16 + (repeat or 0),
         timeout=plan.timeout,
         done=lambda count: progress(label, count, len(bodies)),
     )
@@ -163,3 +164,5 @@ def check(
             f"a cold run of {running.name} took {max(cached, prefix_hits):g} tokens and {media_hits} images from a "
             "cache; leave out flags that turn caches on"
         )
+    if state == "warm" and not media_hits:
+        raise UserError(f"a warm run of {running.name} found no image in the cache; leave out flags that turn it off")
