@@ -130,7 +130,7 @@ def _accuracy_method(suite: Suite) -> str:
         f"Intervals of the paired difference are by {how}"
         + f", widened for samples that share an image (design effect {c.design_effect:.2f})" * (c.design_effect > 1.005)
         + f"; p = {c.p:.3g}",
-        "Families are corrected for their number (Holm)"
+        "A family fails only if it does after correction for the number of families (Holm)"
         * any(f.adjusted_p is not None for f in suite.families.values()),
         f"A true drop of {100 * c.detectable:.1f} points would be seen four times in five",
     ]

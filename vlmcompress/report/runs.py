@@ -7,6 +7,7 @@ and speed, `comparison.json` for programs, and each run's own report in a folder
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,8 +65,8 @@ def merge(found: Sequence[Results]) -> list[Results]:
 
 
 def _same(a: Results, b: Results) -> bool:
-    def identity(run: Results) -> list[str]:
-        return [str(Path(side.path).resolve()) for side in (run.baseline, run.candidate)]
+    def identity(run: Results) -> list[tuple[str, int, str]]:
+        return [(side.name, side.weight_bytes, side.scheme) for side in (run.baseline, run.candidate)]
 
     shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
     return identity(a) == identity(b) and not (shared or (a.bench and b.bench) or (a.gate and b.gate))
@@ -95,13 +96,15 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> dict[str
     Raises:
         UserError: a folder has no readable results, or `out` can't be written or is one of several inputs.
     """
+    out, inputs = Path(out), {_folder(folder) for folder in folders}
     runs = merge([schema.load(folder) for folder in folders])
-    out = Path(out)
+    if len(inputs) > 1 and out.resolve() in inputs:
+        raise UserError(f"{out} holds one of the runs; choose another folder for the report")
     if len(runs) == 1:
         return write(runs[0], out)
-    if out.resolve() in {Path(folder).resolve() for folder in folders}:
-        raise UserError(f"{out} holds one of the runs; choose another folder for the comparison")
     rows = summarise(runs)
+    if spoilt := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
+        raise UserError(f"{out / spoilt} holds one of the runs and would be replaced; choose another folder")
     for run, row in zip(runs, rows, strict=True):
         write(run, out / row.folder)
     return save(
@@ -118,14 +121,14 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
     """A row a run, in the order given; names that occur twice are numbered."""
     rows: list[Row] = []
     for run in runs:
-        twins = sum(row.name.partition(" #")[0] == run.candidate.name for row in rows)
-        name = f"{run.candidate.name} #{twins + 1}" if twins else run.candidate.name
+        name = _unused(run.candidate.name, [row.name for row in rows])
+        folder = re.sub(r"[^\w.-]", "-", name).lstrip(".") or "run"
         before, after = run.baseline.weight_bytes, run.candidate.weight_bytes
         speed = findings.main_speed(run.bench) if run.bench else None
         rows.append(
             Row(
                 name=name,
-                folder="".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".") or "run",
+                folder=_unused(folder, [row.folder for row in rows]),
                 scheme=run.candidate.scheme,
                 baseline=run.baseline.name,
                 weight_bytes=after,
@@ -137,6 +140,17 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
             )
         )
     return rows
+
+
+def _unused(name: str, used: Sequence[str]) -> str:
+    """The name, numbered if it is taken."""
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(used) + 3))) if n not in used)
+
+
+def _folder(path: str | Path) -> Path:
+    """The folder of a run, given itself or its `results.json`."""
+    path = Path(path).resolve()
+    return path.parent if path.is_file() else path
 
 
 def headline(rows: Sequence[Row]) -> list[str]:

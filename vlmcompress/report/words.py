@@ -57,10 +57,10 @@ def size(count: float) -> str:
 
 
 def figures(value: float) -> str:
-    """Three significant figures, thousands with commas: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
-    if value == 0:
-        return "0"
-    exponent = math.floor(math.log10(abs(value)) + 1e-12)
+    """Three significant figures, whole numbers above that: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    exponent = math.floor(math.log10(float(f"{abs(value):.2e}")) + 1e-12)  # of the rounded value: 9.999 is 10.0
     if exponent < -3:
         return f"{value:.1e}".replace("e-0", "e-")
     return f"{value:,.{max(0, 2 - exponent)}f}"

@@ -1,0 +1,165 @@
+"""Charts: what is drawn where, read back from the markup."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.report.conftest import HOSTILE, comparison, layer_errors, make_bench
+from vlmcompress.report.charts import curves, heatmap, intervals, pareto
+from vlmcompress.report.charts.svg import element, linear, logarithmic
+
+
+def parse(markup: object) -> ElementTree.Element:
+    return ElementTree.fromstring(str(markup))
+
+
+def across(mark: ElementTree.Element, name: str) -> float:
+    return float(mark.get(name, "").removesuffix("%"))
+
+
+def points(line: ElementTree.Element) -> np.ndarray:
+    return np.array([[float(x) for x in pair.split(",")] for pair in line.get("points", "").split()])
+
+
+def test_element_escapes_text_and_attributes() -> None:
+    made = parse(element("text", HOSTILE.translate({0: None, 27: None}), title='"<&', x=0.125, y=None, class_="a"))
+    assert made.attrib == {"title": '"<&', "x": "0.12", "class": "a"} and "<script>" in (made.text or "")
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_linear_axis_holds_its_range_with_few_round_ticks(low: float, width: float) -> None:
+    axis = linear(low, low + width)
+    slack = 1e-6 * max(abs(low), width)
+    assert axis.low <= low + slack and axis.high >= low + width - slack and 2 <= len(axis.ticks) <= 7
+    assert axis.share(axis.low) == 0 and axis.share(axis.high) == 1
+
+
+@given(st.floats(1e-9, 1e6), st.floats(1, 1e9))
+def test_logarithmic_axis_holds_its_range_with_few_ticks(low: float, factor: float) -> None:
+    axis = logarithmic(low, low * factor)
+    assert axis.low <= low and axis.high >= low * factor * (1 - 1e-9)
+    assert 1 <= len(axis.ticks) <= 7 and all(axis.low <= tick <= axis.high for tick in axis.ticks)
+
+
+def test_interval_is_to_scale() -> None:
+    found = comparison("broken")
+    axis = linear(-0.1, 0.1)
+    svg = parse(intervals.accuracy(found, axis))
+    group = svg.find("g")
+    assert group is not None and group.get("class") == "fail"
+    line, dot = group.find("line"), group.find("circle")
+    assert line is not None and dot is not None
+    left, right, middle = across(line, "x1"), across(line, "x2"), across(dot, "cx")
+    share = (found.difference - found.low) / (found.high - found.low)
+    assert (middle - left) / (right - left) == pytest.approx(share, abs=1e-3)
+    lost = svg.find("rect")
+    assert lost is not None and across(lost, "width") == pytest.approx(6 + 88 * (axis.share(-0.01)), abs=0.01)
+    assert "−4.2 points" in (svg.findtext("title") or "")
+
+
+def test_accuracy_axis_is_not_flattened_by_one_wild_family() -> None:
+    axis = intervals.accuracy_axis([comparison("awq"), comparison("broken", low=-0.9)])
+    assert axis.low == pytest.approx(-0.3, abs=0.11)
+
+
+def test_cumulative_curve_is_the_empirical_distribution() -> None:
+    rng = np.random.default_rng(0)
+    sides = {
+        "baseline": [rng.lognormal(6, 0.4, 50), rng.lognormal(6, 0.4, 50)],
+        "candidate": [rng.lognormal(5.5, 0.4, 90)],
+    }
+    svg = parse(curves.cumulative("first token", "ms", sides))
+    lines = {line.get("class"): points(line) for line in svg.findall("polyline")}
+    assert sum(line.get("class") == "baseline repeat" for line in svg.findall("polyline")) == 2
+    assert "candidate repeat" not in lines
+    everything = np.concatenate([v for lists in sides.values() for v in lists])
+    axis = logarithmic(everything.min(), everything.max())
+    pooled = np.sort(np.concatenate(sides["baseline"]))
+    top, bottom = lines["baseline curve"][:, 1].min(), lines["baseline curve"][:, 1].max()
+    for x, y in lines["baseline curve"][1::10]:
+        value = np.exp(np.log(axis.low) + (x - 38) / 290 * np.log(axis.high / axis.low))
+        assert np.mean(pooled <= value) == pytest.approx((bottom - y) / (bottom - top), abs=0.02)
+    assert {text.text for text in svg.findall("text[@class]")} == {
+        f"{np.median(np.concatenate(lists)):.0f} ms" for lists in sides.values()
+    }
+
+
+def test_cumulative_curve_of_nothing_positive_is_no_chart() -> None:
+    assert curves.cumulative("divergence", "nats", {"candidate": [[0.0, 0.0]]}) == ""
+
+
+def test_histogram_counts_everything() -> None:
+    values = [80, 80, 81, 85, 90, 90, 90]
+    svg = parse(curves.histogram("prompt tokens", "tokens", {"baseline": values, "candidate": values}))
+    bars = [points(line) for line in svg.findall("polyline")]
+    assert len(bars) == 2 and np.array_equal(*bars)
+    steps = bars[0][1:-1].reshape(-1, 2, 2)
+    heights = bars[0][0, 1] - steps[:, 0, 1]
+    unit = heights[heights > 0].min()
+    assert np.round(heights / unit).astype(int).tolist() == [2, 1, 0, 0, 0, 1, 0, 0, 0, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "layer, place",
+    [
+        ("model.language_model.layers.3.mlp.down_proj", ("language_model", 3, "mlp.down_proj")),
+        ("model.visual.blocks.31.attn.qkv", ("visual", 31, "attn.qkv")),
+        ("model.vision_tower.vision_model.encoder.layers.0.mlp.fc1", ("vision_tower.vision_model", 0, "mlp.fc1")),
+        ("model.multi_modal_projector.linear_1", ("multi_modal_projector", 0, "linear_1")),
+        ("model.layers.5.mlp.experts.17.down_proj", ("model.layers", 5, "mlp.experts.*.down_proj")),
+        ("lm_head", ("lm_head", 0, "lm_head")),
+    ],
+)
+def test_layer_names(layer: str, place: tuple[str, int, str]) -> None:
+    assert heatmap.split(layer) == place
+
+
+def test_heatmap_has_a_cell_a_layer_and_the_worst_expert() -> None:
+    errors = layer_errors() | {f"model.layers.0.mlp.experts.{i}.up": {"text": 0.001 * i} for i in range(1, 9)}
+    found = heatmap.grids(errors)
+    assert [(g.part, g.modality, g.blocks) for g in found] == [
+        ("language_model", "text", 4),
+        ("language_model", "vision", 4),
+        ("model.layers", "text", 1),
+    ]
+    assert found[2].cells == {"mlp.experts.*.up": {0: 0.008}}
+    scale = heatmap.extremes(found)
+    cells = parse(heatmap.heatmap(found[1], scale)).findall("rect")
+    shades = [float(cell.get("fill-opacity", "")) for cell in cells]
+    flat = [error for row in found[1].cells.values() for error in row.values()]
+    assert len(cells) == 16 and np.all(np.diff(np.array(shades)[np.argsort(flat)]) >= 0)
+    assert heatmap.strength(scale[0], scale) == pytest.approx(0.06) and heatmap.strength(scale[1], scale) == 1.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(-5, 5)), min_size=1, max_size=8))
+def test_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
+    runs = [pareto.Point(str(i), gain, comparison("awq", difference=d / 100)) for i, (gain, d) in enumerate(pairs)]
+    best = {(gain, d) for gain, d in pairs if not any(g >= gain and e >= d and (g, e) != (gain, d) for g, e in pairs)}
+    found = [(p.gain, round(100 * p.accuracy.difference)) for p in pareto.front(runs)]
+    assert set(found) == best and found == sorted(found)
+
+
+def test_pareto_labels_of_equal_runs_do_not_cover_each_other() -> None:
+    same = comparison("awq")
+    runs = [pareto.Point(name, 1.96, same) for name in ("rtn", "gptq", "awq", "awq-block")]
+    svg = parse(pareto.pareto(runs, "times smaller", 0.01))
+    places = []
+    for label in svg.findall("svg"):
+        text = label.find("text")
+        assert text is not None
+        places.append((text.get("text-anchor"), float(label.get("y", "")) + float(text.get("y", ""))))
+    assert len(places) == 4
+    for i, (side, y) in enumerate(places):
+        assert all(side != other or abs(y - z) >= 14 for other, z in places[:i])
+
+
+def test_gain_axis_has_the_baseline_and_all_repeats() -> None:
+    rows = [r for states in make_bench(1.9).summary.values() for metrics in states.values() for r in metrics.values()]
+    axis = intervals.gain_axis(rows)
+    assert axis.low < 1 < axis.high and any(tick == pytest.approx(1) for tick in axis.ticks)
+    assert axis.high >= max(1 / r.low if not r.higher_is_better else r.high for r in rows)

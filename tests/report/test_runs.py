@@ -1,0 +1,97 @@
+"""Many runs: what is put together, what is compared, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.conftest import make_bench, make_results, make_suite
+from tests.report.test_report import NAMES, Balanced
+from vlmcompress import report
+from vlmcompress import results as schema
+from vlmcompress.errors import UserError
+from vlmcompress.report import options, runs
+from vlmcompress.results import Results
+
+ONLY_ACCURACY: dict[str, Any] = {"bench": None, "gate": None}
+ONLY_SPEED: dict[str, Any] = {"suites": [], "samples": [], "pictures": {}, "gate": None}
+
+
+def written(folder: Path, **named: Results) -> list[Path]:
+    for name, results in named.items():
+        report.write(results, folder / name)
+    return [folder / name for name in named]
+
+
+def test_an_evaluation_and_a_benchmark_of_one_candidate_become_one() -> None:
+    accuracy, speed = make_results(**ONLY_ACCURACY), make_results(**ONLY_SPEED)
+    (merged,) = runs.merge([accuracy, speed])
+    assert merged.suites == accuracy.suites and merged.bench == speed.bench and merged.samples == accuracy.samples
+    assert runs.merge([speed, accuracy])[0].pictures == accuracy.pictures
+    assert len(runs.merge([accuracy, make_results(**{**ONLY_ACCURACY, "suites": [make_suite("other")]})])) == 1
+
+
+@pytest.mark.parametrize("changes", [{"name": "other"}, {"bench": None, "gate": None}, ONLY_SPEED])
+def test_what_differs_or_contradicts_stays_apart(changes: dict[str, Any]) -> None:
+    assert len(runs.merge([make_results(gate=None), make_results(**changes)])) == 2
+
+
+def test_one_run_in_two_folders_gives_its_report(tmp_path: Path) -> None:
+    folders = written(tmp_path, a=make_results(**ONLY_ACCURACY), b=make_results(**ONLY_SPEED))
+    runs.write_comparison(folders, tmp_path / "both")
+    assert {path.name for path in (tmp_path / "both").iterdir()} == NAMES
+    merged = schema.load(tmp_path / "both")
+    assert merged.bench and merged.suites
+
+
+def test_comparison_of_three(tmp_path: Path) -> None:
+    found: dict[str, Any] = {
+        "a": make_results("awq"),
+        "b": make_results("awq", suites=[make_suite(known="broken")], gate=None, bench=make_bench(1.9)),
+        "c": make_results("../x y", bench=None, suites=[make_suite("other")]),
+    }
+    files = runs.write_comparison([*written(tmp_path, **found)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
+    data = json.loads(files["json"].read_text())
+    assert [row["name"] for row in data["runs"]] == ["awq", "awq-2", "../x y"]
+    assert [row["folder"] for row in data["runs"]] == ["awq", "awq-2", "-x-y"]
+    assert [row["verdict"] for row in data["runs"]] == ["pass", "fail", "pass"]
+    ratios = [found[name].bench.summary["serve"]["cold"]["request_throughput"].ratio for name in "ab"]
+    assert [row["faster"] for row in data["runs"]] == [*ratios, None]
+    assert data["runs"][1]["suites"]["world"]["difference"] == pytest.approx(-17 / 400)
+    page = Balanced(files["html"].read_text())
+    for link in page.all("a"):
+        assert (tmp_path / "out" / str(link["href"])).is_file()
+    assert sum(attributes.get("class") == "pareto" for attributes in page.all("svg")) == 2
+    text = files["md"].read_text()
+    assert text.startswith("# 3 candidates compared\n\n2 of 3 candidates pass.") and "| awq-2 |" in text
+
+
+def test_headline_of_one_that_passes() -> None:
+    rows = runs.summarise([make_results("good"), make_results("bad", gate=None, suites=[make_suite(known="broken")])])
+    assert runs.headline(rows)[0] == "1 of 2 candidates pass."
+    assert runs.headline(rows)[1].startswith("good: 1.96x smaller, 1.")
+
+
+def test_inputs_are_not_overwritten(tmp_path: Path) -> None:
+    folders = written(tmp_path, demo=make_results("x"), other=make_results("demo"))
+    with pytest.raises(UserError, match="holds one of the runs"):
+        runs.write_comparison(folders, folders[0])
+    with pytest.raises(UserError, match="would be replaced"):
+        runs.write_comparison(folders, tmp_path)
+    assert schema.load(folders[0]).candidate.name == "x"
+    runs.write_comparison(folders[:1], folders[0])  # one run may be written again
+
+
+def test_verb(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    options.options(parser)
+    (folder,) = written(tmp_path, a=make_results())
+    args = parser.parse_args([str(folder), "-o", str(tmp_path / "out")])
+    code, data, text = options.run_verb(args)
+    assert code == 0 and data["files"]["html"] == str(tmp_path / "out" / "report.html") and "report.html" in text
+    with pytest.raises(UserError, match="give a folder that vlmcompress eval or bench wrote"):
+        options.run_verb(parser.parse_args([str(tmp_path / "nowhere")]))
