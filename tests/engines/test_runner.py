@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from tests.engines.processes import alive, wait_until_gone
 from tests.tiny import build
 from vlmcompress.engines.process import last_words
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
-from vlmcompress.engines.vllm.runner import Request, Settings, answer
+from vlmcompress.engines.vllm.runner import Answer, Request, Settings, answer
 from vlmcompress.errors import UserError
 
 ASK = [Request("only", [{"role": "user", "content": "hello"}])]
-
-
-@pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Make the engine's interpreter a shell script with the given body."""
-
-    def install(body: str) -> None:
-        script = tmp_path / "python"
-        script.write_text(f"#!/bin/sh\n{body}\n")
-        script.chmod(0o755)
-        monkeypatch.setenv(PYTHON_VARIABLE, str(script))
-
-    return install
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not alive(pid)
 
 
 def ask(tmp_path: Path, **settings):
@@ -68,8 +45,46 @@ def test_death_at_start_tells_the_last_error_lines(tmp_path: Path, broken) -> No
 
 def test_killed_engine_is_reported(tmp_path: Path, broken) -> None:
     broken("""echo '{"event": "ready", "engine": {}}'; kill -9 $$""")
-    with pytest.raises(UserError, match="vLLM died .signal SIGKILL. with some/model"):
+    with pytest.raises(UserError, match="vLLM died .signal SIGKILL. with some/model; it had been started again"):
         ask(tmp_path)
+
+
+def test_killed_engine_is_started_again_for_what_it_owes(tmp_path: Path, broken) -> None:
+    """The second worker gets the request that the first did not answer, and only that."""
+    reply = (
+        """{"event": "answer", "id": "%s", "text": "hi", "finish": "stop", "prompt_tokens": 3, "output_tokens": 1}"""
+    )
+    asked = tmp_path / "asked"
+    broken(
+        f"""r=$(dirname $3)/requests.jsonl; cat $r > {asked}; echo '{{"event": "ready", "engine": {{"name": "x"}}}}'
+        if grep -q one $r; then echo '{reply % "one"}'; kill -9 $$; fi
+        echo '{reply % "two"}'; echo '{{"event": "done"}}'"""
+    )
+    said: list[str] = []
+    arrived: list[str] = []
+    requests = [Request(name, ASK[0].messages) for name in ("one", "two")]
+    run = answer("some/model", requests, media=tmp_path, on_answer=lambda found: arrived.append(found.id),
+                 progress=lambda text, *_: said.append(text))  # fmt: skip
+    assert list(run.answers) == arrived == ["one", "two"]
+    assert [json.loads(line)["id"] for line in asked.read_text().splitlines()] == ["two"]
+    assert run.engine == {"name": "x", "restarts": 1}
+    assert [text for text in said if "SIGKILL" in text] == [
+        "answering: vLLM died (signal SIGKILL) with some/model; 1 still to answer"
+    ]
+
+
+def test_an_error_of_the_callers_ends_the_worker(tmp_path: Path, broken) -> None:
+    """Such as a full disk under the journal: it is passed on, not taken for a crash, and no process is left."""
+    pid = tmp_path / "pid"
+    event = '{"event": "answer", "id": "only", "text": "hi", "finish": "stop", "prompt_tokens": 3, "output_tokens": 1}'
+    broken(f"""echo $$ > {pid}; echo '{{"event": "ready", "engine": {{}}}}'; echo '{event}'; sleep 60""")
+
+    def full(_: Answer) -> None:
+        raise UserError("disk full")
+
+    with pytest.raises(UserError, match="^disk full$"):
+        answer("some/model", ASK, media=tmp_path, on_answer=full)
+    assert wait_until_gone(int(pid.read_text()))
 
 
 def test_noise_on_standard_output_is_skipped(tmp_path: Path, broken) -> None:
@@ -165,18 +180,24 @@ def test_real_engine(qwen: Path, tmp_path: Path) -> None:
     requests = [request("text", text), request("a", a, text), request("ab", a, b, text), request("ba", b, a, text)]
     requests += [request("between", a, text, b), Request("plain", [{"role": "user", "content": "what"}])]
     requests += [request(f"again {i}", a, text) for i in range(3)]
+    requests += [replace(requests[0], id="short", max_tokens=1)]
     seen: list[tuple] = []
-    run = answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2),
+    run = answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2, logprobs=5),
                  label="tiny", progress=lambda *at: seen.append(at))  # fmt: skip
     length = {name: found.prompt_tokens for name, found in run.answers.items()}
-    assert list(run.answers) == [r.id for r in requests]
+    assert sorted(run.answers) == sorted(r.id for r in requests)
     assert length["text"] == length["plain"]
     assert (length["a"], length["ab"]) == (length["text"] + 8, length["text"] + 8 + 10)
     assert length["ba"] == length["ab"] == length["between"]
     assert run.answers["again 0"].text == run.answers["again 2"].text
     assert all(0 < found.output_tokens <= 4 for found in run.answers.values())
+    assert (run.answers["short"].output_tokens, run.answers["short"].finish) == (1, "length")
+    for found in run.answers.values():
+        assert found.first and sum(map(math.exp, found.first.values())) <= 1.0001
+        assert list(found.first.values()) == sorted(found.first.values(), reverse=True)
+        assert found.text.startswith(next(iter(found.first))) or "\ufffd" in found.text
     assert run.engine["device"] in ("cpu", "cuda") and run.engine["max_model_len"] == 2048
-    assert seen[0] == ("tiny: starting vLLM", 0, 9) and seen[-1] == ("tiny", 9, 9)
+    assert seen[0] == ("tiny: starting vLLM", 0, 10) and seen[-1] == ("tiny", 10, 10)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.engines.processes import session_members
 from tests.tiny import build
 from vlmcompress.engines.vllm.serve import example, flags, serve
 from vlmcompress.errors import UserError
@@ -129,17 +130,3 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     while session_members(process.pid) and time.monotonic() < end:
         time.sleep(0.2)
     assert not session_members(process.pid)
-
-
-def session_members(session: int) -> list[str]:
-    """Living processes of a session, from /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().rpartition(")")
-        except OSError:
-            continue
-        state, _, _, of = rest.split()[:4]
-        if int(of) == session and state != "Z":
-            found.append(name)
-    return found

@@ -91,7 +91,7 @@ class Local:
                     raise Crash(f"{crash}; it had been started again after a first crash") from crash
                 if not owed:
                     break
-                progress(f"{label}: {crash}; {len(owed)} answers to go", len(answers), len(requests))
+                progress(f"{label}: {crash}; {len(owed)} still to answer", len(answers), len(requests))
             finally:
                 seconds += time.monotonic() - began if began else 0.0
         return Run(answers, engine | {"restarts": crashes}, round(seconds, 2))

@@ -1,0 +1,41 @@
+"""Engines by name, and the first token's distribution."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vlmcompress.engines import get
+from vlmcompress.engines.base import first_tokens
+from vlmcompress.errors import UserError
+
+
+def test_get() -> None:
+    assert (get("vllm").name, get("vllm").local) == ("vllm", True)
+    assert (get("hf").name, get("hf").local) == ("hf", True)
+    served = get("openai:http://localhost:8000/")
+    assert (served.name, served.local) == ("openai:http://localhost:8000/v1", False)
+    assert get("openai:https://host/api/v2").name == "openai:https://host/api/v2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("vlm", "unknown engine 'vlm'; did you mean 'vllm'?"),
+        ("sglang", "unknown engine 'sglang'; choose from hf, openai:URL, vllm"),
+        ("openai", "'' is not the address of a server; write openai:http://localhost:8000"),
+        ("openai:localhost:8000", "'localhost:8000' is not the address of a server; "),
+    ],
+)
+def test_get_refuses(spec: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        get(spec)
+    assert str(caught.value).startswith(message)
+
+
+def test_first_tokens_with_one_text_count_as_one() -> None:
+    found = first_tokens([("a", math.log(0.2)), ("b", math.log(0.3)), ("a", math.log(0.25)), ("c", -math.inf)])
+    assert list(found) == ["a", "b", "c"]
+    assert found["a"] == pytest.approx(math.log(0.45)) and found["c"] == -math.inf
+    assert first_tokens([("a", -800.0), ("a", -800.0)])["a"] == pytest.approx(-800 + math.log(2))
