@@ -110,3 +110,19 @@ def test_main_speed_prefers_cold_requests_and_skips_what_cannot_be_compared() ->
     found = findings.main_speed(bench.model_copy(update={"summary": {"serve": {"cold": dead}}}))
     assert found is not None and found[0] == "TTFT median served cold"
     assert findings.main_speed(bench.model_copy(update={"summary": {}})) is None
+
+
+def test_work_is_counted_apart_by_state_and_side() -> None:
+    bench = make_bench()
+    runs = [
+        run.model_copy(update={"cached_tokens": 7, "failed": 1}) if run.state == "warm" else run for run in bench.runs
+    ]
+    rows = {what: sides for what, *sides in findings.work(bench.model_copy(update={"runs": runs}))}
+    assert (
+        rows["visual tokens a request, cold"] == ["64.0", "64.0"] and rows["text tokens a request, cold"][0] == "24.0"
+    )
+    assert rows["prompt tokens from the prefix cache, cold"] == ["0", "0"]
+    assert rows["prompt tokens from the prefix cache, warm"] == ["21", "21"] and rows["failed requests, warm"] == [
+        "3",
+        "3",
+    ]

@@ -19,6 +19,14 @@ from vlmcompress.report.words import (
 )
 from vlmcompress.results import Bench, Comparison, Ratio, Results, Suite, Verdict
 
+_WORK = {
+    "text_tokens": "text tokens a request",
+    "visual_tokens": "visual tokens a request",
+    "output_tokens": "output tokens a request",
+    "cached_tokens": "prompt tokens from the prefix cache",
+    "media_hits": "images from a cache",
+    "failed": "failed requests",
+}
 _WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
 
 
@@ -151,3 +159,21 @@ def memory(results: Results) -> list[tuple[str, str, str]]:
             ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
         ]
     return rows
+
+
+def work(bench: Bench) -> list[tuple[str, str, str]]:
+    """Rows (what, baseline, candidate): did both sides do the same work, were caches off when cold, did anything fail."""
+
+    def shown(name: str, side: str, state: str) -> str:
+        runs = [run for run in bench.runs if (run.side, run.state) == (side, state)]
+        total = sum(getattr(run, name) for run in runs)
+        return (
+            figures(total / max(1, sum(run.completed for run in runs))) if "a request" in _WORK[name] else f"{total:,}"
+        )
+
+    states = dict.fromkeys(run.state for run in bench.runs)
+    return [
+        (f"{what}, {state}", shown(name, "baseline", state), shown(name, "candidate", state))
+        for name, what in _WORK.items()
+        for state in states
+    ]

@@ -94,7 +94,8 @@ def _speed(bench: Bench) -> list[str]:
             ]
             head = ["", "baseline", "candidate", "candidate is", "in the repeats"]
             found += [f"## Speed: {words.MODES[mode]}, {state}{clients}", table(head, rows)]
-    return found
+    processed = table(["counted by the server", "baseline", "candidate"], findings.work(bench))
+    return [*found, "## What was processed", processed]
 
 
 def _memory(results: Results) -> list[str]:
