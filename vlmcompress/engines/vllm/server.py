@@ -16,12 +16,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main() -> None:
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-    from vllm.platforms import current_platform
-
     if sys.argv[1] == "--end-with-parent":
         sys.argv.pop(1)
         runpy.run_path(os.path.join(os.path.dirname(HERE), "worker.py"))["end_with_parent"]()
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    from vllm.platforms import current_platform
+
     model, *flags = sys.argv[1:]
     chosen = {"--enforce-eager", "--no-enforce-eager", "--compilation-config", "-cc"}
     if current_platform.is_cpu() and not chosen & {flag.split("=")[0] for flag in flags}:

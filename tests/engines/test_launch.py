@@ -1,0 +1,82 @@
+"""`server(...)` with servers that do not come up; `test_agreement` has a real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engines.processes import alive, wait_until_gone
+from vlmcompress.engines.vllm.launch import server
+from vlmcompress.errors import UserError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny-vlm"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such checkpoint folder"), server(tmp_path / "nothing"):
+        pass
+
+
+def test_port_taken(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(UserError, match="can't be listened on .*choose another --port"),
+            server(checkpoint, port=port),
+        ):
+            pass
+
+
+def test_death_at_start_tells_the_last_error_lines(checkpoint: Path, broken, tmp_path: Path) -> None:
+    broken("echo 'INFO 11-21 05:26:23 [a.py:1] loading'; echo 'ValueError: no such head size' >&2; exit 7")
+    log = tmp_path / "log"
+    with (
+        pytest.raises(
+            UserError, match="server could not start .exit code 7. with .*tiny-vlm: ValueError: no such head"
+        ),
+        server(checkpoint, log=log),
+    ):
+        pass
+    assert "loading" in log.read_text()
+
+
+def test_silence_times_out_and_leaves_no_process(checkpoint: Path, broken, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    broken(f"sleep 60 & echo $! > {pid}; wait")
+    with pytest.raises(UserError, match="was not up after 1 s with"), server(checkpoint, timeout=1):
+        pass
+    assert wait_until_gone(int(pid.read_text()))
+
+
+def test_no_orphan_when_the_parent_is_killed(checkpoint: Path, broken, tmp_path: Path) -> None:
+    """`server.py` itself, up to where it imports vLLM; then `kill -9` of the process that started it."""
+    pid, package = tmp_path / "pid", tmp_path / "path" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"import time; open({str(pid)!r}, 'w').close(); time.sleep(60)")
+    child = tmp_path / "child"
+    broken(f'sleep 60 & echo $! > {child}; PYTHONPATH={package.parent} exec {sys.executable} "$@"')
+    code = f"from vlmcompress.engines.vllm.launch import server\nwith server({str(checkpoint)!r}): pass"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    end = time.monotonic() + 60
+    while not pid.exists() and time.monotonic() < end:
+        assert parent.poll() is None
+        time.sleep(0.05)
+    assert alive(int(child.read_text()))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(20)
+    assert wait_until_gone(int(child.read_text()))
