@@ -151,21 +151,24 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     datasets.disable_progress_bars()
     file = Path(name)
     try:
-        if file.suffix in YAML and not file.is_file():
-            raise UserError(f"suite {file} does not exist")
-        siblings = [file.resolve().parent] if file.suffix in YAML and _is_group(file) else []
         with quiet():
-            return _manager(metadata, siblings).load([name])["tasks"]
+            if file.suffix not in YAML:
+                return _manager(metadata).load([name])["tasks"]
+            group = _group(file)
+            return _manager(metadata, [file.parent] if group else []).load([group or name])["tasks"]
     except UserError:
         raise
     except Exception as error:  # whatever a task file's own functions, or its data, raise
         raise UserError(f"suite {name} can't be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
 
-def _is_group(file: Path) -> bool:
+def _group(file: Path) -> str | None:
+    """The name of the group that a task file defines; lm-eval finds a group, unlike a task, by its name alone."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    return "group" in load_yaml(file, resolve_func=False)
+    if not file.is_file():
+        raise UserError(f"suite {file} does not exist")
+    return load_yaml(file, resolve_func=False).get("group")
 
 
 def _one_line(error: Exception) -> str:
