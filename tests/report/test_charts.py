@@ -158,6 +158,12 @@ def test_pareto_labels_of_equal_runs_do_not_cover_each_other() -> None:
         assert all(side != other or abs(y - z) >= 14 for other, z in places[:i])
 
 
+def test_a_side_without_a_good_request_has_no_dot() -> None:
+    dead = make_bench().summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 0.0, "low": 0.0})
+    svg = parse(intervals.gain("request_throughput", dead, intervals.gain_axis([dead])))
+    assert svg.find(".//circle") is None and "not comparable" in (svg.findtext("title") or "")
+
+
 def test_gain_axis_has_the_baseline_and_all_repeats() -> None:
     rows = [r for states in make_bench(1.9).summary.values() for metrics in states.values() for r in metrics.values()]
     axis = intervals.gain_axis(rows)

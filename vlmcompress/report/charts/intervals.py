@@ -22,9 +22,9 @@ def accuracy_axis(rows: Sequence[Comparison]) -> Axis:
 
 
 def gain_axis(rows: Sequence[Ratio]) -> Axis:
-    """Logarithmic, symmetric enough to show 1x inside."""
+    """Logarithmic, with 1x inside."""
     ends = [words.gain(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
-    return logarithmic(min(0.9, *ends), max(1.1, *ends))
+    return logarithmic(min([0.9, *ends]), max([1.1, *ends]))
 
 
 def ruler(axis: Axis, unit: str = "points") -> Markup:
