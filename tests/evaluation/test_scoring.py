@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.tasks.mmmu import utils as official
 
@@ -117,6 +117,7 @@ WORDS = st.sampled_from(
 )
 
 
+@settings(max_examples=400)
 @given(st.lists(WORDS, max_size=12).map(" ".join))
 def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
     """Where the official parser draws an option at random, ours gives none."""
@@ -129,6 +130,7 @@ def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
     assert choices.mmmu_choice(answer, OPTIONS) == (None if drawn else theirs)
 
 
+@settings(max_examples=400)
 @given(
     st.lists(st.one_of(WORDS, st.from_regex(r"-?\d{1,4}(,\d{3})?(\.\d{1,3})?", fullmatch=True)), max_size=10).map(
         " ".join

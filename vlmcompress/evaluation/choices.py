@@ -53,10 +53,13 @@ def _key_parts(answer: str) -> list[str]:
     parts = []
     for number, line in enumerate(lines, 1):
         keys = (*_KEYS, "=") if number == len(lines) else _KEYS
-        tails = [line.split(key)[-1].strip() for key in keys if key in line]
-        tail = min(filter(None, tails), key=len, default="")
-        if tail and tail not in tuple(":,.!?;'"):
-            parts.append(tail)
+        shortest = ""
+        for key in keys:
+            tail = line.split(key)[-1].strip()
+            if key in line and (not shortest or len(tail) < len(shortest)):
+                shortest = tail
+        if shortest and shortest not in tuple(":,.!?;'"):
+            parts.append(shortest)
     return parts or ["\n".join(lines)]
 
 
