@@ -81,7 +81,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run(MODEL, MODEL, load="closed:3", requests=6, out_tokens=5, repeats=2, slo={"e2e": 60_000}, sizes=["96x64"])
+    return run(MODEL, MODEL, load="closed:3", requests=6, out_tokens=5, repeats=1, slo={"e2e": 60_000}, sizes=["96x64"])
 
 
 @pytest.mark.slow
@@ -90,13 +90,12 @@ def test_whole_benchmark(results: Results) -> None:
     """Every state of both sides, all with the same work."""
     bench = results.bench
     assert bench is not None
-    assert bench.order == ["baseline", "candidate", "candidate", "baseline"]
-    assert sorted((r.mode, r.state, r.side, r.repeat) for r in bench.runs) == sorted(
-        (mode, state, side, repeat)
+    assert bench.order == ["baseline", "candidate"]
+    assert [(r.mode, r.state, r.side) for r in bench.runs] == [
+        (mode, state, side)
         for mode, state in (("serve", "cold"), ("serve", "warm"), ("offline", "cold"))
         for side in ("baseline", "candidate")
-        for repeat in (0, 1)
-    )
+    ]
     for record in bench.runs:
         assert (record.completed, record.failed) == (6, 0)
         assert (record.visual_tokens, record.output_tokens) == (6 * TOKENS, 30)

@@ -3,6 +3,9 @@
 `engines/vllm/offline.py` is the engine's side. An engine that was started answers a warm-up burst, then those of its turn;
 turns go in ABBA order, one engine at a time. The bursts are the ones of the cold server runs, so both count the same
 prompt tokens, or the images were not processed alike. Flags for `vllm serve` have no effect here.
+
+This is what `vllm bench throughput --backend vllm-chat` times; but that tool takes no image files of one's own, and its
+`random-mm` turns into plain text without a word where no data set path is given.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from vlmcompress.engines.base import Progress
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
 
-TOOL = "vlmcompress streaming client and LLM.chat"
+TOOL = "vlmcompress's streaming client"
 
 
 def run(
@@ -61,7 +61,7 @@ def run(
         slo=dict(planned.slo),
         repeats=planned.repeats,
         order=[side for side, _ in abba(planned.repeats)],
-        tool=TOOL,
+        tool=TOOL + (" and vLLM's LLM.chat" if offline else ""),
         runs=runs,
         summary=measure.summarise(runs),
         memory=_memory(planned, sides, about, runs),
