@@ -34,14 +34,14 @@ def p_within(score: Score, margin: float) -> float:
 def detectable(score: Score, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many such samples would show (upper limit below 0) with probability `power`.
 
-    Samples are taken to differ as often as seen, and more often where the drop itself asks for it, so that the answer is
-    above zero even if no answer differed.
+    Answers are taken to change both ways as often as seen and once more, as few changes tell little of their rate, and the
+    drop to come on top of that.
     """
     alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
-    square = score.variance + score.mean**2
+    both_ways = max(score.variance + score.mean**2 - abs(score.mean) * score.size, 0.0) + score.size**2 / score.n
 
     def shown(drop: float) -> bool:
-        spread = max(square, drop * score.size)
+        spread = both_ways + drop * score.size
         signal = drop * score.n - score.continuity
         return signal >= math.sqrt(score.n) * (alpha * math.sqrt(spread) + beta * math.sqrt(max(spread - drop**2, 0.0)))
 

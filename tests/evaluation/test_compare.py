@@ -1,0 +1,183 @@
+"""Comparisons, verdicts, sample sizes and families against closed forms, scipy and simulation."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest, poisson
+
+from vlmcompress.evaluation import noninferiority
+from vlmcompress.evaluation.compare import by_family, compare, families, holm, pairs
+from vlmcompress.evaluation.paired import monte_carlo_p, sign_flip_p
+from vlmcompress.evaluation.score import Score
+from vlmcompress.results import Scored
+
+
+def answers(both: int, lost: int, gained: int, neither: int) -> tuple[list[float], list[float]]:
+    return (
+        [1.0] * (both + lost) + [0.0] * (gained + neither),
+        [1.0] * both + [0.0] * lost + [1.0] * gained + [0.0] * neither,
+    )
+
+
+def test_right_and_wrong() -> None:
+    found = compare(*answers(880, 9, 3, 8), margin=0.02)
+    assert (found.n, found.clusters, found.both, found.baseline_only, found.candidate_only, found.neither) == (
+        900, 900, 880, 9, 3, 8)  # fmt: skip
+    assert (found.baseline, found.candidate) == pytest.approx((889 / 900, 883 / 900))
+    assert found.difference == pytest.approx(-6 / 900)
+    assert found.p == pytest.approx(binomtest(3, 12).pvalue)
+    assert (found.method, found.design_effect, found.verdict, found.needed) == ("tango", 1.0, "pass", None)
+
+
+@pytest.mark.parametrize("lost, n", [(0, 100), (0, 380), (0, 420), (5, 900), (30, 900), (90, 900), (400, 400)])
+def test_the_verdict_is_where_the_limits_are(lost, n) -> None:
+    """Pass iff the lower limit is above -margin, fail iff the upper one is below it."""
+    found = compare(*answers(n - lost, lost, 0, 0))
+    expected = "pass" if found.low > -0.01 else "fail" if found.high < -0.01 else "inconclusive"
+    assert found.verdict == expected
+    assert (found.needed is not None) == (expected == "inconclusive")
+
+
+def test_nothing_lost_passes_from_the_number_on_that_poisson_asks_for() -> None:
+    """No loss in n refutes a rate of 1% when n is about 3.7 / 1%: P(0 losses) = 2.5%; ours asks for a little more."""
+    least = next(n for n in range(300, 500) if noninferiority.verdict(Score([0] * n), 0.01, 0.95) == "pass")
+    assert compare(*answers(least, 0, 0, 0)).verdict == "pass"
+    exact = math.log(0.025) / math.log(0.99)
+    assert exact <= least <= 1.1 * exact
+    assert compare(*answers(200, 0, 0, 0)).needed == pytest.approx(least, rel=0.03)
+
+
+def test_graded_scores() -> None:
+    """The mean and its interval; with plenty of data the latter is that of the t-test, its p-value too."""
+    rng = np.random.default_rng(1)
+    before = rng.choice([0, 0.3, 0.6, 1.0], 3000)
+    after = np.where(rng.random(3000) < 0.7, before, rng.choice([0, 0.3, 0.6, 1.0], 3000))
+    found = compare(before.tolist(), after.tolist())
+    change = after - before
+    error = change.std(ddof=1) / math.sqrt(3000)
+    assert found.method == "likelihood" and found.both is None
+    assert (found.low, found.high) == pytest.approx(
+        (change.mean() - 1.96 * error, change.mean() + 1.96 * error), abs=0.02 * error)  # fmt: skip
+    assert found.p == pytest.approx(math.erfc(abs(change.mean() / error) / math.sqrt(2)), abs=0.02)
+
+
+def test_graded_and_right_or_wrong_agree_on_the_same_scores() -> None:
+    """One answer that scores 0.999 instead of 1 makes the scores graded and changes next to nothing."""
+    before, after = answers(800, 20, 8, 72)
+    binary, graded = compare(before, after), compare([0.999, *before[1:]], [0.999, *after[1:]])
+    assert (binary.method, graded.method) == ("tango", "likelihood")
+    assert (graded.low, graded.high) == pytest.approx((binary.low, binary.high), abs=1e-3)
+
+
+def test_questions_about_one_picture_count_less() -> None:
+    before, after = answers(360, 24, 0, 16)
+    alone = compare(before, after)
+    shared = compare(before, after, [i // 4 for i in range(400)])
+    assert shared.clusters == 100
+    assert shared.design_effect == pytest.approx(4.0, rel=0.1)  # losses come in fours here
+    assert shared.low < alone.low < alone.high < shared.high
+    assert shared.p > alone.p
+    assert shared.detectable > alone.detectable
+
+
+def test_nothing_differs_in_shared_pictures_is_no_reason_to_trust_all_questions() -> None:
+    """Without any change nothing tells how dependent questions are: then images count, not questions."""
+    found = compare(*answers(800, 0, 0, 0), [i // 4 for i in range(800)])
+    assert found.design_effect == pytest.approx(4.0)
+    assert found.verdict == "inconclusive"
+
+
+def test_monte_carlo_p_is_the_exact_one() -> None:
+    sums = [3, -1, 2, 2, -1, 1, 1, 4, -2, 1]
+    assert monte_carlo_p([float(s) for s in sums]) == pytest.approx(sign_flip_p(sums), abs=0.01)
+    halves = [s / 2 for s in (2, 1, 1, -1)]
+    exact = np.mean([abs(np.dot(signs, halves)) >= 1.5 - 1e-9 for signs in product((-1, 1), repeat=4)])
+    assert monte_carlo_p(halves) == pytest.approx(exact, abs=0.015)
+    assert monte_carlo_p([0.0, 0.0]) == 1.0
+
+
+def test_detectable_without_any_change_is_that_of_the_exact_test() -> None:
+    """Losses only: six are significant (p = 1/32 at five), and are reached with 80% where their mean is 7.9."""
+    expected = next(mean for mean in np.arange(4, 12, 0.01) if poisson.sf(5, mean) >= 0.8)
+    assert 1000 * noninferiority.detectable(Score([0] * 1000), 0.95) == pytest.approx(expected, rel=0.25)
+
+
+def test_detectable_and_needed_with_many_changes_are_the_textbooks() -> None:
+    """Lachin (1981): z's summed, times the standard deviation, over the effect."""
+    score = Score([1] * 400 + [-1] * 400 + [0] * 9200)
+    drop = noninferiority.detectable(score, 0.95)
+    error = math.sqrt((0.08 + drop) / 10_000)  # the drop's own losses change answers too
+    assert drop == pytest.approx((1.95996 + 0.84162) * error, rel=0.02)
+    few = Score([1] * 40 + [-1] * 40 + [0] * 920)
+    assert noninferiority.needed(few, 0.01, 0.95, 1.0) == pytest.approx(2.80158**2 * 0.08 / 0.01**2, rel=0.05)
+    assert noninferiority.needed(few, 0.01, 0.95, 3.0) == pytest.approx(3 * 2.80158**2 * 0.08 / 0.01**2, rel=0.05)
+    assert noninferiority.needed(Score([-1] + [0] * 99), 0.01, 0.95, 1.0) is None
+
+
+@pytest.mark.parametrize("lost, gained", [(20, 9), (32, 6)])
+def test_needed_decides_in_four_of_five(lost, gained) -> None:
+    """Simulation: with that many samples of the world that was seen, 80% of evaluations end in a verdict."""
+    found, rng = compare(*answers(600 - lost - gained, lost, gained, 0), margin=0.03), np.random.default_rng(0)
+    assert found.verdict == "inconclusive" and found.needed
+    rates = [gained / 600, lost / 600, 1 - (gained + lost) / 600]
+    decided = 0
+    for b, c, rest in rng.multinomial(found.needed, rates, size=300):
+        decided += noninferiority.verdict(Score([1] * b + [-1] * c + [0] * rest), 0.03, 0.95) != "inconclusive"
+    assert decided / 300 == pytest.approx(0.8, abs=0.07)
+
+
+def test_holm_by_hand() -> None:
+    """Holm (1979): times 4, 3, 2, 1, never falling."""
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})  # fmt: skip
+    assert holm({"a": 0.7, "b": 0.6}) == pytest.approx({"a": 1.0, "b": 1.0})
+
+
+def test_families_fail_only_after_correction() -> None:
+    """A family that fails on its own, barely, doesn't among twenty; one that is far off does."""
+    bare = next(k for k in range(1, 100) if Score([-1] * k + [0] * (200 - k)).z(-0.05) < -1.96)
+    groups = {f"fine {i}": (*answers(200, 0, 0, 0), None) for i in range(19)}
+    groups["barely"] = (*answers(200 - bare, bare, 0, 0), None)
+    found = families(groups, margin=0.05)
+    assert found["barely"].verdict == "inconclusive"
+    assert found["fine 0"].verdict == "pass" and found["fine 0"].adjusted_p == 1.0
+    assert found["barely"].adjusted_p == pytest.approx(20 * found["barely"].p)
+    assert families({"barely": groups["barely"]}, margin=0.05)["barely"].verdict == "fail"
+    groups["off"] = (*answers(100, 100, 0, 0), None)
+    assert families(groups, margin={"off": 0.05})["off"].verdict == "fail"
+
+
+def sample(id: str, family: str, image: str, before: float, after: float) -> Scored:
+    return Scored(id=id, suite="s", family=family, question="", expected="", baseline="", candidate="",
+                  baseline_score=before, candidate_score=after, image=image)  # fmt: skip
+
+
+def test_samples_without_image_stand_alone() -> None:
+    samples = [
+        sample("1", "a", "", 1, 0),
+        sample("2", "a", "", 1, 1),
+        sample("3", "b", "x", 0, 1),
+        sample("4", "a", "x", 1, 1),
+    ]
+    assert compare(*pairs(samples)).clusters == 3
+    assert {name: compare(*group).n for name, group in by_family(samples).items()} == {"a": 3, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "before, after, options, message",
+    [
+        ([], [], {}, "same, positive number"),
+        ([1], [1, 0], {}, "same, positive number"),
+        ([1.0], [1.5], {}, "0 to 1"),
+        ([1.0], [math.nan], {}, "0 to 1"),
+        ([1.0], [1.0], {"margin": 0.0}, "between 0 and 1"),
+        ([1.0], [1.0], {"level": 95}, "between 0 and 1"),
+    ],
+)
+def test_bad_scores(before, after, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare(before, after, **options)
