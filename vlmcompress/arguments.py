@@ -8,7 +8,10 @@ import re
 from typing import Any, NoReturn
 
 from vlmcompress import __version__, recipe
+from vlmcompress.bench import options as bench
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.evaluation import options as evaluation
+from vlmcompress.report import options as report
 
 # Destination of a flag -> the recipe key that it gives a value to.
 RECIPE_KEYS = {
@@ -23,6 +26,8 @@ RECIPE_KEYS = {
     "samples": "calibrate.samples",
     "seed": "seed",
 }
+
+LISTED = ("schemes", "targets", "families", "recipes", "formats", "suites", "gates")
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The arguments of one call."""
     parser, verbs = _parser()
     extra: list[str] = []
-    if arguments[:1] == ["serve"] and "--" in arguments:  # the rest is vLLM's
+    if arguments[:1] in (["serve"], ["bench"]) and "--" in arguments:  # the rest is vLLM's
         cut = arguments.index("--")
         arguments, extra = arguments[:cut], arguments[cut + 1 :]
     args, unknown = parser.parse_known_args(arguments)
@@ -81,7 +86,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="vlmcompress",
         description="Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost.",
-        epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
+        "130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
@@ -100,10 +106,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     doctor = verb("doctor", "Examine a finished checkpoint.")
     doctor.add_argument("out", metavar="OUT")
     doctor.add_argument("--source", metavar="MODEL", help="compare with the original, too")
-    _eval(verb("eval", "Ask the compressed and the original model the same questions in vLLM."))
+    evaluation.options(verb("eval", "Ask the compressed and the original model the same questions and compare."))
+    bench.options(verb("bench", "Measure speed and memory against the original; flags after -- go to vllm serve."))
+    report.options(verb("report", "Put the reports of several runs on one page."))
     _serve(verb("serve", "Run vLLM's OpenAI-compatible server; flags after -- go to vllm serve."))
     listing = verb("list", "List what has a name.")
-    listing.add_argument("what", nargs="?", choices=["schemes", "targets", "families", "recipes", "formats"])
+    listing.add_argument("what", nargs="?", choices=LISTED)
     return parser, dict(verbs.choices)
 
 
@@ -131,20 +139,6 @@ def _quantize(parser: Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
-
-
-def _eval(parser: Parser) -> None:
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
-    parser.add_argument(
-        "--data", metavar="FILE", help="image, question, answer and maybe family; default: bundled test split"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md and results.json")
-    parser.add_argument(
-        "--max-drop", type=float, metavar="SHARE", help="exit with 1 if accuracy falls by more; 0.01 is one point"
-    )
 
 
 def _serve(parser: Parser) -> None:

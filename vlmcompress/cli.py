@@ -82,24 +82,23 @@ def doctor(args: argparse.Namespace) -> Outcome:
 
 def evaluate(args: argparse.Namespace) -> Outcome:
     """`vlmcompress eval`"""
-    from vlmcompress.evaluation.accuracy import evaluate as compare
-    from vlmcompress.evaluation.report import verdict, write_report
+    from vlmcompress.evaluation.options import run_verb
 
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit is {args.limit}, it should be at least 1")
-    progress = terminal.Progress()
-    try:
-        results = compare(args.out, args.baseline, args.data, limit=args.limit, seed=args.seed, progress=progress)
-    finally:
-        progress.close()
-    report = write_report(results, args.report)["html"] if args.report else None
-    drop = -results.overall.difference
-    failed = args.max_drop is not None and drop > args.max_drop
-    text = summary.eval_text(results, verdict(results.overall), report)
-    if failed:
-        text += f"\nGate failed: accuracy fell by {100 * drop:.1f} points, at most {100 * args.max_drop:g} are allowed."
-    data = {"ok": not failed, **results.to_dict(), "report": str(report) if report else None}
-    return GATE if failed else OK, data, text
+    return run_verb(args)
+
+
+def bench(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress bench`"""
+    from vlmcompress.bench.options import run_verb
+
+    return run_verb(args)
+
+
+def report(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress report`"""
+    from vlmcompress.report.options import run_verb
+
+    return run_verb(args)
 
 
 def serve(args: argparse.Namespace) -> Outcome:
@@ -133,12 +132,24 @@ def listing(args: argparse.Namespace) -> Outcome:
         lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in recipe.bundled().items()}
         return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
+    def gates() -> list[dict[str, Any]]:
+        from vlmcompress.evaluation import gate
+
+        return [{"name": name, "about": gate.about(name)} for name in gate.names()]
+
+    def suites() -> list[dict[str, Any]]:
+        from vlmcompress.evaluation import tasks
+
+        return [{"name": name, "about": tasks.about(name)} for name in tasks.names()]
+
     kinds: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "schemes": lambda: registered(recipe.SCHEMES),
         "targets": machines,
         "families": lambda: registered(Registry("vlmcompress.models", "model family")),
         "recipes": recipes,
         "formats": lambda: registered(recipe.FORMATS),
+        "suites": suites,
+        "gates": gates,
     }
     entries = {kind: find() for kind, find in kinds.items() if args.what in (None, kind)}
     return OK, entries, summary.list_text(entries)
@@ -149,6 +160,8 @@ VERBS = {
     "check": check,
     "doctor": doctor,
     "eval": evaluate,
+    "bench": bench,
+    "report": report,
     "serve": serve,
     "list": listing,
 }

@@ -275,3 +275,15 @@ def load(path: str | Path) -> Results:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: {where}: {first['msg'].lower()}; write the report again") from error
+
+
+def joined(new: Results, old: Results) -> Results:
+    """`new` with the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
+
+    def same(one: Side, other: Side) -> bool:
+        return (one.name, one.weight_bytes, one.scheme) == (other.name, other.weight_bytes, other.scheme)
+
+    if not (same(new.baseline, old.baseline) and same(new.candidate, old.candidate)):
+        return new
+    kept = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]
+    return new.model_copy(update={name: getattr(old, name) for name in kept})

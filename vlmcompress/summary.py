@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vlmcompress.terminal import duration, size, table
 
 if TYPE_CHECKING:
-    from vlmcompress.evaluation.accuracy import Results
     from vlmcompress.plan import Plan
     from vlmcompress.recipe import Resolved
 
@@ -109,25 +108,6 @@ def looked_text(title: str, findings: Sequence[Looked]) -> str:
     rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
     verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
     return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
-
-
-def eval_text(results: Results, verdict: str, report: Path | None) -> str:
-    """Accuracies side by side."""
-    rows: list[tuple[Any, ...]] = [
-        ("family", "questions", "baseline", "compressed", "difference (95% interval), points")
-    ]
-    for name, paired in {"all": results.overall, **results.families}.items():
-        interval = f"{100 * paired.difference:+.1f} ({100 * paired.low:+.1f} to {100 * paired.high:+.1f})"
-        accuracies = (f"{paired.baseline_accuracy:.1%}", f"{paired.candidate_accuracy:.1%}")
-        rows.append((name, paired.n, *accuracies, interval))
-    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    lines = [
-        f"{results.candidate.path} against {results.baseline.path}",
-        table(rows),
-        verdict,
-        f"Weights {size(before)} -> {size(after)}; the same answer to {results.agreement:.1%} of the questions.",
-    ]
-    return "\n".join(lines + ([f"Report: {report}"] if report else []))
 
 
 def list_text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:

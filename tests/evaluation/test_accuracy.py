@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import build
+from vlmcompress import engines
 from vlmcompress.calibration.rows import Sample
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.accuracy import evaluate, normalise
-from vlmcompress.evaluation.questions import fingerprint, load, stratified, write_requests
+from vlmcompress.evaluation.accuracy import Ask, evaluate
+from vlmcompress.evaluation.questions import stratified
+from vlmcompress.evaluation.scoring import normalise
+from vlmcompress.report import write
+from vlmcompress.results import Results, Scored
 
-
-@pytest.mark.parametrize("text", ["Red Star", " red   star.", "RED\nSTAR", "red star .", "red star"])
-def test_normalise(text: str) -> None:
-    assert normalise(text) == "red star"
-
-
-def test_normalise_keeps_what_matters() -> None:
-    assert normalise("3.5") == "3.5" and normalise("no") != normalise("not") and normalise(" . ") == ""
+VLLM = Ask(engines.get("vllm"), engines.get("vllm"))
 
 
 def samples(**families: int) -> list[Sample]:
@@ -54,37 +52,6 @@ def test_stratified_without_need() -> None:
         stratified(pool, 0, 0)
 
 
-def test_requests_keep_image_order_and_write_equal_images_once(tmp_path: Path) -> None:
-    red, blue = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
-    turns = [
-        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
-        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}, {"type": "image"}]},
-    ]
-    asked = [Sample("1", (red, blue), "which?", "a"), Sample("2", (blue, red), "x", "a", messages=turns)]
-    asked += [Sample("3", (red, blue), "again", "a"), Sample("4", (), "no image", "a")]
-    requests, images = write_requests(asked, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert images[0] == images[2] != images[1] and images[3] == "text:4"
-
-    def seen(content: list[dict]) -> list:
-        files = [Path(p["image_url"]["url"].removeprefix("file://")) for p in content if p["type"] == "image_url"]
-        return [Image.open(file).getpixel((0, 0)) for file in files]
-
-    assert seen(requests[0].messages[0]["content"]) == [(255, 0, 0), (0, 0, 255)]
-    assert [part["type"] for part in requests[0].messages[0]["content"]] == ["image_url", "image_url", "text"]
-    assert seen(requests[1].messages[1]["content"]) == [(0, 0, 255), (255, 0, 0)]
-    assert [part["type"] for part in requests[1].messages[1]["content"]] == ["text", "image_url", "image_url"]
-    assert requests[1].messages[0] == turns[0]
-    assert [r.images() for r in requests] == [2, 2, 2, 0]
-
-
-def test_fingerprint_sees_every_change(tmp_path: Path) -> None:
-    base = Sample("1", (), "q", "a", "f")
-    others = [Sample("2", (), "q", "a", "f"), Sample("1", (), "p", "a", "f"), Sample("1", (), "q", "b", "f")]
-    prints = {fingerprint([s], ["i"]) for s in [base, *others]} | {fingerprint([base], ["j"])}
-    assert len(prints) == 5
-
-
 # ---- bad input: nothing of this starts an engine
 
 
@@ -103,36 +70,21 @@ def folder(tmp_path: Path) -> Path:
 
 def test_missing_checkpoints(folder: Path) -> None:
     with pytest.raises(UserError, match="nothing: no such checkpoint folder"):
-        evaluate(folder / "model", folder / "nothing")
+        evaluate(folder / "model", folder / "nothing", [None], None, VLLM)
     (folder / "model" / "config.json").unlink()
     with pytest.raises(UserError, match="not a checkpoint, it has no config.json"):
-        evaluate(folder / "model", folder / "model")
+        evaluate(folder / "model", folder / "model", [None], None, VLLM)
 
 
-def test_no_bundled_data(folder: Path) -> None:
-    with pytest.raises(UserError, match="no data set is bundled with .*--data FILE"):
-        evaluate(folder / "model", folder / "model")
-
-
-@pytest.mark.parametrize("answer", [{}, {"answer": ""}, {"answer": None}])
-def test_data_without_answers(folder: Path, answer: dict) -> None:
-    rows = [{"image": "a.png", "question": "q", "answer": "a"}, {"image": "a.png", "question": "q", **answer}]
-    with pytest.raises(UserError, match="data.jsonl.* has no answer"):
-        evaluate(folder / "model", folder / "model", write_rows(folder / "data.jsonl", *rows))
-
-
-def test_empty_and_missing_data(folder: Path) -> None:
-    (folder / "data.jsonl").write_text("")
-    with pytest.raises(UserError, match="data.jsonl is empty"):
-        load(folder / "data.jsonl", folder, folder, 0)
-    with pytest.raises(UserError, match="does not exist"):
-        load(folder / "nothing.jsonl", folder, folder, 0)
+def test_data_of_no_model(folder: Path) -> None:
+    with pytest.raises(UserError, match="world"):
+        evaluate(folder / "model", folder / "model", [None], None, VLLM)
 
 
 def test_missing_image_is_named(folder: Path) -> None:
     data = write_rows(folder / "data.jsonl", {"image": "gone.png", "question": "q", "answer": "a"})
     with pytest.raises(UserError, match="gone.png"):
-        evaluate(folder / "model", folder / "model", data)
+        evaluate(folder / "model", folder / "model", [data], None, VLLM)
 
 
 # ---- the real engine
@@ -155,15 +107,43 @@ def test_evaluation_in_the_real_engine(tmp_path: Path) -> None:
     rows = [{"id": f"q{i}", "image": [["a.png"], ["a.png", "b.png"], []][i % 3], "question": f"what {i}", "answer": "?",
              "family": ("one", "two", "none")[i % 3]} for i in range(6)]  # fmt: skip
 
-    first = evaluate(baseline, baseline, write_rows(tmp_path / "data.jsonl", *rows))
-    assert first.agreement == 1.0 and first.overall.neither == 6 and not first.pictures
-    assert first.overall.low < 0 < first.overall.high
+    data = write_rows(tmp_path / "data.jsonl", *rows)
+    first = evaluate(baseline, baseline, [data], None, VLLM)
+    (suite,) = first.suites
+    assert suite.agreement == 1.0 and suite.overall.neither == 6 and not first.pictures
+    assert suite.overall.low < 0 < suite.overall.high and suite.overall.verdict == "inconclusive"
+    assert suite.divergence is not None and suite.divergence.mean < 1e-6 and suite.divergence.same_first == 1.0
 
     said = {s.id: s.baseline for s in first.samples}
     rows = [row | {"answer": said[row["id"]].upper() + "."} for row in rows if normalise(said[row["id"]])]
-    second = evaluate(candidate, baseline, write_rows(tmp_path / "data.jsonl", *rows))
-    assert second.overall.baseline_accuracy == 1.0 and second.overall.candidate_accuracy == 0.0
-    assert second.overall.high < 0 and set(second.families) <= {"one", "two", "none"}
+    data = write_rows(tmp_path / "data.jsonl", *rows)
+    how = replace(VLLM, journal=tmp_path / "report" / "answers.jsonl")
+    second = evaluate(candidate, baseline, [data], None, how)
+    (suite,) = second.suites
+    assert suite.overall.baseline == 1.0 and suite.overall.candidate == 0.0
+    assert suite.overall.high < 0 and suite.overall.verdict == "fail"
+    assert set(suite.families) <= {"one", "two", "none"}
     assert second.baseline.weight_bytes == second.candidate.weight_bytes > 0
+    assert suite.divergence is not None and suite.divergence.mean > 0.01
     assert {len(pictures) for pictures in second.pictures.values()} <= {0, 1, 2} and second.pictures
-    json.dumps(second.to_dict())
+
+    # The report of an evaluation is a baseline, too; its journal has the candidate's answers, so that no engine starts.
+    write(second, tmp_path / "report")
+    third = evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead()))
+    assert third.suites[0].overall == suite.overall and third.samples == without_divergence(second)
+    write_rows(data, *rows[1:])
+    with pytest.raises(UserError, match="answered different samples"):
+        evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead()))
+
+
+class Dead:
+    """An engine that must not be needed."""
+
+    name, local = "vllm", True
+
+    def answer(self, *_args, **_kwargs):
+        raise AssertionError("everything is in the journal")
+
+
+def without_divergence(results: Results) -> list[Scored]:
+    return [sample.model_copy(update={"kl": None}) for sample in results.samples]

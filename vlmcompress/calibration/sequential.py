@@ -53,6 +53,7 @@ class BlockModifier(Modifier):
     progress: Any
 
     _stats: dict[int, dict[str, GroupStats]] = PrivateAttr(default_factory=dict)
+    _observing: dict[int, set[Any]] = PrivateAttr(default_factory=dict)  # hooks, which keep the statistics alive
     _ranges: dict[int, KVRange] = PrivateAttr(default_factory=dict)
     _linears: dict[str, Any] = PrivateAttr(default_factory=dict)
     _seen: int = PrivateAttr(default=0)
@@ -71,12 +72,14 @@ class BlockModifier(Modifier):
             self.register_hook(first, self._tick, "forward_pre")  # type: ignore[arg-type]
             if self.store.has(layer):
                 continue
-            self._stats[layer] = {}
+            self._stats[layer], self._observing[layer] = {}, set()
             for group in groups:
                 linear = self._linears[group.linears[0]]
                 stats = GroupStats(linear.in_features, self.method.needs | {"gram"})
                 self._stats[layer][group.name] = stats
-                self.register_hook(linear, _observer(stats, group.linears[0]), "forward_pre")
+                self._observing[layer].add(
+                    self.register_hook(linear, _observer(stats, group.linears[0]), "forward_pre")
+                )
             if layer in self.attention:
                 self._ranges[layer] = KVRange(state.model, state.model.get_submodule(self.attention[layer]), self)
 
@@ -99,6 +102,7 @@ class BlockModifier(Modifier):
         if layer not in self._stats:
             return
         stats = self._stats.pop(layer)
+        self.remove_hooks(self._observing.pop(layer))
         weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
         result = solve_layer(groups, weights, stats, self.method, next(iter(weights.values())).dtype)
         if layer in self._ranges:

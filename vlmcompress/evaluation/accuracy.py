@@ -1,222 +1,265 @@
-"""Exact-match accuracy of a candidate and its baseline on the same questions, both answering in vLLM.
+"""Accuracy of a candidate and its baseline on the same questions: asked by an engine, scored by the tasks, compared in pairs.
 
-    results = evaluate("OUT", "MODEL", "data.jsonl", limit=500)
-    write_report(results, "OUT/eval")
+    results = evaluate("OUT", "MODEL", ["world"], limit=500, margin=0.01)
+    results.suites[0].overall.verdict
 
-Each checkpoint is loaded once and answers greedily. An answer counts when it equals the expected one after `normalise`
-(space, case and a final full stop don't matter). Samples are paired by id; `paired` has the statistics.
+The baseline may also be an earlier report: its answers are taken from there, provided that the questions are the same.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from vlmcompress.calibration.rows import Sample
-from vlmcompress.engines.vllm.runner import Answer, Progress, Run, Settings, answer
+from vlmcompress import sides
+from vlmcompress.engines.base import Answer, Engine, Progress, Settings
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation import questions
-from vlmcompress.evaluation.paired import Paired, compare
+from vlmcompress.evaluation import tasks
+from vlmcompress.evaluation.ask import Asked, Sample, ask_suite
+from vlmcompress.evaluation.compare import by_family, compare, families, pairs
+from vlmcompress.evaluation.divergence import divergence
+from vlmcompress.evaluation.journal import Journal, open_journal
+from vlmcompress.evaluation.scoring import normalise
+from vlmcompress.evaluation.tasks import LoadedSuite
+from vlmcompress.results import FILE, Results, Scored, Side, Suite, load
 
-SCHEMA = 1
-EXAMPLES = 24  # with pictures, in the report
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One question, the expected answer, and what each checkpoint answered. `image` names the images it is about."""
-
-    id: str
-    family: str
-    question: str
-    expected: str
-    baseline: str
-    candidate: str
-    baseline_right: bool
-    candidate_right: bool
-    image: str
+EXAMPLES = 24  # samples whose pictures go into the report
+FIRST_TOKENS = 20  # whose probabilities are compared
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """One side of the comparison. `weight_bytes` is the size of its safetensors files; the counts are of answers that
-    were empty, or cut off at the token limit before the model was done."""
-
-    path: str
-    weight_bytes: int
-    empty: int
-    cut_off: int
-    seconds: float
-    prompt_tokens: int
-    engine: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Results:
-    """What an evaluation found.
+class Ask:
+    """How questions are asked.
 
     Attributes:
-        agreement: share of questions to which both gave the same answer, right or wrong.
-        pictures: PNG images of some samples that the two answered differently, by id; for the report, not for JSON.
+        engine, baseline_engine: the engines of the candidates and of the baseline.
+        margin: the drop that is allowed, per suite; suites that it does not name have that of "".
+        journal: file that keeps answers as they come; an interrupted run goes on from there.
     """
 
-    data: dict[str, Any]
-    baseline: Checkpoint
-    candidate: Checkpoint
-    overall: Paired
-    families: dict[str, Paired]
-    agreement: float
-    samples: tuple[Scored, ...]
-    created: str
-    pictures: dict[str, list[bytes]] = field(default_factory=dict, repr=False)
-    schema: int = SCHEMA
+    engine: Engine
+    baseline_engine: Engine
+    limit: int | None = None
+    seed: int = 0
+    margin: Mapping[str, float] | None = None
+    settings: Settings = Settings(logprobs=FIRST_TOKENS)
+    journal: Path | None = None
+    progress: Progress | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the pictures."""
-        plain = {name: value for name, value in vars(self).items() if name != "pictures"}
-        plain |= {name: dict(vars(plain[name])) for name in ("baseline", "candidate", "overall")}
-        plain["families"] = {name: dict(vars(paired)) for name, paired in self.families.items()}
-        plain["samples"] = [dict(vars(sample)) for sample in self.samples]
-        return plain
+    def margin_of(self, suite: str) -> float:
+        margins = {"": 0.01, **(self.margin or {})}
+        return margins.get(suite, margins[""])
 
 
 def evaluate(
-    candidate: str | Path,
-    baseline: str | Path,
-    data: str | Path | None = None,
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    settings: Settings | None = None,
-    progress: Progress | None = None,
+    candidate: str | Path, baseline: str | Path, suites: Sequence[str | Path | None], data: Path | None, how: Ask
 ) -> Results:
-    """Ask both checkpoints the same questions in vLLM, one checkpoint after the other.
-
-    Args:
-        candidate, baseline: checkpoint folders.
-        data: JSONL, parquet or another source with `image`, `question`, `answer` and optionally `family`; None: the
-            test split that is bundled with the demo models.
-        limit: ask only so many, drawn from all families in proportion and always the same ones for a seed.
-        progress: called with (label, done, total).
-
-    Raises:
-        UserError: a checkpoint or data is missing, the data has no answers, or the engine fails.
-    """
-    more = {"limit": limit, "seed": seed, "settings": settings, "progress": progress}
-    return next(evaluate_all([candidate], baseline, data, **more))  # type: ignore[arg-type]
+    """Ask both the questions of every suite. See `evaluate_all`."""
+    return next(evaluate_all([candidate], baseline, suites, data, how))
 
 
 def evaluate_all(
     candidates: Sequence[str | Path],
     baseline: str | Path,
-    data: str | Path | None = None,
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    settings: Settings | None = None,
-    progress: Progress | None = None,
+    suites: Sequence[str | Path | None],
+    data: Path | None,
+    how: Ask,
 ) -> Iterator[Results]:
-    """`evaluate` for each of several candidates; the baseline is asked once."""
-    folders, baseline = [Path(candidate) for candidate in candidates], Path(baseline)
-    for path in (*folders, baseline):
-        _check_checkpoint(path)
-    samples, source = questions.load(data, folders[0], baseline, seed)
-    chosen = questions.stratified(samples, limit, seed)
-    settings = settings or Settings(max_tokens=max(32, *(len(s.answer or "") for s in chosen)), seed=seed)
-    with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
-        requests, images = questions.write_requests(chosen, Path(media))
+    """Compare each of several candidates with one baseline, which is asked once.
 
-        def ask(path: Path, label: str) -> Run:
-            return answer(path, requests, media=Path(media), settings=settings, label=label, progress=progress)
+    Args:
+        candidates: checkpoint folders, or names that the engine's server knows.
+        baseline: the same, or a report (folder or `results.json`) of an earlier evaluation.
+        suites: see `tasks.load_suite`; None is the default suite.
+        data: local copy of the suite's data.
 
-        before = ask(baseline, "baseline")
-        about = {
-            "source": str(source),
-            "sha256": questions.fingerprint(chosen, images),
-            "samples": len(chosen),
-            "available": len(samples),
-            "seed": seed,
-            "max_tokens": settings.max_tokens,
-        }
-        for path in folders:
-            after = ask(path, "candidate")
-            scored = [
-                _score(s, i, before.answers[s.id], after.answers[s.id]) for s, i in zip(chosen, images, strict=True)
+    Raises:
+        UserError: a checkpoint, suite or data is missing, the engine fails, or the two answered different questions.
+    """
+    for path in candidates if how.engine.local else ():
+        sides.checkpoint(path)
+    recorded = _recorded(baseline)
+    if recorded is None and how.baseline_engine.local:
+        sides.checkpoint(baseline)
+    original = Path(recorded.baseline.path) if recorded else baseline
+    settings = replace(how.settings, seed=how.seed)
+    with ExitStack() as stack:
+        journal = stack.enter_context(open_journal(how.journal)) if how.journal else None
+        asked: list[tuple[LoadedSuite, Asked]] = []
+        for name in suites or [None]:
+            suite = tasks.load_suite(
+                name, data, candidate=candidates[0], baseline=original, limit=how.limit, seed=how.seed
+            )
+            if recorded:
+                before = _replay(recorded, suite.name)
+            else:
+                before = _ask(baseline, suite, how.baseline_engine, settings, journal, how, "baseline")
+            asked.append((suite, before))
+        about = recorded.baseline if recorded else sides.side(baseline, asked[0][1].engine)
+        for path in candidates:
+            found = [
+                (suite, before, _ask(path, suite, how.engine, settings, journal, how, "candidate"))
+                for suite, before in asked
             ]
-            results = summarise(scored, about, _checkpoint(baseline, before), _checkpoint(path, after))
-            shown = {sample.id for sample in differing(scored)[:EXAMPLES]}
-            pictures = {s.id: [questions.png(image) for image in s.images] for s in chosen if s.id in shown}
-            yield replace(results, pictures=pictures)
+            yield _results(about, sides.side(path, found[0][2].engine), found, how, recorded)
 
 
-def summarise(scored: Sequence[Scored], data: dict, baseline: Checkpoint, candidate: Checkpoint) -> Results:
-    """The statistics of scored samples, overall and by family."""
-    names = sorted({s.family for s in scored})
+def _ask(
+    model: str | Path,
+    suite: LoadedSuite,
+    engine: Engine,
+    settings: Settings,
+    journal: Journal | None,
+    how: Ask,
+    label: str,
+) -> Asked:
+    label = f"{label}, {suite.name}" if suite.name != tasks.DEFAULT else label
+    return ask_suite(model, suite, engine, settings, journal, how.progress, label)
+
+
+def _results(
+    baseline: Side,
+    candidate: Side,
+    found: Sequence[tuple[LoadedSuite, Asked, Asked]],
+    how: Ask,
+    recorded: Results | None,
+) -> Results:
+    suites, samples, pictures = [], [], {}
+    for suite, before, after in found:
+        summary, scored = summarise(suite, before, after, how.margin_of(suite.name))
+        if recorded:
+            then = _suite(recorded, suite.name)
+            summary = summary.model_copy(update={"cut_off": (then.cut_off[0], summary.cut_off[1])})
+        suites.append(summary)
+        samples += scored
+        for sample in differing(scored)[: EXAMPLES // len(found)]:
+            pictures[sample.id] = [base64.b64encode(png).decode() for png in suite.pictures(sample.id)]
     return Results(
-        data=data,
-        baseline=baseline,
-        candidate=candidate,
-        overall=_compare(scored),
-        families={name: _compare([s for s in scored if s.family == name]) for name in names},
+        **sides.origin(), baseline=baseline, candidate=candidate, suites=suites, samples=samples, pictures=pictures
+    )
+
+
+def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) -> tuple[Suite, list[Scored]]:
+    """The statistics of a suite that both have answered, and its samples.
+
+    Raises:
+        UserError: they answered different questions.
+    """
+    _check_same(suite.name, before, after)
+    moved, by_sample = divergence(
+        [sample.answer.first for sample in before.samples], [sample.answer.first for sample in after.samples]
+    )
+    answered = zip(before.samples, after.samples, by_sample, strict=True)
+    scored = [_scored(suite.name, old, new, kl) for old, new, kl in answered]
+    both = (before.samples, after.samples)
+    return Suite(
+        name=suite.name,
+        metric=suite.metric,
+        source=suite.source,
+        sha256=after.sha256,
+        samples=len(scored),
+        available=suite.available,
+        seed=suite.seed,
+        max_tokens=suite.max_tokens,
+        overall=compare(*pairs(scored), margin=margin),
+        families=families(by_family(scored), margin=margin),
         agreement=sum(normalise(s.baseline) == normalise(s.candidate) for s in scored) / len(scored),
-        samples=tuple(scored),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        divergence=moved,
+        unparsed=_count(both, lambda sample: not sample.parsed),
+        empty=_count(both, lambda sample: not sample.text),
+        cut_off=_count(both, lambda sample: sample.answer.finish == "length"),
+        prompt_tokens=_count(both, lambda sample: sample.answer.prompt_tokens),
+        scoring=suite.scoring,
+    ), scored
+
+
+def _count(both: tuple[Sequence[Sample], Sequence[Sample]], of) -> tuple[int, int]:
+    first, second = (sum(map(of, samples)) for samples in both)
+    return first, second
+
+
+def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scored:
+    return Scored(
+        id=after.id,
+        suite=suite,
+        family=after.family,
+        question=after.question,
+        expected=after.expected,
+        baseline=before.text,
+        candidate=after.text,
+        baseline_score=before.score,
+        candidate_score=after.score,
+        baseline_parsed=before.parsed,
+        candidate_parsed=after.parsed,
+        baseline_tokens=before.answer.prompt_tokens,
+        candidate_tokens=after.answer.prompt_tokens,
+        image=after.image,
+        kl=kl,
     )
 
 
 def differing(scored: Sequence[Scored]) -> list[Scored]:
-    """Samples that the two answered differently: lost ones first, then gained, then both wrong; families in turn."""
+    """Samples that the two answered differently: lost ones first, then gained, then the rest; families in turn."""
     groups: dict[tuple[int, str], list[Scored]] = {}
     for sample in scored:
         if normalise(sample.baseline) != normalise(sample.candidate):
-            kind = 0 if sample.baseline_right else 1 if sample.candidate_right else 2
+            change = sample.candidate_score - sample.baseline_score
+            kind = 0 if change < 0 else 1 if change > 0 else 2
             groups.setdefault((kind, sample.family), []).append(sample)
     ranked = [(kind, turn, family, s) for (kind, family), group in groups.items() for turn, s in enumerate(group)]
     return [sample for *_, sample in sorted(ranked, key=lambda row: row[:3])]
 
 
-def normalise(text: str) -> str:
-    """What is compared: case-folded, spaces collapsed, one final full stop dropped."""
-    return " ".join(text.casefold().split()).removesuffix(".").rstrip()
+def _check_same(suite: str, before: Asked, after: Asked) -> None:
+    """Refuse to pair answers to different questions."""
+    old, new = ([sample.id for sample in asked.samples] for asked in (before, after))
+    if set(old) != set(new):
+        only = sorted(set(old) ^ set(new))
+        raise UserError(
+            f"suite {suite}: baseline and candidate answered different samples ({len(old)} and {len(new)}, e.g. "
+            f"'{only[0]}' only one of them); use the same --suite, --data, --limit and --seed for both"
+        )
+    if old != new or before.sha256 != after.sha256:
+        raise UserError(
+            f"suite {suite}: baseline and candidate have the same sample ids, but questions, images or answers differ; "
+            "evaluate the baseline again"
+        )
 
 
-def _score(sample: Sample, image: str, baseline: Answer, candidate: Answer) -> Scored:
-    expected = sample.answer or ""
-    return Scored(
-        id=sample.id,
-        family=sample.family or questions.WITHOUT_FAMILY,
-        question=sample.question,
-        expected=expected,
-        baseline=baseline.text.strip(),
-        candidate=candidate.text.strip(),
-        baseline_right=normalise(baseline.text) == normalise(expected),
-        candidate_right=normalise(candidate.text) == normalise(expected),
-        image=image,
+def _recorded(baseline: str | Path) -> Results | None:
+    """The earlier results that `baseline` names, if it names some."""
+    path = Path(baseline)
+    is_report = (path / FILE).is_file() and not (path / "config.json").is_file()
+    return load(path) if path.suffix == ".json" or is_report else None
+
+
+def _suite(recorded: Results, name: str) -> Suite:
+    found = next((suite for suite in recorded.suites if suite.name == name), None)
+    if found is None:
+        known = ", ".join(suite.name for suite in recorded.suites) or "none"
+        raise UserError(f"the baseline's report has no suite '{name}' (it has {known}); evaluate the baseline again")
+    return found
+
+
+def _replay(recorded: Results, name: str) -> Asked:
+    """The baseline's answers of an earlier evaluation. They lack token probabilities."""
+    samples = tuple(
+        Sample(
+            id=s.id,
+            family=s.family,
+            question=s.question,
+            expected=s.expected,
+            text=s.baseline,
+            score=s.baseline_score,
+            parsed=s.baseline_parsed,
+            image=s.image,
+            answer=Answer(s.id, s.baseline, "stop", s.baseline_tokens, 0),
+        )
+        for s in recorded.samples
+        if s.suite == name
     )
-
-
-def _compare(scored: Sequence[Scored]) -> Paired:
-    return compare([s.baseline_right for s in scored], [s.candidate_right for s in scored], [s.image for s in scored])
-
-
-def _checkpoint(path: Path, run: Run) -> Checkpoint:
-    return Checkpoint(
-        path=str(path),
-        weight_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
-        empty=sum(not normalise(a.text) for a in run.answers.values()),
-        cut_off=sum(a.finish == "length" for a in run.answers.values()),
-        seconds=run.seconds,
-        prompt_tokens=sum(a.prompt_tokens for a in run.answers.values()),
-        engine=run.engine,
-    )
-
-
-def _check_checkpoint(path: Path) -> None:
-    if not path.is_dir():
-        raise UserError(f"{path}: no such checkpoint folder")
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: not a checkpoint, it has no config.json")
+    sha256 = _suite(recorded, name).sha256
+    return Asked(samples, sha256, {}, recorded.baseline.engine, 0.0, len(samples))

@@ -21,6 +21,15 @@ from vlmcompress.engines.base import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
 SETTINGS = ("max_model_len", "dtype", "seed", "logprobs")  # beside max_tokens, those that an answer depends on
+MODEL_FILES = (
+    "*.safetensors",
+    "*config.json",
+    "token*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "chat_template*",
+)  # not reports
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,11 @@ class Identity:
 
 
 def identify(model: str | Path, engine: str) -> Identity:
-    """The identity of a checkpoint folder is of its files' names, sizes and times; of a served model, its name."""
+    """The identity of a checkpoint folder is that of its files' names, sizes and times; of a served model, its name."""
     folder = Path(model)
     if not folder.is_dir():
         return Identity(str(model), engine)
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return Identity(hashlib.sha256(json.dumps(stats).encode()).hexdigest(), engine)
 

@@ -85,7 +85,9 @@ def _locate(name: str, source: str, split: str, data: str | None, pretrained: st
     root = os.environ.get(VARIABLE)
     path = Path(data) if data else Path(root, name) if root else pretrained and bundled(pretrained, split)
     if not path:
-        raise UserError(f"no data for {name}: give --data, or set {VARIABLE} to a folder with {name}/{_hint(source)}")
+        raise UserError(
+            f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
+        )
     if not path.exists():
         raise UserError(f"{path} does not exist; put a local copy of {name} there, or give --data{_hint(source)}")
     return path

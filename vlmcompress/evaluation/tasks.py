@@ -7,6 +7,7 @@ by exact match. Its samples may be a fixed choice of `limit` from all of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -42,6 +43,7 @@ class LoadedSuite:
     """A suite that is ready to be asked.
 
     Attributes:
+        name: of the bundled suite, of the YAML file without its suffix, or of the data file.
         source: where its data came from, for people.
         metric: name of the score, or "score" if the tasks have several; `scoring` says in a sentence how it is given.
         max_tokens: most tokens of an answer.
@@ -74,7 +76,18 @@ class LoadedSuite:
 
 def names() -> list[str]:
     """The bundled tasks and groups."""
-    return [name for name in _manager({}).all_tasks if not name.startswith("_")]
+    return sorted(_bundled())
+
+
+def about(name: str) -> str:
+    """How a bundled task or group scores, in a sentence."""
+    return str(_bundled()[name]["metadata"]["scoring"])
+
+
+@functools.cache
+def _bundled() -> dict[str, dict[str, Any]]:
+    """Name -> what the file of each bundled task or group says."""
+    return {name: entry.cfg for name, entry in _manager({}).task_index.items()}
 
 
 def folders() -> list[Path]:
@@ -104,14 +117,16 @@ def load_suite(
     Raises:
         UserError: no such suite or data, no samples, ids that repeat, images that are missing.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("evaluation needs lm-eval; pip install 'vlmcompress[eval]'")
     if suite is None and data is not None:
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
     if name in names() or Path(name).suffix in YAML:
         found = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
         source = data or (found if name.partition("_")[0] == DEFAULT else None)
+        if suite is None and source is None:
+            raise UserError(
+                f"no data is bundled with {baseline}; give --data FILE (image, question, answer) or --suite"
+            )
         tasks = _load_tasks(name, {"data": str(source)} if source else {})
     elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
         if data is not None:
@@ -119,6 +134,7 @@ def load_suite(
         source, tasks = name, {CUSTOM: _custom(Path(name))}
     else:
         raise UserError(f"no suite is called '{name}'{did_you_mean(name, names())}")
+    name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
     return _choose(name, str(source or _configured_source(tasks)), tasks, limit, seed)
 
 
@@ -139,6 +155,8 @@ def quiet() -> Iterator[None]:
 
 
 def _manager(metadata: Mapping[str, Any], more: Sequence[Path] = ()) -> Any:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("suites need lm-eval; pip install 'vlmcompress[eval]'")
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=[*folders(), *more], include_defaults=False, metadata=dict(metadata))

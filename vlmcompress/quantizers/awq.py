@@ -19,7 +19,8 @@ values lose, on the group's own block of G; a row keeps its clipped ranges only 
 falls.
 
 `objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
-Cost: `grid * 512 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error feedback (gptq has that).
+Cost: `grid * 512 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error
+feedback (gptq has that).
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i (the rest is
-    not read)."""
+    """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i;
+    the rest of it is not read."""
 
     order: Tensor
     matrix: Tensor

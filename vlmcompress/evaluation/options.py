@@ -1,0 +1,76 @@
+"""The verb `eval`: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import engines, terminal
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation import gate as gates
+from vlmcompress.evaluation.verdict import conclude
+from vlmcompress.results import Results
+
+JOURNAL = "answers.jsonl"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("out", metavar="OUT", help="the candidate: a checkpoint, or a model that the server knows")
+    parser.add_argument(
+        "--baseline", metavar="MODEL", required=True, help="the original, or the report of an earlier evaluation of it"
+    )
+    parser.add_argument(
+        "--suite",
+        metavar="NAME|FILE",
+        action="append",
+        default=[],
+        help="see vlmcompress list suites; or a task's .yaml, or data; may be repeated; default: world",
+    )
+    parser.add_argument("--data", metavar="FILE", help="local copy of the suite's data; alone: questions and answers")
+    parser.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, hf or openai:URL")
+    parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    judging(parser)
+
+
+def judging(parser: argparse.ArgumentParser) -> None:
+    """Flags of what happens with results, for `eval` and `bench`."""
+    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
+    if parser.prog.endswith("eval"):
+        parser.add_argument(
+            "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
+        )
+
+
+def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    """Run `vlmcompress eval`: exit code, data for `--json`, text."""
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    gate = gates.chosen(args.gate, args.max_drop)
+    results = measure(args, gates.margins(gate))
+    return conclude(results, gate, args.report)
+
+
+def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
+    """What the flags ask for."""
+    from vlmcompress.evaluation.accuracy import Ask, evaluate
+
+    progress = terminal.Progress()
+    how = Ask(
+        engine=engines.get(args.engine),
+        baseline_engine=engines.get(args.baseline_engine or args.engine),
+        limit=args.limit,
+        seed=args.seed,
+        margin=margins,
+        journal=Path(args.report) / JOURNAL if args.report else None,
+        progress=progress,
+    )
+    try:
+        return evaluate(args.out, args.baseline, args.suite, Path(args.data) if args.data else None, how)
+    finally:
+        progress.close()

@@ -1,0 +1,53 @@
+"""What is said in results of a checkpoint and of this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import __version__, manifest
+from vlmcompress.errors import UserError
+from vlmcompress.results import Side
+
+
+def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
+    """A checkpoint folder, or a name that a server knows, of which there is only the name to tell."""
+    path = Path(model)
+    if not path.is_dir():
+        return Side(name=str(model), path=str(model), engine=dict(engine))
+    made = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
+    return Side(
+        name=path.resolve().name,
+        path=str(path),
+        weight_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        scheme=(made.get("recipe") or {}).get("scheme") or "",
+        layer_errors=made.get("errors") or {},
+        engine=dict(engine),
+    )
+
+
+def checkpoint(model: str | Path) -> Path:
+    """The folder, if a checkpoint is there.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such checkpoint folder")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: not a checkpoint, it has no config.json")
+    return path
+
+
+def origin() -> dict[str, Any]:
+    """When, with what version and on what machine: the head of a `Results`."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+    }
