@@ -9,13 +9,14 @@ import pytest
 
 from vlmcompress.bench.measure import summarise
 from vlmcompress.bench.memory import memory
-from vlmcompress.bench.options import options, text
+from vlmcompress.bench.options import options
 from vlmcompress.bench.runs import run
+from vlmcompress.bench.text import text
 from vlmcompress.errors import UserError
-from vlmcompress.results import Bench, LoadRun, Results, Side
+from vlmcompress.results import Bench, LoadRun
 
 MODEL = "eval/demo/demo-llava"
-SIZES = {"demo": 9_000_000, "demo-awq": 4_100_000}
+SIZES = {"baseline": 9_000_000, "candidate": 4_100_000}
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,8 @@ def test_flags_and_text() -> None:
         ["448x336", "224"],
         True,
     )
-    shown = text(make_results())
-    assert "demo-awq against demo, load closed:8: 10 requests a burst" in shown
+    shown = text(make_bench())
+    assert shown.startswith("load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos")
     assert "serve, no caches" in shown and "serve, caches on" in shown
     row = next(line for line in shown.splitlines() if "requests per second" in line)
     assert row.split()[-8:] == ["5", "requests/s", "10", "requests/s", "2.00", "2.00", "to", "2.00"]
@@ -61,7 +62,7 @@ def test_flags_and_text() -> None:
     assert "2 of 42 requests failed." in shown
 
 
-def make_results() -> Results:
+def make_bench() -> Bench:
     """A candidate twice as fast; two requests of it failed."""
     runs = [
         LoadRun(
@@ -80,21 +81,17 @@ def make_results() -> Results:
         for side in ("baseline", "candidate")
         for state in ("cold", "warm")
     ]
-    sides = [Side(name=name, path=f"/models/{name}", weight_bytes=size) for name, size in SIZES.items()]
-    bench = Bench(
+    cache = {"block_size": "16", "kv_cache_size_tokens": "9600"}
+    return Bench(
         load="closed:8",
         requests=10,
         out_tokens=5,
         source="photos",
         sizes=[],
-        repeats=1,
+        repeats=2,
         order=["baseline", "candidate"],
         tool="test",
         runs=runs,
         summary=summarise(runs),
-        memory={
-            side.name: memory(side.weight_bytes, 2048, 96.0, {"block_size": "16", "kv_cache_size_tokens": "9600"})
-            for side in sides
-        },
+        memory={side: memory(size, 2048, 96.0, cache) for side, size in SIZES.items()},
     )
-    return Results(created="now", version="0", baseline=sides[0], candidate=sides[1], bench=bench)

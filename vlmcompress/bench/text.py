@@ -1,0 +1,55 @@
+"""A benchmark for a terminal."""
+
+from __future__ import annotations
+
+from vlmcompress.results import Bench, Memory, Ratio
+from vlmcompress.terminal import size, table
+
+SHOWN = {
+    "request_throughput": "requests per second",
+    "output_throughput": "output tokens per second",
+    "goodput": "good requests per second",
+    "ttft_p50_ms": "time to first token, p50",
+    "ttft_p99_ms": "time to first token, p99",
+    "tpot_p50_ms": "time per output token, p50",
+    "itl_p99_ms": "between two tokens, p99",
+    "e2e_p50_ms": "whole request, p50",
+    "e2e_p99_ms": "whole request, p99",
+}
+
+
+def text(bench: Bench) -> str:
+    """Speed in each mode and state, and memory."""
+    seen = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {bench.repeats} turns a side"
+    lines = [f"load {bench.load}, {seen}; {bench.source}"]
+    for mode, states in bench.summary.items():
+        for state, found in states.items():
+            rows = [_row(title, found[name]) for name, title in SHOWN.items() if name in found]
+            head = ("", "baseline", "candidate", "ratio", "of repeats")
+            lines += ["", f"{mode}, {'no caches' if state == 'cold' else 'caches on'}", table([head, *rows])]
+    if bench.memory:
+        lines += ["", "memory", table(_memory(bench.memory))]
+    failed = sum(run.failed for run in bench.runs)
+    if failed:
+        lines += ["", f"{failed} of {failed + sum(run.completed for run in bench.runs)} requests failed."]
+    return "\n".join(lines)
+
+
+def _row(title: str, found: Ratio) -> tuple[str, ...]:
+    spread = f"{found.low:.2f} to {found.high:.2f}"
+    return (
+        title,
+        *(f"{value:.4g} {found.unit}" for value in (found.baseline, found.candidate)),
+        f"{found.ratio:.2f}",
+        spread,
+    )
+
+
+def _memory(sides: dict[str, Memory]) -> list[tuple[str, ...]]:
+    return [
+        ("", *sides),
+        ("weights", *(size(side.weight_bytes) for side in sides.values())),
+        ("KV cache of a token", *(size(side.kv_bytes_per_token) for side in sides.values())),
+        ("KV cache of a request", *(size(side.kv_bytes_per_request) for side in sides.values())),
+        ("requests that fit", *(f"{side.max_concurrency:.4g}" for side in sides.values())),
+    ]
