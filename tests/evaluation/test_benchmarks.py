@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from tests.evaluation.echo import Echo, checkpoint, question
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.ask import Asked, ask_suite
-from vlmcompress.evaluation.tasks import load_suite, names
+from vlmcompress.evaluation.tasks import about, load_suite, names
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 TEXT = Value("string")
@@ -201,8 +201,10 @@ def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_all_benchmarks_say_how_they_score() -> None:
     assert set(RIGHT) | {"world"} < set(names()) and len(names()) == len(RIGHT) + 12  # ten families, two groups
+    assert all(about(name).endswith(".") for name in names()) and "ANLS" in about("docvqa")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
     """One group of all, asked of the demo model, which was taught nothing of it: answers, scored and counted."""

@@ -46,6 +46,7 @@ def test_key_knows_what_decides_an_answer() -> None:
 def test_identity_changes_with_the_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     first = identify(tmp_path, "vllm")
+    (tmp_path / "results.json").write_text("{}")  # a report in the same folder
     assert first == identify(tmp_path, "vllm") != identify(tmp_path, "hf")
     os.utime(tmp_path / "model.safetensors", (1, 1))
     assert identify(tmp_path, "vllm") != first

@@ -65,7 +65,8 @@ def test_plain_data(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "what?"}]
     rows.append({"id": "talk", "messages": [*turns, {"role": "user", "content": "x"}, turns[1]]})
     for suite in (load(write_rows(tmp_path / "d.jsonl", *rows)), load(None, tmp_path / "d.jsonl")):
-        assert ids(suite) == ["0", "1", "2", "talk"] and suite.max_tokens == 40 and not suite.derived_ids
+        assert suite.name == "d.jsonl" and ids(suite) == ["0", "1", "2", "talk"]
+        assert suite.max_tokens == 40 and not suite.derived_ids
         assert [place.family for place in suite.places] == ["f", "f", "f", "other"]
         assert len(suite.pictures("1")) == 1 and suite.pictures("talk") == []
 
@@ -86,7 +87,7 @@ def test_a_task_of_the_user(tmp_path: Path) -> None:
     file.write_text(YAML.format(file=tmp_path / "d.parquet", kind="generate_until"))
     suite = load(file, limit=3)
     assert len(suite) == 3 and suite.available == 5 and suite.derived_ids and suite.max_tokens == 8
-    assert suite.scoring == "as written" and str(tmp_path / "d.parquet") in suite.source
+    assert suite.name == "mine" and suite.scoring == "as written" and str(tmp_path / "d.parquet") in suite.source
     file.write_text(YAML.format(file=tmp_path / "d.parquet", kind="loglikelihood"))
     with pytest.raises(UserError, match="output_type loglikelihood; only generate_until works"):
         load(file)
@@ -130,8 +131,10 @@ def test_bad_plain_data(tmp_path: Path) -> None:
 def test_the_world_needs_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLMCOMPRESS_DATA", raising=False)
     model = checkpoint(tmp_path / "model")
-    with pytest.raises(UserError, match="no data for world: give --data"):
+    with pytest.raises(UserError, match="no data is bundled with .*model; give --data FILE"):
         load_suite(None, candidate=model, baseline=model)
+    with pytest.raises(UserError, match="no data for world: give --data"):
+        load_suite("world", candidate=model, baseline=model)
     with pytest.raises(UserError, match="has no samples with"):
         load("world_count", write_rows(tmp_path / "d.jsonl", {"question": "q", "answer": "a", "family": "f"}))
     with pytest.raises(UserError, match="has no column family; it has answer, question"):
