@@ -45,21 +45,24 @@ def start(job: dict):
 def answers(llm, requests, job: dict):
     """Greedy answers as they are finished. vLLM stops at the generation config's end tokens by itself.
 
-    Twice as many requests as can be in flight are kept in the engine, so that it never waits for one.
+    Twice as many requests as can be in flight are kept in the engine, so that it never waits for one. A refused request is
+    reported when those before it are answered.
     """
     most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     names: dict[str, str] = {}  # the engine's name of a request -> ours
+    refused = []
     for request in requests:
         try:
             (given,) = llm.enqueue_chat([request["messages"]], sampling(request, job["settings"]), use_tqdm=False)
         except Exception as error:
-            yield request["id"], error
-            return
+            refused = [(request["id"], error)]
+            break
         names[given.rpartition("-")[0] or given] = request["id"]  # "7-ca11ab1e" while queued, "7" in its output
         while len(names) >= most:
             yield from step(llm, names)
     while names:
         yield from step(llm, names)
+    yield from refused
 
 
 def sampling(request: dict, settings: dict):

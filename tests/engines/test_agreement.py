@@ -1,0 +1,183 @@
+"""The same questions in vLLM, in transformers and over a served vLLM: each is the others' oracle.
+
+The demo model answers nearly all of them surely; BF16 in another order of additions may tip one over.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import rtn
+from tests.engines.processes import session_members, wait_until_gone
+from vlmcompress.calibration.sources import load_samples
+from vlmcompress.engines import get
+from vlmcompress.engines.base import Request, Run, Settings
+from vlmcompress.errors import UserError
+
+DEMO = Path(__file__).parents[2] / "eval" / "demo"
+MODEL = DEMO / "demo-llava"
+SETTINGS = Settings(max_tokens=8, logprobs=5)
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], Path]:
+    """A question of each of eight families, with one image, two or none, and the folder of their images."""
+    media = tmp_path_factory.mktemp("media")
+    samples = load_samples(DEMO / "data" / "llava" / "test.parquet", samples=None, seed=0)
+    families = {sample.family or "": sample for sample in samples}
+    requests = []
+    for family in sorted(families)[-8:]:
+        content = []
+        for at, image in enumerate(families[family].images):
+            file = media / f"{family} {at}.png"
+            image.save(file)
+            content.append({"type": "image_url", "image_url": {"url": file.as_uri()}})
+        content.append({"type": "text", "text": families[family].question})
+        requests.append(Request(family, [{"role": "user", "content": content}]))
+    assert {request.images() for request in requests} == {0, 1, 2}
+    return requests, media
+
+
+@pytest.fixture(scope="module")
+def transformers(asked) -> Run:
+    requests, media = asked
+    return get("hf").answer(MODEL, requests, media=media, settings=SETTINGS)
+
+
+def agree(one: Run, other: Run) -> None:
+    """At least 7 of 8 texts are equal; prompts and their lengths are; first tokens are about as likely."""
+    assert list(sorted(one.answers)) == sorted(other.answers) and len(one.answers) == 8
+    pairs = [(found, other.answers[name]) for name, found in one.answers.items()]
+    assert sum(a.text.strip() == b.text.strip() for a, b in pairs) >= 7
+    assert [a.prompt_tokens for a, _ in pairs] == [b.prompt_tokens for _, b in pairs]
+    assert sum((a.finish, a.output_tokens) == (b.finish, b.output_tokens) for a, b in pairs) >= 7
+    for a, b in pairs:
+        assert a.first and b.first
+        token, logprob = next(iter(a.first.items()))
+        assert math.exp(logprob) == pytest.approx(math.exp(b.first[token]), abs=0.05)
+
+
+def test_transformers(transformers: Run) -> None:
+    """Cut answers are said to be; the probabilities are those of a distribution."""
+    assert transformers.engine["name"] == "hf" and transformers.engine["restarts"] == 0
+    for found in transformers.answers.values():
+        assert found.finish == "stop" and 0 < found.output_tokens < 8 and found.first is not None
+        assert len(found.first) <= 5 and sum(map(math.exp, found.first.values())) <= 1.0001
+
+
+def test_vllm_answers_as_transformers_does(asked, transformers: Run) -> None:
+    requests, media = asked
+    agree(get("vllm").answer(MODEL, requests, media=media, settings=SETTINGS), transformers)
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compressed") / "demo-llava-int8"
+    rtn.write(MODEL, folder, rtn.SCHEMES["int8"])
+    return folder
+
+
+def test_transformers_reads_compressed_checkpoints(asked, transformers: Run, compressed: Path) -> None:
+    """INT8 weights and activations answer as BF16 does, one request at a time and each with a limit of its own."""
+    requests, media = asked
+    settings = Settings(max_tokens=8, max_num_seqs=1)
+    run = get("hf").answer(compressed, requests, media=media, settings=settings)
+    same = [found.text == transformers.answers[name].text for name, found in run.answers.items()]
+    assert len(same) == 8 and sum(same) >= 7
+    assert all(found.first is None for found in run.answers.values())
+
+
+def test_transformers_refuses_to_guess_weights(asked, compressed: Path) -> None:
+    file = compressed / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in sorted(tensors) if name.endswith("q_proj.weight_scale"))]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="transformers could not load .*lacks 1 tensors .*q_proj.weight_scale"):
+        get("hf").answer(compressed, asked[0], media=asked[1])
+
+
+def test_transformers_names_the_request_it_refuses(asked, tmp_path: Path) -> None:
+    """Too long, and a picture from outside of the folder."""
+    long = Request("the long one", [{"role": "user", "content": "what is this " * 2000}])
+    with pytest.raises(UserError, match="sample 'the long one' can't be answered.*maximum context length is 2048"):
+        get("hf").answer(MODEL, [*asked[0][:1], long], media=asked[1])
+
+
+HOLD = """
+import sys, time
+from vlmcompress.engines.vllm.launch import server
+with server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
+    print(running.url, running.name, running.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def held() -> Iterator[tuple[subprocess.Popen, str, str, int]]:
+    """A real server, held by a process of its own."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(MODEL)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        url, name, pid = holder.stdout.readline().split()
+        yield holder, url, name, int(pid)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_served_model_answers_as_transformers_does(asked, transformers: Run, held) -> None:
+    """Then the holder of the server is killed with `kill -9`, and nothing of the server is left."""
+    holder, url, name, pid = held
+    requests, media = asked
+    assert name == "demo-llava" and len(session_members(pid)) > 1
+    run = get(f"openai:{url}").answer(name, requests, media=media, settings=SETTINGS)
+    agree(run, transformers)
+    long = Request("the long one", [{"role": "user", "content": "what is this " * 2000}])
+    with pytest.raises(UserError, match="sample 'the long one' can't be answered.*HTTP 400: .*maximum context length"):
+        get(f"openai:{url}").answer(name, [long], media=media)
+    holder.send_signal(signal.SIGKILL)
+    assert wait_until_gone(pid)
+    assert not session_members(pid)
+
+
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_killed_engine_goes_on(asked, transformers: Run, name: str) -> None:
+    """`kill -9` after the first answer: a second process answers the rest, and nothing is asked twice."""
+    requests, media = asked
+    arrived: list[str] = []
+
+    def kill_once(found) -> None:
+        arrived.append(found.id)
+        if len(arrived) == 1:
+            os.kill(worker(), signal.SIGKILL)
+
+    settings = Settings(max_tokens=8, max_num_seqs=1, logprobs=5)
+    run = get(name).answer(MODEL, requests, media=media, settings=settings, on_answer=kill_once)
+    assert run.engine["restarts"] == 1
+    assert sorted(arrived) == sorted(request.id for request in requests)
+    agree(run, transformers)
+
+
+def worker() -> int:
+    """The process id of this process's only living worker."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            command = stat.with_name("cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z" and b"engines/worker.py" in command:
+            found.append(int(stat.parent.name))
+    assert len(found) == 1
+    return found[0]
