@@ -138,3 +138,10 @@ def test_more_dependence_is_less_data() -> None:
     independent, dependent = Score(changes(2, 6, 400)), Score(changes(2, 6, 400), effect=2.0)
     assert dependent.n == 200
     assert dependent.limits(0.95)[0] < independent.limits(0.95)[0]
+
+
+@pytest.mark.parametrize("n", [1, 10, 200])
+def test_uncorrected_interval_without_any_change(n: int) -> None:
+    """Closed form: +-z^2 / (n + z^2)."""
+    width = QUANTILE**2 / (n + QUANTILE**2)
+    assert Score([0] * n, corrected=False).limits(0.95) == pytest.approx((-width, width), abs=1e-6)
