@@ -104,6 +104,22 @@ def test_scores_that_cannot_be_paired(folder: Path) -> None:
         ask_suite(model, suite, Echo(question))
 
 
+def test_the_first_filter_counts(folder: Path) -> None:
+    (folder / "t.yaml").write_text(
+        "task: t\ncustom_dataset: !function vlmcompress.evaluation.local_data.load\ndataset_kwargs: {name: t}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: question\ndoc_to_target: answer\n"
+        "generation_kwargs: {until: [], max_gen_toks: 4}\n"
+        "filter_list:\n  - name: number\n    filter:\n      - {function: regex, regex_pattern: '(\\d+)'}\n"
+        "      - {function: take_first}\n  - name: whole\n    filter: [{function: take_first}]\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    rows = [{"id": "one", "question": "it is 7", "answer": "7"}, {"id": "two", "question": "x", "answer": "x"}]
+    model = folder / "model"
+    data = write_rows(folder / "e.jsonl", *rows)
+    asked = ask_suite(model, load_suite(folder / "t.yaml", data, candidate=model, baseline=model), Echo(question))
+    assert [sample.score for sample in asked.samples] == [1.0, 0.0] and asked.metrics == {"t": {"exact_match": 0.5}}
+
+
 @pytest.mark.engine
 def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path) -> None:
     """`kill -9` in the middle of a run, then the same again: what was answered is not asked again."""

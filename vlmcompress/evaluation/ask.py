@@ -98,7 +98,10 @@ def ask_suite(
                 apply_chat_template=True,
                 fewshot_as_multiturn=True,
             )
-    rows = {(task, row["doc_id"]): row for task, logged in found["samples"].items() for row in logged}
+    rows: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for task, logged in found["samples"].items():
+        for row in logged:
+            rows.setdefault((task, row["doc_id"]), row)  # of several filters, the first counts
     samples = tuple(
         _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
         for key, place in places.items()
@@ -204,9 +207,10 @@ def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> 
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics among lm-eval's results of a task, without the name of its filter."""
-    return {
-        name.partition(",")[0]: float(value)
-        for name, value in metrics.items()
-        if "," in name and "_stderr" not in name and isinstance(value, int | float)
-    }
+    """The metrics among lm-eval's results of a task, for its first filter, whose name is left out."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        plain, comma, _ = name.partition(",")
+        if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
+            found.setdefault(plain, float(value))
+    return found

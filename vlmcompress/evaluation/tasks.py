@@ -81,7 +81,13 @@ def names() -> list[str]:
 
 def about(name: str) -> str:
     """How a bundled suite is scored, in its own words."""
-    return str((_manager({}).task_index[name].cfg.get("metadata") or {}).get("scoring", ""))
+    return str(_bundled()[name]["metadata"]["scoring"])
+
+
+@functools.cache
+def _bundled() -> dict[str, dict[str, Any]]:
+    """Name -> what the file of each bundled task or group says."""
+    return {name: entry.cfg for name, entry in _manager({}).task_index.items()}
 
 
 def folders() -> list[Path]:
