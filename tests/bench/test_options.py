@@ -45,12 +45,12 @@ def test_no_images_in_a_folder(tmp_path: Path) -> None:
 def test_flags_and_text() -> None:
     parser = argparse.ArgumentParser()
     options(parser)
-    args = parser.parse_args(["OUT", "--baseline", "MODEL", "--sizes", "448x336", "224", "--no-warm"])
+    args = parser.parse_args(["OUT", "--baseline", "MODEL", "--sizes", "448x336,224", "--no-warm"])
     assert (args.load, args.repeats, args.requests, args.sizes, args.no_warm) == (
         "closed:8",
         3,
         None,
-        ["448x336", "224"],
+        "448x336,224",
         True,
     )
     shown = text(make_bench())

@@ -16,15 +16,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the candidate's folder")
     parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
     parser.add_argument(
-        "--load", default="closed:8", metavar="KIND:N", help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson)"
+        "--load",
+        default="closed:8",
+        metavar="KIND:N",
+        help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson); default: closed:8",
     )
     parser.add_argument("--requests", type=int, metavar="N", help="of one burst; default: enough for the load")
     parser.add_argument("--images", metavar="DATA", help="folder of images, .jsonl or .parquet; default: demo data")
     parser.add_argument(
-        "--sizes", nargs="+", default=[], metavar="WxH", help="scale images, or generate some where none are given"
+        "--sizes", default="", metavar="WxH,...", help="scale images, or generate some where none are given"
     )
-    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens of every answer")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts of each side, in ABBA order")
+    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens of every answer; default: 32")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts of each side; default: 3")
     parser.add_argument("--slo", metavar="LIMITS", help="goodput: milliseconds, e.g. ttft=200,tpot=50,e2e=2000")
     parser.add_argument("--no-warm", action="store_true", help="leave out runs with caches")
     parser.add_argument("--no-offline", action="store_true", help="leave out runs of the engine without a server")
@@ -59,7 +62,7 @@ def measure(args: argparse.Namespace) -> Results:
             load=args.load,
             requests=args.requests,
             data=args.images,
-            sizes=args.sizes,
+            sizes=[size for size in args.sizes.split(",") if size],
             out_tokens=args.out_tokens,
             repeats=args.repeats,
             slo=parse_slo(args.slo),
