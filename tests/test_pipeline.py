@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from vlmcompress import doctor, models, pipeline
+from vlmcompress.calibration import sequential
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 
@@ -99,6 +101,21 @@ def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path):
     pipeline.quantize(recipe(world, halved, "awq"), resume=True)
     assert weights(halved) == weights(whole)
     assert not (tmp_path / ".halved.resume").exists()
+
+
+def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
+    """Gram matrices are the largest thing in memory: a block's must be gone before the next one is solved."""
+    seen: list[weakref.ref] = []
+    solve = sequential.solve_layer
+
+    def solve_layer(groups, weights, stats, *more):
+        assert stats and not any(old() is not None for old in seen)
+        seen.extend(weakref.ref(one) for one in stats.values())
+        return solve(groups, weights, stats, *more)
+
+    monkeypatch.setattr(sequential, "solve_layer", solve_layer)
+    pipeline.quantize(recipe(world, tmp_path / "out", "gptq", options={"group_size": 64}))
+    assert len(seen) >= 8  # four groups a block
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

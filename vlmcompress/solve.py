@@ -25,6 +25,7 @@ from vlmcompress.stats import GroupStats
 
 _ROWS = 512  # of a weight, at most, in a layer's reported error
 
+
 @dataclass(frozen=True)
 class Method:
     """A scheme with its options: what is done to every group of the decoder."""
