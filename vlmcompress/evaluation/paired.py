@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-PRIOR = 2.0  # pairs of questions, see `design_effect`
+PRIOR = 6.0  # pairs of questions, see `design_effect`
 
 
 def design_effect(differences: Sequence[float], clusters: Iterable[Hashable]) -> float:
