@@ -22,6 +22,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "accuracy.json"
 MODELS = ("demo-qwen", "demo-llava")
+VERDICTS = {"pass": "yes", "fail": "no", "inconclusive": "can't tell"}
 RECIPES: dict[str, dict] = {
     "fp8": {"scheme": "fp8"},
     "int8": {"scheme": "int8"},
@@ -35,8 +36,8 @@ RECIPES: dict[str, dict] = {
 
 def measure(model: str, limit: int | None, folder: Path) -> list[dict]:
     """Compress `model` in every way and ask all of them the same questions."""
-    from vlmcompress import pipeline
-    from vlmcompress.evaluation.accuracy import evaluate_all
+    from vlmcompress import engines, pipeline
+    from vlmcompress.evaluation.accuracy import Ask, evaluate_all
     from vlmcompress.recipe import resolve
 
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
@@ -45,11 +46,12 @@ def measure(model: str, limit: int | None, folder: Path) -> list[dict]:
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **given}).recipe
         manifests.append(pipeline.quantize(recipe).manifest)
     rows = []
-    for name, manifest, found in zip(RECIPES, manifests, evaluate_all(outs, source, limit=limit), strict=True):
-        size, families = manifest["size"], {family: vars(paired) for family, paired in found.families.items()}
+    how = Ask(engines.get("vllm"), engines.get("vllm"), limit=limit)
+    for name, manifest, found in zip(RECIPES, manifests, evaluate_all(outs, source, [None], None, how), strict=True):
+        size, suite = manifest["size"], found.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
-        rows[-1] |= {"overall": vars(found.overall), "families": families, "agreement": found.agreement}
-        print(model, name, found.overall, file=sys.stderr, flush=True)
+        rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
+        print(model, name, found.suites[0].overall, file=sys.stderr, flush=True)
     return rows
 
 
@@ -57,16 +59,17 @@ def render(rows: list[dict]) -> str:
     """The results as a Markdown table."""
     count = rows[0]["overall"]["n"]
     lines = [
-        f"| model, {count} questions | recipe | weights | exact match | difference to BF16, 95% | same answers |",
-        "|---|---|---|---|---|---|",
+        f"| model, {count} questions | recipe | weights | exact match | difference to BF16, 95% | within a point? "
+        "| same answers | KL, nats |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         one = row["overall"]
         interval = f"{100 * one['difference']:+.1f} ({100 * one['low']:+.1f} to {100 * one['high']:+.1f})"
-        accuracy = f"{100 * one['candidate_accuracy']:.1f}% of {100 * one['baseline_accuracy']:.1f}%"
-        agreement = f"{100 * row['agreement']:.1f}%"
+        accuracy = f"{100 * one['candidate']:.1f}% of {100 * one['baseline']:.1f}%"
+        answers = f"{VERDICTS[one['verdict']]} | {100 * row['agreement']:.1f}% | {row['divergence']['mean']:.4f}"
         lines.append(
-            f"| {row['model']} | {row['recipe']} | 1/{row['ratio']:.2f} | {accuracy} | {interval} | {agreement} |"
+            f"| {row['model']} | {row['recipe']} | 1/{row['ratio']:.2f} | {accuracy} | {interval} | {answers} |"
         )
     return "\n".join(lines)
 

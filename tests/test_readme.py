@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vlmcompress import arguments, cli
+from vlmcompress.results import load
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -52,12 +53,12 @@ def test_the_tree_exists():
 
 @pytest.mark.engine
 def test_the_demo_command(tmp_path):
-    """`scripts/demo` on a few questions: a checkpoint, a clean bill from the doctor, a report with both accuracies."""
-    command = ["scripts/demo", "demo-llava", "awq", "45", str(tmp_path)]
+    """`scripts/demo` on a few questions: a checkpoint, a clean bill from the doctor, a report that passes the gate."""
+    command = ["scripts/demo", "demo-llava", "awq", "200", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads((tmp_path / "report" / "results.json").read_text())
-    assert results["overall"]["n"] == 45
-    assert results["overall"]["baseline_accuracy"] > 0.6
-    assert results["candidate"]["weight_bytes"] < results["baseline"]["weight_bytes"]
+    results = load(tmp_path / "report")
+    assert results.gate is not None and results.gate.verdict == "pass"
+    assert results.suites[0].samples == 200 and results.suites[0].overall.baseline > 0.9
+    assert results.candidate.weight_bytes < results.baseline.weight_bytes
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
