@@ -32,3 +32,11 @@ def session_members(session: int) -> list[str]:
         if int(of) == session and state != "Z":
             found.append(name)
     return found
+
+
+def session_ends(session: int, seconds: float = 20.0) -> bool:
+    """Whether all of a session's processes are gone before the time is up."""
+    end = time.monotonic() + seconds
+    while session_members(session) and time.monotonic() < end:
+        time.sleep(0.2)
+    return not session_members(session)
