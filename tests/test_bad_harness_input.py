@@ -1,0 +1,153 @@
+"""Bad input to `eval`, `bench` and `report` through the command line: exit code 2, one line, nothing written."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vlmcompress import cli
+
+ROOT = Path(__file__).parents[1]
+DEMO = str(ROOT / "eval" / "demo" / "demo-llava")
+CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {}
+
+
+def case(message: str) -> Callable:
+    """Register a function that prepares a folder and returns the arguments."""
+
+    def register(prepare: Callable[[Path], list[str]]) -> Callable:
+        CASES[prepare.__name__] = (prepare, message)
+        return prepare
+
+    return register
+
+
+def rows(folder: Path, *given: dict) -> str:
+    """A data file; `a.png` lies beside it."""
+    Image.new("RGB", (30, 30), "red").save(folder / "a.png")
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    return str(folder / "data.jsonl")
+
+
+ROW = {"image": "a.png", "question": "what is it", "answer": "red"}
+EVAL = ["eval", DEMO, "--baseline", DEMO]
+
+
+@case("no suite is called 'chartqq'; did you mean 'chartqa'")
+def unknown_suite(folder: Path) -> list[str]:
+    return [*EVAL, "--suite", "chartqq"]
+
+
+@case(r"VLMCOMPRESS_DATA|--data")
+def suite_without_its_data(folder: Path) -> list[str]:
+    return [*EVAL, "--suite", "chartqa"]
+
+
+@case("suite .*nothing.yaml does not exist")
+def missing_task_file(folder: Path) -> list[str]:
+    return [*EVAL, "--suite", str(folder / "nothing.yaml")]
+
+
+@case("data.jsonl.*(empty|no samples)")
+def no_samples(folder: Path) -> list[str]:
+    return [*EVAL, "--data", rows(folder)]
+
+
+@case("'twice'|ids repeat|same id")
+def repeated_ids(folder: Path) -> list[str]:
+    return [*EVAL, "--data", rows(folder, ROW | {"id": "twice"}, ROW | {"id": "twice", "question": "and this"})]
+
+
+@case("has no answer")
+def data_without_answers(folder: Path) -> list[str]:
+    return [*EVAL, "--data", rows(folder, ROW, ROW | {"answer": ""})]
+
+
+@case("gone.png")
+def missing_image(folder: Path) -> list[str]:
+    return [*EVAL, "--data", rows(folder, ROW, ROW | {"image": "gone.png"})]
+
+
+@case("unknown engine 'vlm'; did you mean 'vllm'")
+def unknown_engine(folder: Path) -> list[str]:
+    return [*EVAL, "--engine", "vlm"]
+
+
+@case("unknown key 'suites.world.margn'; did you mean 'margin'")
+def gate_with_an_unknown_key(folder: Path) -> list[str]:
+    (folder / "gate.yaml").write_text("suites: {world: {margn: 0.01}}\n")
+    return [*EVAL, "--gate", str(folder / "gate.yaml")]
+
+
+@case("no bundled gate is called 'strickt'; did you mean 'strict'")
+def unknown_gate(folder: Path) -> list[str]:
+    return [*EVAL, "--gate", "strickt"]
+
+
+@case("--gate and --max-drop exclude each other")
+def two_gates(folder: Path) -> list[str]:
+    return [*EVAL, "--gate", "demo", "--max-drop", "0.01"]
+
+
+@case("--max-drop 1.5 is no share")
+def percent_for_a_share(folder: Path) -> list[str]:
+    return [*EVAL, "--max-drop", "1.5"]
+
+
+@case("schema 1, this version reads 2")
+def report_of_another_version(folder: Path) -> list[str]:
+    (folder / "results.json").write_text('{"schema": 1}')
+    return ["eval", DEMO, "--baseline", str(folder)]
+
+
+@case("no server answers at")
+def no_server(folder: Path) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [*EVAL, "--engine", f"openai:http://127.0.0.1:{port}/v1", "--data", rows(folder, ROW)]
+
+
+@case("--load")
+def wrong_load(folder: Path) -> list[str]:
+    return ["bench", DEMO, "--baseline", DEMO, "--load", "open:8"]
+
+
+@case("--requests 0: must be at least 1")
+def no_requests(folder: Path) -> list[str]:
+    return ["bench", DEMO, "--baseline", DEMO, "--requests", "0"]
+
+
+@case("no such checkpoint folder")
+def bench_of_nothing(folder: Path) -> list[str]:
+    return ["bench", str(folder / "nothing"), "--baseline", DEMO]
+
+
+@case("nothing")
+def report_of_nothing(folder: Path) -> list[str]:
+    return ["report", str(folder / "nothing"), "-o", str(folder / "page")]
+
+
+@case("is not JSON")
+def report_of_garbage(folder: Path) -> list[str]:
+    (folder / "results.json").write_text("{]")
+    return ["report", str(folder), "-o", str(folder / "page")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name, tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("VLMCOMPRESS_DATA", raising=False)
+    prepare, message = CASES[name]
+    arguments = prepare(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert cli.main(arguments) == 2
+    shown = capfd.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1, shown.err
+    assert re.search(message, shown.err), shown.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
