@@ -20,7 +20,7 @@ from typing import Any
 from vlmcompress.engines.base import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
-SETTINGS = ("max_model_len", "dtype", "seed", "logprobs")  # beside max_tokens, those that an answer depends on
+SETTINGS = ("max_model_len", "dtype", "logprobs")  # beside max_tokens, those that an answer depends on
 MODEL_FILES = (
     "*.safetensors",
     "*config.json",
