@@ -86,6 +86,7 @@ def results() -> Results:
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.timeout(3600)  # six starts of the engine
 def test_whole_benchmark(results: Results) -> None:
     """Every state of both sides, all with the same work."""
     bench = results.bench
