@@ -247,6 +247,10 @@ class Results(_Record):
     gate: Gate | None = None
     pictures: dict[str, list[str]] = {}
 
+    def identity(self) -> list[tuple[str, int, str]]:
+        """Equal for results about the same two checkpoints."""
+        return [(side.name, side.weight_bytes, side.scheme) for side in (self.baseline, self.candidate)]
+
     def to_dict(self, pictures: bool = True) -> dict[str, Any]:
         """Plain data for JSON."""
         return self.model_dump(mode="json", by_alias=True, exclude=None if pictures else {"pictures"})
@@ -279,11 +283,7 @@ def load(path: str | Path) -> Results:
 
 def joined(new: Results, old: Results) -> Results:
     """`new` with the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
-
-    def same(one: Side, other: Side) -> bool:
-        return (one.name, one.weight_bytes, one.scheme) == (other.name, other.weight_bytes, other.scheme)
-
-    if not (same(new.baseline, old.baseline) and same(new.candidate, old.candidate)):
+    if new.identity() != old.identity():
         return new
     kept = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]
     return new.model_copy(update={name: getattr(old, name) for name in kept})

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import __version__, manifest
+from vlmcompress import sides
 from vlmcompress.bench import measure, memory
 from vlmcompress.bench.images import parse_size
 from vlmcompress.bench.load import parse as parse_load
@@ -51,7 +48,7 @@ def run(
     if offline:
         more, devices = run_offline(planned, runs, progress)
         runs += more
-    sides = {side: _side(path, about[side], devices[side]) for side, path in planned.paths.items()}
+    described = {side: _side(path, about[side], devices[side]) for side, path in planned.paths.items()}
     bench = Bench(
         load=str(planned.load),
         requests=planned.requests,
@@ -64,16 +61,14 @@ def run(
         tool=TOOL + (" and vLLM's LLM.chat" if offline else ""),
         runs=runs,
         summary=measure.summarise(runs),
-        memory=_memory(planned, sides, about, runs),
+        memory=_memory(planned, described, about, runs),
     )
-    return Results(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        version=__version__,
-        machine={"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
-        baseline=sides["baseline"],
-        candidate=sides["candidate"],
-        bench=bench,
-    )
+    return Results(**sides.origin(), baseline=described["baseline"], candidate=described["candidate"], bench=bench)
+
+
+def _side(path: Path, about: About, device: Mapping[str, Any]) -> Side:
+    engine = {"name": "vllm", "version": about.version, **device}
+    return sides.side(path, {**engine, "flags": about.flags, "start_seconds": about.start_seconds})
 
 
 def plan(
@@ -109,7 +104,7 @@ def plan(
     for name, value in (("requests", requests), ("out-tokens", out_tokens), ("repeats", repeats)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
-    paths: dict[SideName, Path] = {"baseline": _checkpoint(baseline), "candidate": _checkpoint(candidate)}
+    paths: dict[SideName, Path] = {"baseline": sides.checkpoint(baseline), "candidate": sides.checkpoint(candidate)}
     arrival = parse_load(load)
     return Plan(
         paths=paths,
@@ -126,29 +121,8 @@ def plan(
     )
 
 
-def _checkpoint(path: str | Path) -> Path:
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        what = "not a checkpoint, it has no config.json" if folder.is_dir() else "no such checkpoint folder"
-        raise UserError(f"{folder}: {what}")
-    return folder
-
-
-def _side(path: Path, about: About, device: Mapping[str, Any]) -> Side:
-    made = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
-    engine = {"name": "vllm", "version": about.version, **device}
-    return Side(
-        name=path.resolve().name,
-        path=str(path),
-        weight_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
-        scheme=(made.get("recipe") or {}).get("scheme") or "",
-        layer_errors=made.get("errors") or {},
-        engine={**engine, "flags": about.flags, "start_seconds": about.start_seconds},
-    )
-
-
 def _memory(
-    plan: Plan, sides: Mapping[SideName, Side], about: Mapping[SideName, About], runs: Sequence[LoadRun]
+    plan: Plan, described: Mapping[SideName, Side], about: Mapping[SideName, About], runs: Sequence[LoadRun]
 ) -> dict[str, Memory]:
     """Memory of the sides whose KV cache has a size per token."""
     found: dict[str, Memory] = {}
@@ -160,5 +134,5 @@ def _memory(
         tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
         if per_token:
             mean = tokens / sum(run.completed for run in cold)
-            found[side] = memory.memory(sides[side].weight_bytes, per_token, mean, cache)
+            found[side] = memory.memory(described[side].weight_bytes, per_token, mean, cache)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vlmcompress.results import Bench, Memory, Ratio
 from vlmcompress.terminal import size, table
 
@@ -21,7 +23,7 @@ SHOWN = {
 def text(bench: Bench) -> str:
     """Speed in each mode and state, and memory."""
     seen = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {bench.repeats} turns a side"
-    lines = [f"load {bench.load}, {seen}; {bench.source}"]
+    lines = [f"load {bench.load}, {seen}; {Path(bench.source).name}"]
     for mode, states in bench.summary.items():
         for state, found in states.items():
             rows = [_row(title, found[name]) for name, title in SHOWN.items() if name in found]

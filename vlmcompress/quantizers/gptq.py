@@ -79,8 +79,9 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
             order = diagonal.argsort(descending=True, stable=True)
         h = h[order.flip(0)]
         h = h[:, order.flip(0)]
-        if (h := _factor(h)) is not None:
-            return Feedback(order, h.div_(h.diagonal().clone()).T)
+        factor = _factor(h)
+        if factor is not None:
+            return Feedback(order, factor.div_(factor.diagonal().clone()).T)
         damp *= 10
     raise ValueError("the Gram matrix cannot be factorized: the calibration statistics hold NaN or Inf")
 

@@ -65,11 +65,8 @@ def merge(found: Sequence[Results]) -> list[Results]:
 
 
 def _same(a: Results, b: Results) -> bool:
-    def identity(run: Results) -> list[tuple[str, int, str]]:
-        return [(side.name, side.weight_bytes, side.scheme) for side in (run.baseline, run.candidate)]
-
     shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
-    return identity(a) == identity(b) and not (shared or (a.bench and b.bench) or (a.gate and b.gate))
+    return a.identity() == b.identity() and not (shared or (a.bench and b.bench) or (a.gate and b.gate))
 
 
 def _join(a: Results, b: Results) -> Results:
