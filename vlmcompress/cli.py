@@ -29,6 +29,8 @@ _EXTRAS = {
     "datasets": "compress",
     "pyarrow": "compress",
     "lm_eval": "eval",
+    "aiohttp": "eval",
+    "openai": "eval",
     "vllm": "serve",
 }
 

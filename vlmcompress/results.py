@@ -116,7 +116,10 @@ class Divergence(_Record):
 
 
 class Suite(_Record):
-    """One suite's accuracy. `cut_off`, `empty`, `unparsed`: counts (baseline, candidate)."""
+    """One suite's accuracy. `cut_off`, `empty`, `unparsed`: counts (baseline, candidate).
+
+    `derived_ids`: the data had no ids for some samples, which go by a hash of their content.
+    """
 
     name: str
     metric: str
@@ -135,6 +138,7 @@ class Suite(_Record):
     cut_off: tuple[int, int] = (0, 0)
     prompt_tokens: tuple[int, int] = (0, 0)
     scoring: str = ""
+    derived_ids: bool = False
 
 
 class LoadRun(_Record):

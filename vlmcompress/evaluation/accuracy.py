@@ -173,6 +173,7 @@ def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) ->
         cut_off=_count(both, lambda sample: sample.answer.finish == "length"),
         prompt_tokens=_count(both, lambda sample: sample.answer.prompt_tokens),
         scoring=suite.scoring,
+        derived_ids=suite.derived_ids,
     ), scored
 
 

@@ -135,6 +135,7 @@ def _accuracy_method(suite: Suite) -> str:
         f"{suite.name}: both sides answered the same {asked} samples about {c.clusters:,} images (seed {suite.seed}), "
         f"at most {suite.max_tokens} tokens each; metric {suite.metric}",
         suite.scoring.rstrip("."),
+        "Samples without an id go by a hash of their content" * suite.derived_ids,
         f"Intervals of the paired difference are by {how}"
         + f", widened for samples that share an image (design effect {c.design_effect:.2f})" * (c.design_effect > 1.005)
         + f"; p = {c.p:.3g}",
