@@ -124,6 +124,12 @@ def no_requests(folder: Path) -> list[str]:
     return ["bench", DEMO, "--baseline", DEMO, "--requests", "0"]
 
 
+@case("report.*(Not a directory|File exists)")
+def report_folder_that_is_a_file(folder: Path) -> list[str]:
+    (folder / "report").write_text("precious")
+    return ["bench", DEMO, "--baseline", DEMO, "--report", str(folder / "report")]
+
+
 @case("no such checkpoint folder")
 def bench_of_nothing(folder: Path) -> list[str]:
     return ["bench", str(folder / "nothing"), "--baseline", DEMO]

@@ -40,9 +40,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Run `vlmcompress bench`: exit code, data for `--json`, text."""
     from vlmcompress.evaluation import gate as gates
-    from vlmcompress.evaluation.verdict import conclude
+    from vlmcompress.evaluation.verdict import check_folder, conclude
 
     gate = gates.chosen(args.gate, None)
+    check_folder(args.report)
     results = measure(args)
     code, data, conclusion = conclude(results, gate, args.report)
     assert results.bench is not None

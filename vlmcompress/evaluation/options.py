@@ -10,7 +10,7 @@ from typing import Any
 from vlmcompress import engines, terminal
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import gate as gates
-from vlmcompress.evaluation.verdict import conclude
+from vlmcompress.evaluation.verdict import check_folder, conclude
 from vlmcompress.results import Results
 
 JOURNAL = "answers.jsonl"
@@ -52,6 +52,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     gate = gates.chosen(args.gate, args.max_drop)
+    check_folder(args.report)
     results = measure(args, gates.margins(gate))
     return conclude(results, gate, args.report)
 

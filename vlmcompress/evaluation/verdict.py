@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import report
+from vlmcompress import atomic, report
 from vlmcompress.evaluation import gate as gates
 from vlmcompress.report import findings
 from vlmcompress.report.text import text
 from vlmcompress.results import FILE, Results, Verdict, joined, load
 
 EXIT: dict[Verdict, int] = {"pass": 0, "fail": 1, "inconclusive": 4}
+
+
+def check_folder(folder: str | Path | None) -> None:
+    """Refuse a report folder that can't be written, before hours of measuring.
+
+    Raises:
+        UserError: it can't be made, or written to.
+    """
+    if folder:
+        with atomic.user_errors(Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
 
 
 def conclude(
