@@ -42,11 +42,11 @@ def test_search_matches_brute_force(symmetric, duo):
 
 
 def test_a_sample_of_rows_chooses_as_well_as_all():
-    """On a group of three times as many rows as are looked at, the loss of the choice over all rows is nearly the least."""
+    """On a group of six times as many rows as are looked at, the loss of the choice over all rows is nearly the least."""
     x = inputs(128, tokens=400)
     weights = [weight(900, 128, 0), weight(600, 128, 1)]
     stats, options = statistics(x), awq.Options(group_size=32)
-    assert 500 <= sum(map(len, awq.sample(weights))) <= 525
+    assert 250 <= sum(map(len, awq.sample(weights))) <= 260
     fmt, gram = awq.scheme(options).weights, stats.gram()
     scales = [None, *awq.candidates(weights, stats, options)]
     losses = [sum(awq._loss(w, s, gram, fmt, torch.bfloat16) for w in weights) for s in scales]

@@ -11,7 +11,7 @@ slow. The error needs only the Gram matrix `G = X^T X`, accumulated once:
 
     L(s) = sum over the group's layers of tr(D G D^T),      D = Q(W s) / s - W
 
-which is a sum over rows, so candidates are compared on some 512 evenly spaced rows of the group. `s = 1` is among them:
+which is a sum over rows, so candidates are compared on some 256 evenly spaced rows of the group. `s = 1` is among them:
 the result is no worse than rounding to nearest on that objective.
 
 `clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
@@ -19,7 +19,7 @@ values lose, on the group's own block of G; a row keeps its clipped ranges only 
 falls.
 
 `objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
-Cost: `grid * 512 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error
+Cost: `grid * 256 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error
 feedback (gptq has that).
 """
 
@@ -35,7 +35,8 @@ from vlmcompress.stats import GroupStats, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
-_ROWS = 512  # in the sample that scales are compared on; also of a clip search's turn, whose temporaries stay in cache
+_SAMPLE = 256  # rows that scales are compared on
+_ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in cache
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def smooth(
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:
-    """Evenly spaced rows of all weights, about `_ROWS` together, in float32."""
-    step = max(1, round(sum(map(len, weights)) / _ROWS))
+    """Evenly spaced rows of all weights, about `_SAMPLE` together, in float32."""
+    step = max(1, round(sum(map(len, weights)) / _SAMPLE))
     return [weight[step // 2 :: step].float() for weight in weights]
 
 
