@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.report import findings
+from vlmcompress.report.words import VERDICTS
 from vlmcompress.results import Comparison, Gate, Results, Suite
 from vlmcompress.terminal import table
 
@@ -38,11 +39,11 @@ def rules(gate: Gate) -> str:
     """A gate's rules, one a line."""
     rows = [
         ("rule", "verdict", "found", "limit", ""),
-        *((r.name, r.verdict, r.value, r.limit, r.reason) for r in gate.rules),
+        *((r.name, VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in gate.rules),
     ]
-    return f"gate {gate.name}: {gate.verdict}\n{table(rows)}"
+    return f"gate {gate.name}: {VERDICTS[gate.verdict]}\n{table(rows)}"
 
 
 def _row(name: str, c: Comparison) -> tuple[object, ...]:
     interval = f"{100 * c.difference:+.1f} ({100 * c.low:+.1f} to {100 * c.high:+.1f})"
-    return name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", interval, c.verdict
+    return name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", interval, VERDICTS[c.verdict]
