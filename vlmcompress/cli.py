@@ -140,9 +140,9 @@ def listing(args: argparse.Namespace) -> Outcome:
         return [{"name": name, "about": gate.about(name)} for name in gate.names()]
 
     def suites() -> list[dict[str, Any]]:
-        from vlmcompress.evaluation import tasks
+        from vlmcompress.evaluation import catalogue
 
-        return [{"name": name, "about": tasks.about(name)} for name in tasks.names()]
+        return [{"name": name, "about": catalogue.about(name)} for name in catalogue.names()]
 
     kinds: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "schemes": lambda: registered(recipe.SCHEMES),

@@ -20,7 +20,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.evaluation.accuracy import Ask, evaluate
 from vlmcompress.evaluation.questions import stratified
 from vlmcompress.evaluation.scoring import normalise
-from vlmcompress.report import write
+from vlmcompress.report.files import write
 from vlmcompress.results import Results, Scored
 
 VLLM = Ask(engines.get("vllm"), engines.get("vllm"))
@@ -77,7 +77,7 @@ def test_missing_checkpoints(folder: Path) -> None:
 
 
 def test_data_of_no_model(folder: Path) -> None:
-    with pytest.raises(UserError, match="world"):
+    with pytest.raises(UserError, match="no data is bundled with .*; give --data FILE"):
         evaluate(folder / "model", folder / "model", [None], None, VLLM)
 
 

@@ -14,7 +14,8 @@ from PIL import Image as Pillow
 from tests.evaluation.echo import Echo, checkpoint, question
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.ask import Asked, ask_suite
-from vlmcompress.evaluation.tasks import about, load_suite, names
+from vlmcompress.evaluation.catalogue import about, names
+from vlmcompress.evaluation.tasks import load_suite
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 TEXT = Value("string")

@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from tests.evaluation.echo import checkpoint, picture, write_rows
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.tasks import LoadedSuite, load_suite, names
+from vlmcompress.evaluation.catalogue import names
+from vlmcompress.evaluation.tasks import LoadedSuite, load_suite
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 YAML = """

@@ -16,10 +16,12 @@ import pytest
 from PIL import Image
 
 from tests.report.conftest import HOSTILE, comparison, make_results, make_samples, make_suite
-from vlmcompress import report
 from vlmcompress import results as schema
 from vlmcompress.errors import UserError
-from vlmcompress.report import examples
+from vlmcompress.report import examples, files
+from vlmcompress.report.badge import badge
+from vlmcompress.report.junit import junit
+from vlmcompress.report.markdown import markdown
 from vlmcompress.report.page import page
 from vlmcompress.results import Gate, Results, Rule
 
@@ -70,10 +72,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def test_writes_what_load_reads(results: Results, tmp_path: Path) -> None:
-    files = report.write(results, tmp_path / "a" / "report")
+    written = files.write(results, tmp_path / "a" / "report")
     assert {path.name for path in (tmp_path / "a" / "report").iterdir()} == NAMES
-    assert schema.load(files["json"].parent) == results
-    assert report.write(results, tmp_path / "a" / "report") == files  # over the old one
+    assert schema.load(written["json"].parent) == results
+    assert files.write(results, tmp_path / "a" / "report") == written  # over the old one
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -104,7 +106,7 @@ def test_page_shows_everything(results: Results) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(scheme: str) -> None:
     """WCAG 2.2, success criterion 1.4.3: at least 4.5 to 1 for text, with its formula of relative luminance."""
-    style = Path(report.__file__).with_name("style.css").read_text()
+    style = Path(files.__file__).with_name("style.css").read_text()
     blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2]
     colours = dict(re.findall(r"--([\w-]+): (#\w+);", blocks[0]))
     if scheme == "dark":
@@ -128,7 +130,7 @@ def test_text_has_contrast(scheme: str) -> None:
 
 
 def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results) -> None:
-    text = report.markdown(results)
+    text = markdown(results)
     assert text.startswith(
         "# demo-awq against demo\n\nGate default: pass (2 pass).  \nNo accuracy was lost: -0.2 points,"
     )
@@ -142,7 +144,7 @@ def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results
 
 def test_markdown_fits_a_summary() -> None:
     families = {f"family {i} {'x' * 2000}": comparison("family") for i in range(100)}
-    text = report.markdown(make_results(suites=[make_suite(families=families)]))
+    text = markdown(make_results(suites=[make_suite(families=families)]))
     assert len(text.encode()) < 64_000 and "The rest did not fit" in text and text.startswith("# demo-awq")
 
 
@@ -152,7 +154,7 @@ def test_junit_of_a_gate() -> None:
         Rule(name="speed", verdict="inconclusive", value="none", limit="1.1x", reason="not measured"),
         Rule(name=f"accuracy {HOSTILE}", verdict="fail", value="-4.2", limit="-1.0", reason="lost"),
     ]
-    root = ElementTree.fromstring(report.junit(make_results(gate=Gate(name="g", verdict="fail", rules=rules))).encode())
+    root = ElementTree.fromstring(junit(make_results(gate=Gate(name="g", verdict="fail", rules=rules))).encode())
     assert {k: root.get(k) for k in ("tests", "failures", "skipped", "errors")} == {
         "tests": "3",
         "failures": "1",
@@ -165,7 +167,7 @@ def test_junit_of_a_gate() -> None:
 
 
 def test_junit_without_a_gate_has_suites_and_families() -> None:
-    root = ElementTree.fromstring(report.junit(make_results(gate=None, suites=[make_suite("s", "broken")])).encode())
+    root = ElementTree.fromstring(junit(make_results(gate=None, suites=[make_suite("s", "broken")])).encode())
     assert [case.get("name") for case in root.iter("testcase")][:3] == ["all", "chart", "count"]
     assert (root.get("failures"), root.get("skipped")) == ("1", "3")
 
@@ -184,7 +186,7 @@ def test_junit_without_a_gate_has_suites_and_families() -> None:
     ],
 )
 def test_badge(changes: dict[str, Any], message: str, colour: str) -> None:
-    found = report.badge(make_results(**changes))
+    found = badge(make_results(**changes))
     assert found["schemaVersion"] == 1 and message in str(found["message"]) and found["color"] == colour
 
 
@@ -211,16 +213,16 @@ def test_large_pictures_shrink() -> None:
 def test_unwritable_folder(results: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
-        report.write(results, tmp_path / "file")
+        files.write(results, tmp_path / "file")
 
 
 def test_a_report_that_can_not_be_completed_leaves_no_parts(results: Results, tmp_path: Path) -> None:
     (tmp_path / "badge.json").mkdir()
     with pytest.raises(UserError, match="badge.json"):
-        report.write(results, tmp_path)
+        files.write(results, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
 def test_json_is_plain(results: Results, tmp_path: Path) -> None:
-    found = json.loads(report.write(results, tmp_path)["json"].read_text())
+    found = json.loads(files.write(results, tmp_path)["json"].read_text())
     assert found["schema"] == schema.SCHEMA and len(found["samples"]) == 60

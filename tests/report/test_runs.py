@@ -11,10 +11,9 @@ import pytest
 
 from tests.report.conftest import make_bench, make_results, make_suite
 from tests.report.test_report import NAMES, Balanced
-from vlmcompress import report
 from vlmcompress import results as schema
 from vlmcompress.errors import UserError
-from vlmcompress.report import options, runs
+from vlmcompress.report import files, options, runs
 from vlmcompress.results import Results
 
 ONLY_ACCURACY: dict[str, Any] = {"bench": None, "gate": None}
@@ -23,7 +22,7 @@ ONLY_SPEED: dict[str, Any] = {"suites": [], "samples": [], "pictures": {}, "gate
 
 def written(folder: Path, **named: Results) -> list[Path]:
     for name, results in named.items():
-        report.write(results, folder / name)
+        files.write(results, folder / name)
     return [folder / name for name in named]
 
 

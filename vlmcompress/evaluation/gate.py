@@ -28,7 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import vlmcompress
 from vlmcompress import _yaml
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.evaluation import rules
 from vlmcompress.results import Gate, Results, State, Verdict
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -71,6 +70,8 @@ class GateFile(_Strict):
 
 def judge(results: Results, gate: GateFile) -> Gate:
     """Judge results by a gate. The verdict is the worst of its rules: fail, then inconclusive, then pass."""
+    from vlmcompress.evaluation import rules
+
     found = []
     named = {suite.name for suite in results.suites}
     for name, asked in gate.suites.items():

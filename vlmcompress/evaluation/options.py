@@ -9,8 +9,6 @@ from typing import Any
 
 from vlmcompress import engines, terminal
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation import gate as gates
-from vlmcompress.evaluation.verdict import check_folder, conclude
 from vlmcompress.results import Results
 
 JOURNAL = "answers.jsonl"
@@ -49,6 +47,9 @@ def judging(parser: argparse.ArgumentParser) -> None:
 
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Run `vlmcompress eval`: exit code, data for `--json`, text."""
+    from vlmcompress.evaluation import gate as gates
+    from vlmcompress.evaluation.verdict import check_folder, conclude
+
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     gate = gates.chosen(args.gate, args.max_drop)

@@ -7,7 +7,6 @@ by exact match. Its samples may be a fixed choice of `limit` from all of them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import json
@@ -21,7 +20,7 @@ from typing import Any
 from vlmcompress.calibration import sources
 from vlmcompress.calibration.rows import Sample
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.evaluation import questions
+from vlmcompress.evaluation import catalogue, questions
 
 CUSTOM = "custom"
 DEFAULT = "world"
@@ -74,28 +73,6 @@ class LoadedSuite:
         return [questions.png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
 
 
-def names() -> list[str]:
-    """The bundled tasks and groups."""
-    return sorted(_bundled())
-
-
-def about(name: str) -> str:
-    """How a bundled suite is scored, in its own words."""
-    return str(_bundled()[name]["metadata"]["scoring"])
-
-
-@functools.cache
-def _bundled() -> dict[str, dict[str, Any]]:
-    """Name -> what the file of each bundled task or group says."""
-    return {name: entry.cfg for name, entry in _manager({}).task_index.items()}
-
-
-def folders() -> list[Path]:
-    """Where bundled tasks are: in the package when installed, beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    return [folder for folder in (package / "tasks", package.parent / "eval" / "tasks") if folder.is_dir()]
-
-
 def load_suite(
     suite: str | Path | None,
     data: str | Path | None = None,
@@ -120,7 +97,7 @@ def load_suite(
     if suite is None and data is not None:
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
-    if name in names() or Path(name).suffix in YAML:
+    if name in catalogue.names() or Path(name).suffix in YAML:
         found = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
         source = data or (found if name.partition("_")[0] == DEFAULT else None)
         if suite is None and source is None:
@@ -133,7 +110,7 @@ def load_suite(
             raise UserError(f"suite {name} is data already; leave out --data {data}")
         source, tasks = name, {CUSTOM: _custom(Path(name))}
     else:
-        raise UserError(f"no suite is called '{name}'{did_you_mean(name, names())}")
+        raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.names())}")
     name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
     return _choose(name, str(source or _configured_source(tasks)), tasks, limit, seed)
 
@@ -159,7 +136,7 @@ def _manager(metadata: Mapping[str, Any], more: Sequence[Path] = ()) -> Any:
         raise UserError("suites need lm-eval; pip install 'vlmcompress[eval]'")
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=[*folders(), *more], include_defaults=False, metadata=dict(metadata))
+    return TaskManager(include_path=[*catalogue.folders(), *more], include_defaults=False, metadata=dict(metadata))
 
 
 def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

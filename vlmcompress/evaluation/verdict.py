@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import atomic, report
+from vlmcompress import atomic
 from vlmcompress.evaluation import gate as gates
 from vlmcompress.report import findings
+from vlmcompress.report.files import write
 from vlmcompress.report.text import text
 from vlmcompress.results import FILE, Results, Verdict, joined, load
 
@@ -42,7 +43,7 @@ def conclude(
         results = joined(results, load(folder))
     if gate:
         results = results.model_copy(update={"gate": gates.judge(results, gate)})
-    files = report.write(results, folder) if folder else {}
+    files = write(results, folder) if folder else {}
     code = EXIT[results.gate.verdict] if results.gate else 0
     data = {"ok": code == 0, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
     lines = [text(results), "", *findings.headline(results)]

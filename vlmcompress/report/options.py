@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vlmcompress.report.runs import write_comparison
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
@@ -18,6 +16,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Exit code, data, text. It reports and doesn't judge: a failed gate is for `eval` to exit with."""
+    from vlmcompress.report.runs import write_comparison
+
     files = write_comparison(args.runs, args.out)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
     return 0, data, f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."
