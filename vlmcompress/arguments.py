@@ -24,9 +24,11 @@ RECIPE_KEYS = {
     "kv_cache": "kv_cache",
     "calib": "calibrate.data",
     "samples": "calibrate.samples",
+    "stats": "calibrate.stats",
     "seed": "seed",
 }
 
+STATISTICS = ("absmax", "absmean", "gram")  # `stats.NEEDS`, which would bring torch along
 LISTED = ("schemes", "targets", "families", "recipes", "formats", "suites", "gates")
 
 
@@ -82,6 +84,24 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+def needs(text: str | None) -> tuple[str, ...]:
+    """The statistics that `--needs` names."""
+    names = tuple(text.split(",")) if text is not None else STATISTICS
+    for name in names:
+        if name not in STATISTICS:
+            raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
+    return names
+
+
+def refuse_foreign(values: dict[str, Any]) -> None:
+    """Recipe keys that mean nothing to `calibrate`."""
+    known = ("model", "out", "kv_cache", "calibrate", "trust_remote_code", "seed")
+    foreign = [key for key in values if key not in known]
+    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
+    if foreign:
+        raise UserError(f"--set {foreign[0]}: no such key of calibrate{did_you_mean(foreign[0], known)}")
+
+
 def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="vlmcompress",
@@ -99,6 +119,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     def verb(name: str, about: str) -> Parser:
         return verbs.add_parser(name, help=about, description=about, parents=[common])
 
+    _calibrate(
+        verb(
+            "calibrate",
+            "Collect statistics of a model's activations once; quantize --stats then needs no forward pass.",
+        )
+    )
     _quantize(verb("quantize", "Write a compressed checkpoint."))
     check = verb("check", "Tell in seconds whether a recipe works for a model, a target and an engine.")
     _recipe(check)
@@ -126,11 +152,41 @@ def _recipe(parser: Parser) -> None:
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
     parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
+    _data(parser)
+    parser.add_argument(
+        "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
+    )
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.bits=4"
+    )
+
+
+def _data(parser: Parser) -> None:
+    """The flags that choose calibration data."""
+    none = argparse.SUPPRESS
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
     parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+
+
+def _calibrate(parser: Parser) -> None:
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original")
+    parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
+    _data(parser)
+    parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
     parser.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.bits=4"
+        "--needs", metavar="A,B", help="of gram, absmax and absmean; default: all. gram is the large one"
+    )
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="calibrate.max_length or trust_remote_code"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace STATS once the new ones are whole")
+    parser.epilog = (
+        "Statistics are of the unquantized model (prefix float) and serve every scheme: for each group of layers and each\n"
+        "modality (text, vision, answer) the Gram matrix X^T X, absolute maxima, means and counts. quantize without --stats\n"
+        "observes each block behind quantized ones instead (prefix quantized)."
     )
 
 

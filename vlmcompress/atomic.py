@@ -21,8 +21,11 @@ from vlmcompress.errors import UserError
 from vlmcompress.manifest import MANIFEST
 
 
-def check(source: Path, out: Path, *, overwrite: bool) -> None:
+def check(source: Path, out: Path, *, overwrite: bool, mark: str = MANIFEST) -> None:
     """Refuse an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
+
+    Args:
+        mark: the file by which a folder is known as ours to replace.
 
     Raises:
         UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
@@ -35,19 +38,19 @@ def check(source: Path, out: Path, *, overwrite: bool) -> None:
     with user_errors(out):
         _recover(out)
         if os.path.lexists(out):
-            _check_replaceable(out, overwrite)
+            _check_replaceable(out, overwrite, mark)
         parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
 
 
-def _check_replaceable(out: Path, overwrite: bool) -> None:
+def _check_replaceable(out: Path, overwrite: bool, mark: str) -> None:
     if not overwrite:
         raise UserError(f"output {out} exists; choose another folder or pass --overwrite")
     if not out.is_dir():
         raise UserError(f"output {out} exists and is not a folder; choose another one")
-    if any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise UserError(f"output {out} has no {MANIFEST}, so it is not ours to overwrite; choose another folder")
+    if any(out.iterdir()) and not (out / mark).is_file():
+        raise UserError(f"output {out} has no {mark}, so it is not ours to overwrite; choose another folder")
 
 
 @contextlib.contextmanager

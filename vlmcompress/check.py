@@ -180,6 +180,9 @@ def _memory(plan: Plan, target: Target) -> Finding:
 
 def _calibration(plan: Plan) -> list[Finding]:
     data = plan.recipe.calibrate.data
+    if plan.statistics:
+        known = plan.statistics.facts["calibration"]
+        return [Finding("calibration", True, f"statistics of {known['samples']} samples of '{known['source']}'")]
     if data is not None:
         there = Path(data).exists()
         return [

@@ -58,6 +58,25 @@ def quantize(args: argparse.Namespace) -> Outcome:
     return OK, result, summary.quantize_text(result)
 
 
+def calibrate(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress calibrate`"""
+    from vlmcompress.recipe import resolve
+
+    given = arguments.given(args)
+    arguments.refuse_foreign(given)
+    chosen = resolve(given | {"scheme": "none"}).recipe
+    needs = arguments.needs(args.needs)
+    from vlmcompress.calibrate import calibrate as run
+
+    began, progress = time.monotonic(), terminal.Progress()
+    try:
+        done = run(chosen, needs=needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    finally:
+        progress.close()
+    result = summary.calibrate_result(done.out, chosen.model, done.manifest, time.monotonic() - began)
+    return OK, result, summary.calibrate_text(result)
+
+
 def check(args: argparse.Namespace) -> Outcome:
     """`vlmcompress check`"""
     from vlmcompress.recipe import resolve
@@ -158,6 +177,7 @@ def listing(args: argparse.Namespace) -> Outcome:
 
 
 VERBS = {
+    "calibrate": calibrate,
     "quantize": quantize,
     "check": check,
     "doctor": doctor,
@@ -186,7 +206,11 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
     except KeyboardInterrupt:
-        hint = "; continue with --resume" if given[:1] == ["quantize"] and "--dry-run" not in given else ""
+        hint = (
+            "; continue with --resume"
+            if given[:1] in (["quantize"], ["calibrate"]) and "--dry-run" not in given
+            else ""
+        )
         return _fail(f"interrupted{hint}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)

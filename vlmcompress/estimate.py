@@ -47,7 +47,12 @@ def output_tensors(
 
 
 def peak_bytes(
-    weights: int, blocks: Sequence[Sequence[Sequence[tuple[int, int]]]], config: dict, samples: int, tokens: int
+    weights: int,
+    blocks: Sequence[Sequence[Sequence[tuple[int, int]]]],
+    config: dict,
+    samples: int,
+    tokens: int,
+    grams: bool | None = None,
 ) -> int:
     """Peak memory, estimated as the module's docstring says.
 
@@ -56,15 +61,16 @@ def peak_bytes(
         blocks: for each decoder block, for each group, `(out, in)` of its linear layers.
         config: config.json.
         samples, tokens: of the calibration set; 0 samples for a scheme without data.
+        grams: whether Gram matrices are in memory; None: when there are samples.
     """
     block = max((sum(out * columns for group in groups for out, columns in group) for groups in blocks), default=0)
     total = RUNTIME_BYTES + weights + 12 * block
-    if not samples:
+    if not (samples if grams is None else grams):
         return total
     squares = [[group[0][1] ** 2 for group in groups if group] for groups in blocks]
-    grams = max((3 * sum(widths) + 2 * max(widths, default=0) for widths in squares), default=0)
+    largest = max((3 * sum(widths) + 2 * max(widths, default=0) for widths in squares), default=0)
     hidden = (config.get("text_config") or config).get("hidden_size") or 0
-    return total + 4 * grams + samples * tokens * (6 * hidden + _pixel_bytes(config))
+    return total + 4 * largest + samples * tokens * (6 * hidden + _pixel_bytes(config))
 
 
 def _pixel_bytes(config: dict) -> int:

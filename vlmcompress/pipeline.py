@@ -27,6 +27,7 @@ from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import LayerResult, Method, apply, solve_layer
+from vlmcompress.statistics import Statistics
 
 Progress = Callable[[str, int, int], None]
 
@@ -59,26 +60,43 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     source, out = recipe.model, recipe.out
     atomic.check(source, out, overwrite=overwrite)
     work = plan.build(recipe)
+    if work.statistics:
+        work.statistics.verify(recipe)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
-    batches, origin = calibration_batches(recipe, vlm, work.needs_data)
+    batches, origin = _input(recipe, vlm, work)
     folder = out.with_name(f".{out.name}.resume")
     with torch.inference_mode(False), torch.no_grad():
         store = LayerStore(folder, fingerprint(recipe, source, origin), resume)
-        compress_blocks(
-            vlm, work.blocks, work.method, batches, store, kv_cache=bool(recipe.kv_cache), progress=progress
-        )
+        if work.statistics:
+            solve_stored(vlm.model, work.blocks, work.method, work.statistics, store, bool(recipe.kv_cache), progress)
+        else:
+            compress_blocks(
+                vlm, work.blocks, work.method, batches, store, kv_cache=bool(recipe.kv_cache), progress=progress
+            )
     written = _write(recipe, vlm, work, store, origin, out, overwrite, progress)
     store.remove()
     return Result(out, written)
 
 
-def calibration_batches(recipe: Recipe, vlm: VLM, needed: bool) -> tuple[list[dict[str, Tensor]], dict | None]:
-    """Encoded calibration samples and where they came from; none for a data-free scheme unless data is named."""
+def _input(recipe: Recipe, vlm: VLM, work: plan.Plan) -> tuple[list[dict[str, Tensor]], dict | None]:
+    """Calibration samples, where they are to be run, and what the manifest says about where statistics come from."""
+    if work.statistics:
+        return [], work.statistics.origin
+    batches, origin = calibration_batches(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else None)
+    return batches, origin and origin | {"prefix": work.prefix}
+
+
+def calibration_batches(recipe: Recipe, vlm: VLM, needed: str | None) -> tuple[list[dict[str, Tensor]], dict | None]:
+    """Encoded calibration samples and where they came from; none unless something needs them or they are named.
+
+    Args:
+        needed: what needs them.
+    """
     settings = recipe.calibrate
     source = settings.data or (bundled(vlm.path, "calibration") if needed else None)
     if source is None:
         if needed:
-            raise UserError(f"scheme '{recipe.scheme}' needs calibration images; name some with --calib FOLDER or FILE")
+            raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
         return [], None
     samples = load_samples(source, samples=settings.samples, seed=recipe.seed)
     batches = encode(samples, vlm, max_length=settings.max_length)
@@ -99,17 +117,15 @@ def compress_blocks(
 
     With calibration data the blocks go through llm-compressor's sequential pipeline, without it each stands alone.
     """
-    layers = models.decoder_layers(vlm.model, vlm.spec)
     if batches:
         from vlmcompress.calibration.block_awq import smooth_blocks
-        from vlmcompress.calibration.sequential import BlockModifier, run_oneshot
+        from vlmcompress.calibration.sequential import BlockModifier, attention_modules, run_oneshot
 
         if method.by_block and method.scheme:
             smooth_blocks(vlm, blocks, batches, method.scheme, method.options.grid, method.options.duo)
-        attention = {i: f"{name}.self_attn" for i, name in enumerate(layers) if _has(vlm.model, f"{name}.self_attn")}
         modifier = BlockModifier(
             blocks=blocks,
-            attention=attention if kv_cache else {},
+            attention=attention_modules(vlm) if kv_cache else {},
             method=method,
             store=store,
             batches=len(batches),
@@ -130,6 +146,31 @@ def solve_alone(model: nn.Module, layer: int, groups: list[Group], method: Metho
     result = solve_layer(groups, weights, {}, method, next(iter(weights.values())).dtype)
     store.save(layer, result)
     apply(result, modules)
+
+
+def solve_stored(
+    model: nn.Module,
+    blocks: list[list[Group]],
+    method: Method,
+    statistics: Statistics,
+    store: LayerStore,
+    kv_cache: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Quantize the decoder's blocks, each on its own, from statistics of the unquantized model: no forward pass."""
+    for layer, groups in enumerate(blocks):
+        names = {name for group in groups for name in (*group.linears, group.smooth) if name}
+        modules: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+        if groups and store.has(layer):
+            apply(store.load(layer), modules)
+        elif groups:
+            weights = {name: modules[name].weight for group in groups for name in group.linears}
+            stats, kv_scales = statistics.load(layer)
+            result = solve_layer(groups, weights, stats, method, next(iter(weights.values())).dtype)
+            result.kv_scales |= kv_scales if kv_cache else {}
+            store.save(layer, result)
+            apply(result, modules)
+        progress("quantizing", layer + 1, len(blocks))
 
 
 class StoredWeights(Mapping):
@@ -160,10 +201,6 @@ def fingerprint(recipe: Recipe, source: Path, origin: dict | None) -> str:
     parts: list[Any] = [manifest.source_identity(source), files, recipe.plain(), origin, manifest.versions()]
     parts.append(torch.get_num_threads())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    return name in dict(model.named_modules())
 
 
 def _write(

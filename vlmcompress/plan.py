@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from torch import nn
 
-from vlmcompress import estimate, models, targets
+from vlmcompress import estimate, models, statistics, targets
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.exporters import targets as config_targets
@@ -46,6 +47,7 @@ class Plan:
         bytes_before, bytes_after: of weights; exact.
         peak_bytes: of memory; an estimate.
         problems: why it can't be done, each one line; empty when it can.
+        statistics: what the decoder is solved from instead of running it.
     """
 
     recipe: Recipe
@@ -62,11 +64,19 @@ class Plan:
     bytes_after: int
     peak_bytes: int
     problems: list[str]
+    statistics: statistics.Statistics | None = None
 
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        return bool(self.method.needs or self.recipe.kv_cache)
+        return self.statistics is None and bool(self.method.needs or self.recipe.kv_cache)
+
+    @property
+    def prefix(self) -> str | None:
+        """Behind which blocks a block's input is observed: `float` ones, `quantized` ones, or None for not at all."""
+        if self.statistics:
+            return "float"
+        return "quantized" if self.needs_data or self.recipe.calibrate.data else None
 
     def to_dict(self) -> dict:
         """For JSON."""
@@ -80,6 +90,7 @@ class Plan:
             "weights_after": self.bytes_after,
             "peak_memory_estimate": self.peak_bytes,
             "needs_calibration_data": self.needs_data,
+            "prefix": self.prefix,
             "problems": self.problems,
         }
 
@@ -118,6 +129,7 @@ def survey(recipe: Recipe) -> Plan:
             schemes |= {name: chosen.scheme for group in members for name in group.linears}
     if recipe.kv_cache and not all(blocks):
         problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
+    stats = _statistics(recipe, method, blocks, problems)
     if not schemes:
         problems.append("the recipe quantizes nothing; choose another scheme or --vision, or skip less")
     stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
@@ -142,10 +154,12 @@ def survey(recipe: Recipe) -> Plan:
             before,
             [[shapes(bones, group) for group in block] for block in blocks],
             config,
-            samples=calibrate.samples if method.needs or recipe.kv_cache else 0,
+            samples=0 if stats else calibrate.samples if method.needs or recipe.kv_cache else 0,
             tokens=calibrate.max_length or estimate.TOKENS,
+            grams="gram" in stats.facts["needs"] if stats else None,
         ),
         problems=_once(problems),
+        statistics=stats,
     )
 
 
@@ -192,6 +206,21 @@ def _decoder_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems:
         if not any(re.search(pattern, name) for name in linears):
             problems.append(f"skip: '{pattern}' matches no linear layer; names look like {linears[-2]}")
     return groups
+
+
+def _statistics(
+    recipe: Recipe, method: Method, blocks: list[list[Group]], problems: list[str]
+) -> statistics.Statistics | None:
+    """The statistics that the recipe names, looked at."""
+    if recipe.calibrate.stats is None:
+        return None
+    try:
+        found = statistics.read(Path(recipe.calibrate.stats))
+    except UserError as error:
+        problems.append(str(error))
+        return None
+    problems += found.problems(recipe, method, blocks)
+    return found
 
 
 def _vision_method(recipe: Recipe) -> Method | None:

@@ -40,11 +40,14 @@ class Calibrate(_Frozen):
         data: folder of images, .jsonl, .parquet or data set folder; None: the images bundled with a demo model.
         samples: how many of them.
         max_length: longest sample in tokens; None: the model's context.
+        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; data that is named,
+            too, must be what they came from.
     """
 
     data: str | None = None
     samples: int = Field(default=128, ge=1)
     max_length: int | None = Field(default=None, ge=1)
+    stats: str | None = None
 
 
 class Recipe(_Frozen):

@@ -10,25 +10,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vlmcompress import atomic
 from vlmcompress.numerics import Format, QTensor
 from vlmcompress.solve import LayerResult
 
 _SMALL = ("smoothing", "input_scales", "kv_scales")
 
 
-class LayerStore:
-    """Results of finished blocks on disk.
+class BlockFiles:
+    """A safetensors file for each finished block.
 
     Args:
         folder: where they are kept; created.
-        fingerprint: what the results depend on.
+        fingerprint: what their contents depend on.
         resume: keep what an earlier run with the same fingerprint left; otherwise start empty.
     """
 
@@ -40,16 +42,44 @@ class LayerStore:
         folder.mkdir(parents=True, exist_ok=True)
         mark.write_text(fingerprint)
 
-    def _path(self, layer: int) -> Path:
-        return self.folder / f"layer-{layer:04d}.safetensors"
+    def path(self, layer: int) -> Path:
+        """The file of a block, finished or not."""
+        return self.folder / block_file(layer)
 
     def has(self, layer: int) -> bool:
         """Whether the block is finished."""
-        return self._path(layer).exists()
+        return self.path(layer).exists()
 
     def finished(self) -> int:
         """How many blocks are finished."""
         return sum(1 for _ in self.folder.glob("layer-*.safetensors"))
+
+    def write(self, layer: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+        """Keep what belongs to a block; it is on disk when this returns."""
+        path = self.path(layer)
+        aside = path.with_suffix(".part")
+        with atomic.user_errors(path):
+            try:
+                save_file(tensors, aside, metadata)
+            except SafetensorError as error:  # carries an OSError only as text
+                if number := re.search(r"os error (\d+)", str(error)):
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise
+            atomic.sync_file(aside)
+            aside.rename(path)
+
+    def remove(self) -> None:
+        """Forget everything; called once OUT is whole."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def block_file(layer: int) -> str:
+    """Name of the file of a block."""
+    return f"layer-{layer:04d}.safetensors"
+
+
+class LayerStore(BlockFiles):
+    """Results of finished blocks on disk."""
 
     def save(self, layer: int, result: LayerResult) -> None:
         """Keep a block's result; it is on disk when this returns."""
@@ -65,17 +95,12 @@ class LayerStore:
             tensors[f"scale/{name}"] = quantized.scale.contiguous()
             if quantized.zero_point is not None:
                 tensors[f"zero_point/{name}"] = quantized.zero_point.contiguous()
-        path = self._path(layer)
-        aside = path.with_suffix(".part")
-        save_file(tensors, aside, {"formats": json.dumps(formats), "errors": json.dumps(result.errors)})
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
-        aside.rename(path)
+        self.write(layer, tensors, {"formats": json.dumps(formats), "errors": json.dumps(result.errors)})
 
     def load(self, layer: int, weights: bool = True) -> LayerResult:
         """A finished block's result, exactly as it was saved; without its weights it is small."""
         result = LayerResult()
-        with safe_open(self._path(layer), "pt") as file:
+        with safe_open(self.path(layer), "pt") as file:
             metadata = file.metadata()
             wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
             tensors = {key: file.get_tensor(key) for key in wanted}
@@ -89,7 +114,3 @@ class LayerStore:
             assert q is not None and scale is not None
             result.weights[name] = QTensor(q, scale, zero, Format(**format_))
         return result
-
-    def remove(self) -> None:
-        """Forget everything; called once OUT is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)

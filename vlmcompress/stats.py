@@ -112,13 +112,15 @@ class GroupStats:
         return result
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as named tensors that safetensors can store."""
+        """Everything, as named tensors that safetensors can store; of a Gram matrix the block upper triangle."""
         state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
+        state["block"] = torch.tensor(_BLOCK)
         if self._scale is not None:
             state["scale"] = self._scale
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
-        for kind, values in (("gram", self._gram), ("absmax", self._absmax), ("abssum", self._abssum)):
-            state.update({f"{kind}.{name}": value for name, value in values.items()})
+        state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
+        for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
+            state |= {f"{kind}.{name}": value for name, value in values.items()}
         return state
 
     @classmethod
@@ -131,7 +133,8 @@ class GroupStats:
         for key, value in state.items():
             kind, dot, name = key.partition(".")
             if dot:
-                getattr(stats, f"_{kind}")[name] = value.clone()
+                whole = _unpack(value, stats.width, int(state["block"])) if kind == "gram" else value.clone()
+                getattr(stats, f"_{kind}")[name] = whole
         return stats
 
     def _divided(self, x: Tensor) -> Tensor:
@@ -161,8 +164,24 @@ def quadratic(d: Tensor, gram: Tensor) -> Tensor:
     return total
 
 
-def _blocks(width: int) -> list[tuple[int, int]]:
-    return [(a, min(a + _BLOCK, width)) for a in range(0, width, _BLOCK)]
+def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
+    step = block or _BLOCK
+    return [(a, min(a + step, width)) for a in range(0, width, step)]
+
+
+def _pack(gram: Tensor) -> Tensor:
+    """The block upper triangle of `[in, in]` as a vector: near half the numbers."""
+    return torch.cat([gram[:b, a:b].reshape(-1) for a, b in _blocks(gram.shape[0])])
+
+
+def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
+    """The symmetric `[in, in]` of which `_pack` kept the triangle of blocks of `block` columns."""
+    gram, cut = packed.new_empty(width, width), 0
+    for a, b in _blocks(width, block):
+        gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
+        gram[a:b, :a] = gram[:a, a:b].T
+        cut += b * (b - a)
+    return gram
 
 
 def _accumulate(gram: Tensor, rows: Tensor) -> None:

@@ -44,7 +44,10 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
         for r in plan.rows
     ]
     calibrate = plan.recipe.calibrate
-    data = f"{calibrate.samples} samples" if plan.needs_data else "no data needed"
+    data = f"{calibrate.samples} samples" if plan.needs_data or calibrate.data else "no data needed"
+    if plan.statistics:
+        data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
+    prefix = {"float": "float: blocks are solved behind unquantized ones", None: "none: nothing is observed"}
     return "\n".join(
         [
             f"Recipe for {plan.recipe.model} ({plan.spec.family})",
@@ -57,6 +60,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
                     ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({_ratio(plan)})"),
                     ("peak memory", f"about {size(plan.peak_bytes)}"),
                     ("calibration", data),
+                    ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
                 ]
             ),
             "\nNothing was read but headers, and nothing written.",
@@ -80,6 +84,39 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
             f"vlmcompress serve {shlex.quote(str(out))}",
         ],
     }
+
+
+def calibrate_result(out: Path, model: Path, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The outcome of `calibrate` as data."""
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "bytes": sum(file["size"] for file in facts["files"].values()),
+        "blocks": sum(bool(groups) for groups in facts["blocks"]),
+        "groups": sum(map(len, facts["blocks"])),
+        "needs": facts["needs"],
+        "kv_cache": facts["kv_cache"],
+        "calibration": facts["calibration"],
+        "next": [
+            f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))} -o OUT --scheme SCHEME"
+        ],
+    }
+
+
+def calibrate_text(result: Mapping[str, Any]) -> str:
+    """The same for people."""
+    data = result["calibration"]
+    tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
+    kinds = ", ".join(result["needs"]) + (", ranges of keys and values" if result["kv_cache"] else "")
+    rows = [
+        ("statistics", f"{kinds}: {result['groups']} groups in {result['blocks']} blocks, {size(result['bytes'])}"),
+        ("data", f"{data['samples']} samples of '{data['source']}', {data['images']} images"),
+        ("tokens", tokens),
+        ("prefix", "float: the model ran unquantized"),
+    ]
+    lines = [f"Wrote {result['out']} in {duration(result['seconds'])}.", table(rows), "Next:"]
+    return "\n".join([*lines, *(f"  {command}" for command in result["next"])])
 
 
 def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> list[dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 llm-compressor cuts the model into one subgraph per decoder block, runs the calibration set through each twice (once
 to observe, once to pass on what the quantized block puts out) and keeps the activations between blocks.
-`BlockModifier` is what we hang into it: it accumulates `GroupStats` per modality while a block is observed, hands
-them to `solve_layer` when the block has seen all samples, puts the quantized weights into the model, and stores the
-result so that an interrupted run can go on. The modality of each token travels in the field that llm-compressor calls
-`loss_mask`.
+`BlockObserver` is what we hang into it: it accumulates `GroupStats` per modality while a block is observed and hands them on
+when the block has seen all samples. `BlockModifier` gives them to `solve_layer`, puts the quantized weights into the model, and
+stores the result so that an interrupted run can go on: the *quantized prefix*, in which a block is observed behind blocks that
+are quantized already. `BlockCollector` only stores them and leaves the model as it is: the *float prefix*, for which one run of
+each block is enough. The modality of each token travels in the field that llm-compressor calls `loss_mask`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from pydantic import ConfigDict, PrivateAttr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from vlmcompress import models
 from vlmcompress.calibration.kv_cache import KVRange
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
-from vlmcompress.resume import LayerStore
 from vlmcompress.solve import Method, apply, solve_layer
 from vlmcompress.stats import GroupStats
 
 Progress = Callable[[str, int, int], None]
 
 
-class BlockModifier(Modifier):
-    """Quantizes block after block from statistics of its inputs.
+class BlockObserver(Modifier):
+    """Collects statistics of the inputs of block after block.
 
     Attributes:
-        blocks: the groups to quantize of each decoder block.
-        attention: attention modules whose keys and values get FP8 scales, by block; empty without a quantized KV cache.
-        method: scheme and options.
-        store: where each block's result is kept; blocks found there are not solved again.
+        blocks: the groups to observe of each decoder block.
+        attention: attention modules whose keys and values are to be scaled to FP8, by block; empty: none.
+        store: where what comes of each block is kept; blocks found there are not observed again.
+        batches: calibration samples.
         progress: called with (label, done, total).
     """
 
@@ -47,8 +48,7 @@ class BlockModifier(Modifier):
 
     blocks: list[list[Group]]
     attention: dict[int, str]
-    method: Method
-    store: LayerStore
+    store: Any
     batches: int
     progress: Any
 
@@ -75,7 +75,7 @@ class BlockModifier(Modifier):
             self._stats[layer], self._observing[layer] = {}, set()
             for group in groups:
                 linear = self._linears[group.linears[0]]
-                stats = GroupStats(linear.in_features, self.method.needs | {"gram"})
+                stats = GroupStats(linear.in_features, self.wanted())
                 self._stats[layer][group.name] = stats
                 self._observing[layer].add(
                     self.register_hook(linear, _observer(stats, group.linears[0]), "forward_pre")
@@ -95,25 +95,79 @@ class BlockModifier(Modifier):
     def on_finalize(self, state, **kwargs) -> bool:
         return True
 
+    def wanted(self) -> frozenset[str]:
+        """Which statistics to keep."""
+        raise NotImplementedError
+
+    def observed(
+        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]
+    ) -> None:
+        """A block has seen all samples. Must store what comes of it."""
+        raise NotImplementedError
+
+    def known(self, layer: int) -> None:
+        """A block that the store has already was run."""
+
     def _finish(self, layer: int, groups: list[Group]) -> None:
         if self.store.has(layer):
-            apply(self.store.load(layer), self._linears)
+            self.known(layer)
             return
         if layer not in self._stats:
             return
         stats = self._stats.pop(layer)
         self.remove_hooks(self._observing.pop(layer))
-        weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
-        result = solve_layer(groups, weights, stats, self.method, next(iter(weights.values())).dtype)
-        if layer in self._ranges:
-            result.kv_scales[self.attention[layer]] = self._ranges.pop(layer).scales()
-        self.store.save(layer, result)
-        apply(result, self._linears)
+        ranges = self._ranges.pop(layer, None)
+        self.observed(layer, groups, stats, {self.attention[layer]: ranges.scales()} if ranges else {})
 
     def _tick(self, _module: nn.Module, _args: Any) -> Any:
         self._seen += 1
         blocks = sum(bool(groups) for groups in self.blocks)
         self.progress("calibrating", min(self._seen, blocks * self.batches), blocks * self.batches)
+
+
+class BlockModifier(BlockObserver):
+    """Quantizes block after block from statistics of its inputs.
+
+    Attributes:
+        method: scheme and options.
+        store: a `LayerStore`.
+    """
+
+    method: Method
+
+    def wanted(self) -> frozenset[str]:
+        return self.method.needs | {"gram"}
+
+    def observed(
+        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]
+    ) -> None:
+        weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
+        result = solve_layer(groups, weights, stats, self.method, next(iter(weights.values())).dtype)
+        result.kv_scales |= kv_scales
+        self.store.save(layer, result)
+        apply(result, self._linears)
+
+    def known(self, layer: int) -> None:
+        apply(self.store.load(layer), self._linears)
+
+
+class BlockCollector(BlockObserver):
+    """Stores the statistics of block after block.
+
+    Attributes:
+        needs: which statistics.
+        store: a `statistics.Collected`.
+    """
+
+    needs: frozenset[str]
+
+    def wanted(self) -> frozenset[str]:
+        return self.needs
+
+    def observed(
+        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]
+    ) -> None:
+        self.store.save(layer, stats, kv_scales)
 
 
 def _observer(stats: GroupStats, name: str) -> Callable:
@@ -150,13 +204,23 @@ def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [batch if "pixel_values" in batch else extend(batch) for batch in batches]
 
 
-def run_oneshot(vlm: VLM, batches: list[dict[str, Tensor]], recipe: list[Modifier], layer_class: str) -> None:
+def attention_modules(vlm: VLM) -> dict[int, str]:
+    """The attention module of each decoder block that has one."""
+    names = {name for name, _ in vlm.model.named_modules()}
+    found = {i: f"{name}.self_attn" for i, name in enumerate(models.decoder_layers(vlm.model, vlm.spec))}
+    return {layer: name for layer, name in found.items() if name in names}
+
+
+def run_oneshot(
+    vlm: VLM, batches: list[dict[str, Tensor]], recipe: list[Modifier], layer_class: str, *, twice: bool = True
+) -> None:
     """Run the calibration set through llm-compressor's sequential pipeline.
 
     Args:
         batches: from `encode`: the processor's tensors plus `modality [1, tokens]`; one sample each.
         recipe: the modifiers to hang in.
         layer_class: class name of a decoder block.
+        twice: run each block again after it was observed, as the modifiers change what it puts out.
     """
     items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
     oneshot(
@@ -168,4 +232,5 @@ def run_oneshot(vlm: VLM, batches: list[dict[str, Tensor]], recipe: list[Modifie
         sequential_targets=[layer_class],
         use_loss_mask=True,
         pipeline="sequential",
+        propagate_error=twice,
     )

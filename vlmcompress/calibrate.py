@@ -1,0 +1,147 @@
+"""Collect the statistics of a model once, for every scheme: the story of `vlmcompress calibrate`.
+
+Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
+those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `pipeline`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmcompress import atomic, manifest, models, pipeline, statistics
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM, Group
+from vlmcompress.pipeline import Progress, Result, silent
+from vlmcompress.recipe import Recipe
+from vlmcompress.resume import block_file
+from vlmcompress.stats import NEEDS
+from vlmcompress.terminal import size
+
+
+def calibrate(
+    recipe: Recipe,
+    *,
+    needs: Collection[str] = NEEDS,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Result:
+    """Collect the statistics of `recipe.model` into `recipe.out`.
+
+    Args:
+        recipe: resolved recipe; what is said of it are the model, the data, the seed and whether there is an FP8 KV cache.
+        needs: which statistics, a subset of `stats.NEEDS`.
+        resume: go on after an interrupted run with the same model, data and settings.
+        overwrite: replace existing statistics.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    assert recipe.out is not None
+    source, out, needs = recipe.model, recipe.out, frozenset(needs)
+    atomic.check(source, out, overwrite=overwrite, mark=statistics.NAME)
+    vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
+    batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
+    assert origin is not None
+    blocks = decoder_blocks(vlm)
+    if "gram" in needs:
+        _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
+    identity = statistics.weights_hash(source)
+    mark = pipeline.fingerprint(recipe, source, {**origin, "needs": sorted(needs), "weights": identity})
+    store = statistics.Collected(out.with_name(f".{out.name}.resume"), mark, resume)
+    with torch.inference_mode(False), torch.no_grad():
+        collect(vlm, blocks, batches, store, needs, kv_cache=bool(recipe.kv_cache), progress=progress)
+    facts = {
+        "schema_version": statistics.SCHEMA_VERSION,
+        "created_by": manifest.versions(),
+        "model": {
+            "family": vlm.spec.family,
+            **manifest.source_identity(source),
+            "weights_sha256": identity,
+        },
+        "processor": statistics.processor_identity(source),
+        "calibration": origin | {"prefix": "float"},
+        "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
+        "needs": sorted(needs),
+        "kv_cache": bool(recipe.kv_cache),
+        "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
+    }
+    written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], facts, out)
+    store.remove()
+    return Result(out, written)
+
+
+def collect(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    batches: list[dict[str, torch.Tensor]],
+    store: statistics.Collected,
+    needs: frozenset[str] = NEEDS,
+    *,
+    kv_cache: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep what is seen in `store`."""
+    if all(store.has(layer) for layer, groups in enumerate(blocks) if groups):
+        return
+    from vlmcompress.calibration.sequential import BlockCollector, attention_modules, run_oneshot
+
+    collector = BlockCollector(
+        blocks=blocks,
+        attention=attention_modules(vlm) if kv_cache else {},
+        needs=needs,
+        store=store,
+        batches=len(batches),
+        progress=progress,
+    )
+    run_oneshot(vlm, batches, [collector], models.layer_class(vlm.model, vlm.spec), twice=False)
+
+
+def decoder_blocks(vlm: VLM) -> list[list[Group]]:
+    """All groups of linear layers of each decoder block."""
+    blocks: list[list[Group]] = [[] for _ in models.decoder_layers(vlm.model, vlm.spec)]
+    for group in models.resolve(vlm.model, vlm.spec):
+        blocks[group.layer].append(group)
+    return blocks
+
+
+def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:
+    """How large the Gram matrices will be on disk: near half of `4 in^2` for each group and modality."""
+    widths = [vlm.model.get_parameter(f"{g.linears[0]}.weight").shape[1] for groups in blocks for g in groups]
+    return 2 * modalities * sum(width**2 for width in widths)
+
+
+def _check_room(out: Path, wanted: int) -> None:
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if wanted > free:
+        raise UserError(
+            f"statistics need about {size(wanted)}, {parent} has {size(free)} left; choose another folder or "
+            "leave out Gram matrices with --needs absmax,absmean"
+        )
+
+
+def _write(store: statistics.Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Put the finished files and their description into OUT; returns the description."""
+    with atomic.new_folder(out) as folder:
+        for layer in layers:
+            _link(store.path(layer), folder / block_file(layer))
+        facts = facts | {"files": manifest.hash_files(folder)}
+        (folder / statistics.NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return facts
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, so that nothing is lost or copied; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
