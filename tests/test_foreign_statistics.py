@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
-from vlmcompress import cli, pipeline, statistics, terminal
-from vlmcompress.calibrate import calibrate
+from vlmcompress import arguments, cli, models, pipeline, statistics, terminal
+from vlmcompress.calibrate import calibrate, decoder_blocks, gram_bytes
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.stats import NEEDS, GroupStats
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,12 @@ def no_json(folder: Path) -> list[str]:
     return []
 
 
+def no_blocks(folder: Path) -> list[str]:
+    path = folder / "llava-stats" / statistics.NAME
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "blocks"}))
+    return []
+
+
 def only_maxima(folder: Path) -> list[str]:
     edit(folder / "llava-stats" / statistics.NAME, needs=["absmax"])
     return []
@@ -145,6 +155,7 @@ REFUSED = {
     cut: r"layer-0001.safetensors is missing or of another size",
     no_folder: r"has no statistics.json; give a folder written by",
     no_json: r"statistics.json is not readable",
+    no_blocks: r"statistics.json has no 'blocks'; calibrate again",
     only_maxima: r"hold absmax and the scheme needs absmean, gram, too",
     no_ranges: r"no ranges of keys and values; calibrate with --kv-cache fp8",
     other_samples: r"calibrate.samples is 4 and statistics .* with 5; leave it out",
@@ -180,6 +191,41 @@ def test_bad_input_to_calibrate(world, tmp_path, capfd, more, message):
     said = capfd.readouterr().err
     assert message in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room(world, tmp_path, monkeypatch):
+    """Found out before the model is run; the estimate is that of the written files, give or take their small tensors."""
+    stats = tmp_path / "stats"
+    calibrate(recipe(world, stats))
+    written = sum(path.stat().st_size for path in stats.glob("*.safetensors"))
+    vlm = models.load(world / "llava")
+    assert 0.4 * written < gram_bytes(vlm, decoder_blocks(vlm), 3) < written
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: full)
+    with pytest.raises(UserError, match=r"need about .* has 1 kB left; choose another folder or leave out Gram"):
+        calibrate(recipe(world, tmp_path / "more"))
+    assert [path.name for path in tmp_path.iterdir()] == ["stats"]
+
+
+def test_a_full_disk(tmp_path):
+    """What safetensors reports as text is an error that names the file, and the block does not count as finished."""
+    store = statistics.Collected(tmp_path / "store", "x", resume=False)
+    stats = GroupStats(256)
+    stats.update(torch.ones(1, 256))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(UserError, match="no space left while writing .*layer-0000"):
+            store.save(0, {"qkv": stats}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not store.has(0)
+
+
+def test_the_names_of_statistics():
+    assert frozenset(arguments.STATISTICS) == NEEDS
 
 
 def test_only_statistics_are_overwritten(world, tmp_path):

@@ -149,6 +149,16 @@ def test_state_survives_a_round_trip(tmp_path):
     assert torch.equal(again.gram(), stats.gram()) and torch.equal(again.absmean(), stats.absmean())
 
 
+def test_only_the_triangle_is_kept_and_with_any_cut_into_blocks(monkeypatch):
+    """What was stored with blocks of 5 columns is read with blocks of 24, and takes less than the whole matrix."""
+    expected = collected(batches()).gram()
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    state = collected(batches()).state_dict()
+    assert state["gram.text"].numel() < 0.65 * WIDTH**2
+    monkeypatch.setattr(module, "_BLOCK", 256)
+    torch.testing.assert_close(GroupStats.from_state_dict(state).gram(), expected)
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [

@@ -157,15 +157,19 @@ def solve_stored(
     kv_cache: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Quantize the decoder's blocks, each on its own, from statistics of the unquantized model: no forward pass."""
+    """Quantize the decoder's blocks, each on its own, from statistics of the unquantized model: no forward pass.
+
+    Arithmetic is done on the accelerator where there is one, block by block.
+    """
+    device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     for layer, groups in enumerate(blocks):
         names = {name for group in groups for name in (*group.linears, group.smooth) if name}
         modules: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         if groups and store.has(layer):
             apply(store.load(layer), modules)
         elif groups:
-            weights = {name: modules[name].weight for group in groups for name in group.linears}
-            stats, kv_scales = statistics.load(layer)
+            weights = {name: modules[name].weight.to(device) for group in groups for name in group.linears}
+            stats, kv_scales = statistics.load(layer, device)
             result = solve_layer(groups, weights, stats, method, next(iter(weights.values())).dtype)
             result.kv_scales |= kv_scales if kv_cache else {}
             store.save(layer, result)

@@ -41,6 +41,7 @@ from vlmcompress.stats import GroupStats
 
 NAME = "statistics.json"
 SCHEMA_VERSION = 1
+_KEYS = ("created_by", "model", "processor", "calibration", "settings", "needs", "kv_cache", "blocks")
 PROCESSOR_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -82,10 +83,10 @@ class Statistics:
         """What a checkpoint's manifest says about them."""
         return {**self.facts["calibration"], "statistics_sha256": self.sha256}
 
-    def load(self, layer: int) -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
-        """A block's statistics by group, and its FP8 scales of keys and values by attention module."""
+    def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
+        """A block's statistics by group, on `device`, and its FP8 scales of keys and values by attention module."""
         states: dict[str, dict[str, Tensor]] = {}
-        with safe_open(self.folder / block_file(layer), "pt") as file:
+        with safe_open(self.folder / block_file(layer), "pt", device) as file:
             for name in file.keys():  # noqa: SIM118
                 group, _, key = name.partition("/")
                 states.setdefault(group, {})[key] = file.get_tensor(name)
@@ -193,12 +194,15 @@ def read(folder: Path) -> Statistics:
         raise UserError(f"{folder} has no {NAME}; give a folder written by `vlmcompress calibrate`")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        version, files = facts["schema_version"], facts["files"]
-        sizes = {name: known["size"] for name, known in files.items()}
+        version = facts["schema_version"]
+        sizes = {name: known["size"] for name, known in facts["files"].items()}
+        lacking = [key for key in _KEYS if key not in facts]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not readable; calibrate again") from error
     if version != SCHEMA_VERSION:
         raise UserError(f"{path} has schema {version}, this vlmcompress reads {SCHEMA_VERSION}; calibrate again")
+    if lacking:
+        raise UserError(f"{path} has no '{lacking[0]}'; calibrate again")
     for name, size in sizes.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise UserError(f"{folder / name} is missing or of another size than recorded; calibrate again")
