@@ -163,6 +163,18 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(("out", "message"), [("x/stats/out", "is inside the statistics"), ("x", "contains the stat")])
+def test_statistics_are_not_written_into_or_over(spoiled, out, message):
+    """Not even with --overwrite, where a checkpoint's folder holds them."""
+    (spoiled / "x").mkdir()
+    (spoiled / "x" / "vlmcompress.json").write_text("{}")
+    (spoiled / "llava-stats").rename(spoiled / "x" / "stats")
+    chosen = recipe(spoiled, spoiled / out, "fp8", calibrate={"stats": str(spoiled / "x" / "stats")})
+    with pytest.raises(UserError, match=message):
+        pipeline.quantize(chosen, overwrite=True)
+    assert statistics.read(spoiled / "x" / "stats")
+
+
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
 def test_refusals(spoiled, capfd, spoil):
     """Exit code 2, one line that names both, and nothing written."""

@@ -30,11 +30,7 @@ def check(source: Path, out: Path, *, overwrite: bool, mark: str = MANIFEST) -> 
     Raises:
         UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
     """
-    inner, outer = out.resolve(), source.resolve()
-    if inner == outer or inner.is_relative_to(outer):
-        raise UserError(f"output {out} is inside the source model {source}; choose a folder outside it")
-    if outer.is_relative_to(inner):
-        raise UserError(f"output {out} contains the source model {source}; choose another folder")
+    check_apart(source, out, "source model")
     with user_errors(out):
         _recover(out)
         if os.path.lexists(out):
@@ -42,6 +38,15 @@ def check(source: Path, out: Path, *, overwrite: bool, mark: str = MANIFEST) -> 
         parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
+
+
+def check_apart(source: Path, out: Path, what: str) -> None:
+    """Refuse an OUT that is `source`, lies inside it or around it; `what` says what that is."""
+    inner, outer = out.resolve(), source.resolve()
+    if inner == outer or inner.is_relative_to(outer):
+        raise UserError(f"output {out} is inside the {what} {source}; choose a folder outside it")
+    if outer.is_relative_to(inner):
+        raise UserError(f"output {out} contains the {what} {source}; choose another folder")
 
 
 def _check_replaceable(out: Path, overwrite: bool, mark: str) -> None:

@@ -61,6 +61,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     atomic.check(source, out, overwrite=overwrite)
     work = plan.build(recipe)
     if work.statistics:
+        atomic.check_apart(work.statistics.folder, out, "statistics")
         work.statistics.verify(recipe)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = _input(recipe, vlm, work)
