@@ -27,6 +27,7 @@ from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import LayerResult, Method, apply, solve_layer
+from vlmcompress.stats import balance_weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -82,7 +83,19 @@ def calibration_batches(recipe: Recipe, vlm: VLM, needed: bool) -> tuple[list[di
         return [], None
     samples = load_samples(source, samples=settings.samples, seed=recipe.seed)
     batches = encode(samples, vlm, max_length=settings.max_length)
-    return batches, provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor)
+    origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor)
+    _check_balance(recipe, origin["tokens"], source)
+    return batches, origin
+
+
+def _check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+    """Refuse a balance that weighs a modality of which the calibration data have no token."""
+    weights = balance_weights(getattr(recipe.options, "balance", "off")) or {}
+    if missing := [name for name in weights if not tokens[name]]:
+        remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
+        add = " and ".join(remedy[name] for name in missing)
+        what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
+        raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")
 
 
 def compress_blocks(
