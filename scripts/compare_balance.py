@@ -50,7 +50,7 @@ Batch = tuple[list[int], dict[str, Tensor]]  # numbers of the questions, and the
 
 def questions(vlm: VLM, count: int, size: int = 30) -> tuple[list[Batch], list[str]]:
     """`count` questions with images and all without, in batches of equal shapes; and the kind of each."""
-    samples = load_samples(bundled(vlm.path, "validation"), samples=10_000, seed=0)
+    samples = load_samples(bundled(vlm.path, "validation"), samples=None, seed=0)
     with_image = [sample for sample in samples if sample.images][:count]
     chosen = [*with_image, *(sample for sample in samples if not sample.images)]
     alike: dict[tuple, list[Batch]] = defaultdict(list)
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument(
         "--questions", type=int, default=270, help="questions with an image; all without are asked, too"
     )
+    parser.add_argument("--balance", type=weights, default="ratio", help="ratio or {text: w, vision: w, answer: w}")
     parser.add_argument("--samples", type=int, default=64, help="calibration samples")
     parser.add_argument("--seeds", type=int, default=2, help="calibrations, each with samples of its own")
     parser.add_argument("--variants", nargs="+", default=["plain", "all", "vision"], choices=["plain", "all", "vision"])
