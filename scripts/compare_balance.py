@@ -43,6 +43,7 @@ from vlmcompress.quantizers import REGISTRY
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import Method
 from vlmcompress.stats import check_balance
+from vlmcompress.terminal import quiet_libraries
 
 KINDS = ("image", "text")
 Batch = tuple[list[int], dict[str, Tensor]]  # numbers of the questions, and their model inputs
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["rtn", "gptq", "awq"], choices=["rtn", "gptq", "awq"])
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
     args = parser.parse_args()
+    quiet_libraries()  # llm-compressor logs to stdout; it isn't imported yet
     names = ["kl_image", "kl_text", "logit_image", "logit_text", "layers: text", "vision", "answer"]
     print("| variant | method | bits | " + " | ".join(names) + " |\n|" + "---|" * (3 + len(names)), flush=True)
     found = []
