@@ -172,6 +172,46 @@ def test_needs_calibration_data(world, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
+def test_balance(world, tmp_path, scheme):
+    """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
+    plain, balanced = tmp_path / "plain", tmp_path / "balanced"
+    given = dict(SCHEMES[scheme])
+    pipeline.quantize(recipe(world, plain, scheme, options=given | {"balance": "off"}))
+    record = pipeline.quantize(recipe(world, balanced, scheme, options=given | {"balance": "ratio"})).manifest
+    assert record["recipe"]["options"]["balance"] == "ratio"
+    assert weights(plain) != weights(balanced)
+    assert not [check for check in doctor.diagnose(balanced, source=world / "llava") if not check.ok]
+    default = pipeline.quantize(recipe(world, tmp_path / "default", scheme, options=given))
+    assert weights(default.out) == weights(plain)
+
+
+@pytest.mark.parametrize(
+    ("keep", "balance", "message"),
+    [
+        ("image", "ratio", "no answer tokens, which options.balance weighs; add an `answer` to each sample"),
+        ("answer", "ratio", "no vision tokens, which options.balance weighs; add images"),
+        ("neither", {"text": 0, "vision": 1, "answer": 1}, "no vision and no answer tokens"),
+        ("image", {"text": 1, "vision": 1, "answer": 0}, None),
+    ],
+)
+def test_balance_needs_the_modalities_it_weighs(world, tmp_path, keep, balance, message):
+    """Calibration data without images or answers are refused by name, unless their weight is 0."""
+    rows = [{"id": str(i), "question": f"what is it {i}"} for i in range(3)]
+    rows = [row | {"image": str(world / "2.png")} if keep == "image" else row for row in rows]
+    rows = [row | {"answer": "red"} if keep == "answer" else row for row in rows]
+    data = tmp_path / "part.jsonl"
+    data.write_text("".join(json.dumps(row | ({} if keep == "image" else {"image": None})) + "\n" for row in rows))
+    given = {"calibrate": {"data": str(data)}, "options": {"balance": balance, "group_size": 64}}
+    work = recipe(world, tmp_path / "out", "gptq", **given)
+    if message is None:
+        pipeline.quantize(work)
+        return
+    with pytest.raises(UserError, match=message):
+        pipeline.quantize(work)
+    assert not (tmp_path / "out").exists()
+
+
 def test_infinite_activations_name_the_layer(world, tmp_path):
     """Finite weights whose products overflow: the message names layer and sample."""
     model = tmp_path / "model"

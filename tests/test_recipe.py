@@ -60,6 +60,16 @@ def test_options_are_those_of_the_scheme():
     assert (options.bits, options.group_size, options.damp) == (4, 64, 1.0)
 
 
+def test_balance_as_people_write_it():
+    """`off` is false in YAML; weights may come one by one."""
+    for text, expected in (("off", "off"), ("ratio", "ratio"), ("{text: 0, vision: 0.5, answer: 1}", None)):
+        given = {"scheme": "awq"}
+        assign(given, f"options.balance={text}")
+        found = resolve(BASE | given).recipe
+        assert found.options.balance == (expected or {"text": 0.0, "vision": 0.5, "answer": 1.0})
+        assert found.plain()["options"]["balance"] == found.options.balance
+
+
 ERRORS = [
     ("scheme: rtnn", "unknown scheme 'rtnn'; did you mean 'rtn'"),
     ("scheme: rtn\ntraget: a100", "unknown key 'traget'; did you mean 'target'"),
@@ -87,6 +97,12 @@ ERRORS = [
     ("scheme: rtn\noptions: {bits: four}", 'options.bits is "four", it should be a valid integer'),
     ("scheme: rtn\noptions: {symmetric: 1}", "options.symmetric is 1, it should be a valid boolean"),
     ("scheme: rtn\noptions: {bits: 99}", "scheme 'rtn': bits must be"),
+    ("scheme: rtn\noptions: {balance: ratio}", "scheme 'rtn' has no option 'options.balance'"),
+    ("scheme: gptq\noptions: {balance: auto}", "recipe .*: scheme 'gptq': balance must be off, ratio or"),
+    (
+        "scheme: int8\noptions: {balance: {vision: 1}}",
+        "recipe .*: scheme 'int8': balance must weigh text, vision, answer",
+    ),
     ("scheme: 4", "unknown scheme '4'|scheme is 4, it should be a valid string"),
     ("target: 5\nscheme: rtn", "target is 5, it should be a valid string"),
     ("target: a100\ngoal: fun", "goal is \"fun\", it should be 'memory' or 'throughput'"),

@@ -28,6 +28,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import LayerResult, Method, apply, solve_layer
 from vlmcompress.statistics import Statistics
+from vlmcompress.stats import balance_weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -82,6 +83,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 def _input(recipe: Recipe, vlm: VLM, work: plan.Plan) -> tuple[list[dict[str, Tensor]], dict | None]:
     """Calibration samples, where they are to be run, and what the manifest says about where statistics come from."""
     if work.statistics:
+        _check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         return [], work.statistics.origin
     batches, origin = calibration_batches(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else None)
     return batches, origin and origin | {"prefix": work.prefix}
@@ -101,7 +103,19 @@ def calibration_batches(recipe: Recipe, vlm: VLM, needed: str | None) -> tuple[l
         return [], None
     samples = load_samples(source, samples=settings.samples, seed=recipe.seed)
     batches = encode(samples, vlm, max_length=settings.max_length)
-    return batches, provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor)
+    origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor)
+    _check_balance(recipe, origin["tokens"], source)
+    return batches, origin
+
+
+def _check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+    """Refuse a balance that weighs a modality of which the calibration data have no token."""
+    weights = balance_weights(getattr(recipe.options, "balance", "off")) or {}
+    if missing := [name for name in weights if not tokens[name]]:
+        remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
+        add = " and ".join(remedy[name] for name in missing)
+        what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
+        raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")
 
 
 def compress_blocks(

@@ -286,5 +286,6 @@ def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> Any:
         return cls(**values)
     except ValueError as error:
         named = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
-        origin = origins.get(f"options.{named}", "options")
+        keys = (key for key in origins if f"{key}.".startswith(f"options.{named}."))  # itself, or one below it
+        origin = origins.get(next(keys, ""), "options")
         raise UserError(f"{origin}: scheme '{scheme}': {error}") from error

@@ -8,12 +8,28 @@ so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-moda
 weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
 absolute maxima and means cost next to nothing, so a method says what it `needs`. Only the block upper triangle of `G`
 is computed and kept current (the rest follows by symmetry): it is the hot loop of calibration.
+
+Pooled over `N` tokens, a modality weighs what its share of tokens is, and most tokens are visual. A *balance* weighs each
+modality's own mean over its `n_m` tokens instead, by `p_m = w_m / sum w`:
+
+    G = N sum_m p_m G_m / n_m        mean|X| = sum_m p_m mean|X_m|        max|X| = sum_m p_m max|X_m|
+
+`off` pools, `ratio` has equal weights, `{text: w, vision: w, answer: w}` names them. The first is the squared-error form
+of MBQ's objective (arXiv 2412.19509), `mean_answer(D^2) + rho mean_vision(D^2)`: that is {text: 0, vision: rho, answer: 1},
+and `ratio` is rho = 1 with the prompt as a third modality. MBQ takes rho, layer by layer, from the ratio of the modalities'
+mean loss gradients; a sensitivity pass can fill in the same weights (`auto`, not there yet). The mean in AWQ's scales is
+weighted alike, so that candidates and their losses see the same tokens (MBQ leaves it pooled). A maximum counts no tokens,
+and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima is ours. Where modality m holds
+the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most `p_m^-alpha` times larger.
+Overall factors matter to no method; `N` keeps G the size that pooling gives.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +59,7 @@ class GroupStats:
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
+        self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -54,8 +71,8 @@ class GroupStats:
         """
         if x.shape[-1] != self.width:
             raise ValueError(f"expected inputs of {self.width} features, got {x.shape[-1]}")
-        if self._scale is not None:
-            raise ValueError("statistics of a rescaled input take no further batches")
+        if self._scale is not None or self._shares is not None:
+            raise ValueError("rescaled or balanced statistics take no further batches")
         x = x.reshape(-1, self.width)
         for name, rows in _by_modality(x, mask):
             if not rows.isfinite().all():
@@ -75,7 +92,10 @@ class GroupStats:
                 self._abssum[name] = new if old is None else old + new
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
-        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: every modality with weight 1."""
+        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or that of the balance."""
+        if weights is None and self._shares is not None:
+            tokens = sum(self.count.values())
+            weights = {name: share * tokens / self.count[name] for name, share in self._shares.items()}
         chosen = _weights(self._seen(self._gram, "gram"), weights)
         (first, weight), *others = chosen.items()
         total = self._gram[first] * weight
@@ -86,13 +106,33 @@ class GroupStats:
         return _mirror(total)
 
     def absmax(self) -> Tensor:
-        """`max_t |x_t|` over all modalities, float32 `[in]`."""
-        return self._divided(torch.stack(list(self._seen(self._absmax, "absmax").values())).amax(0))
+        """`max_t |x_t|` over all modalities, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
+        seen = self._seen(self._absmax, "absmax")
+        if self._shares is None:
+            return self._divided(torch.stack(list(seen.values())).amax(0))
+        return self._divided(sum((p * seen[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def absmean(self) -> Tensor:
-        """`mean_t |x_t|` over all modalities, float32 `[in]`."""
-        total = torch.stack(list(self._seen(self._abssum, "absmean").values())).sum(0)
-        return self._divided(total / sum(self.count.values()))
+        """`mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
+        seen = self._seen(self._abssum, "absmean")
+        if self._shares is None:
+            return self._divided(torch.stack(list(seen.values())).sum(0) / sum(self.count.values()))
+        return self._divided(sum((p / self.count[m] * seen[m] for m, p in self._shares.items()), torch.zeros(())))
+
+    def balanced(self, balance: Any) -> GroupStats:
+        """The same statistics with the modalities weighed by `balance` (see the module); `off`: the statistics themselves.
+
+        Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
+        a weight did not occur.
+        """
+        weights = balance_weights(balance)
+        if weights is None:
+            return self
+        if missing := [name for name in weights if not self.count[name]]:
+            raise ValueError(f"balance needs {' and '.join(missing)} tokens, and none reached this layer")
+        new = copy.copy(self)
+        new._shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        return new
 
     def rescaled(self, s: Tensor) -> GroupStats:
         """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
@@ -117,6 +157,8 @@ class GroupStats:
         state["block"] = torch.tensor(_BLOCK)
         if self._scale is not None:
             state["scale"] = self._scale
+        if self._shares is not None:
+            state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
         state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
         for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
@@ -130,6 +172,8 @@ class GroupStats:
         stats = cls(int(state["width"]), needs)
         stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
         stats._scale = state["scale"].clone() if "scale" in state else None
+        if "shares" in state:
+            stats._shares = {m: p for m, p in zip(MODALITIES, state["shares"].tolist(), strict=True) if p}
         for key, value in state.items():
             kind, dot, name = key.partition(".")
             if dot:
@@ -147,6 +191,33 @@ class GroupStats:
         if not values:
             raise ValueError("no calibration token reached this layer; add calibration samples")
         return {name: values[name] for name in MODALITIES if name in values}  # one order, so that sums are reproducible
+
+
+def check_balance(balance: Any) -> str | dict[str, float]:
+    """`balance` as a recipe gives it ("off", which YAML reads as False; "ratio"; weights), or ValueError."""
+    if balance is False or balance == "off":
+        return "off"
+    if balance == "ratio":
+        return "ratio"
+    if not isinstance(balance, Mapping):
+        raise ValueError(f"balance must be off, ratio or {{text: w, vision: w, answer: w}}, got {balance!r}")
+    if set(balance) != set(MODALITIES):
+        raise ValueError(f"balance must weigh {', '.join(MODALITIES)}, got {', '.join(map(str, balance)) or 'none'}")
+    for name, weight in balance.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"balance must weigh {name} by a number of at least 0, got {weight!r}")
+    if not any(balance.values()):
+        raise ValueError("balance must weigh one modality by more than 0, got 0 for all")
+    return {name: float(balance[name]) for name in MODALITIES}
+
+
+def balance_weights(balance: Any) -> dict[str, float] | None:
+    """Modality -> weight of its mean, for those above 0; None: all tokens are pooled."""
+    checked = check_balance(balance)
+    if isinstance(checked, str):
+        return None if checked == "off" else dict.fromkeys(MODALITIES, 1.0)
+    return {name: weight for name, weight in checked.items() if weight > 0}
 
 
 def quadratic(d: Tensor, gram: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ and, where the method has such a step,
     prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
 
-`smooth` and `solve` below run these for a group whatever a module has. To add a scheme, add a file.
+`smooth` and `solve` below run these for a group whatever a module has. A module whose Options have a `balance` (see
+`vlmcompress.stats`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def smooth(
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor | None:
     """The method's smoothing scale `s [in]`, float32, for the weights `[out_i, in]` of a group; None: leave them."""
-    step = getattr(method, "smooth", None)
+    step, stats = getattr(method, "smooth", None), _balanced(stats, options)
     return None if step is None else step(weights, stats, options, scale_dtype)
 
 
@@ -72,6 +73,7 @@ def solve(
     After smoothing, pass the scaled weights (best in float32) and `stats.rescaled(s)`. Layers that an engine fuses into
     one matrix (q/k/v, gate/up) must come together, so that they can share what the engine wants shared.
     """
+    stats = _balanced(stats, options)
     prepare = getattr(method, "prepare", None)
     prepared = None if prepare is None else prepare(weights, stats, options)
     input_scale = getattr(method, "input_scale", None)
@@ -79,3 +81,7 @@ def solve(
         [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
         None if input_scale is None else input_scale(stats, options),
     )
+
+
+def _balanced(stats: GroupStats | None, options: Any) -> GroupStats | None:
+    return None if stats is None else stats.balanced(getattr(options, "balance", "off"))

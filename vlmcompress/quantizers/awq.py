@@ -18,6 +18,8 @@ the result is no worse than rounding to nearest on that objective.
 values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
 falls.
 
+`balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
+
 `objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
 Cost: `grid * 256 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error
 feedback (gptq has that).
@@ -26,12 +28,13 @@ feedback (gptq has that).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, fake_quantize, find_params, round_to_nearest, weight_only
-from vlmcompress.stats import GroupStats, quadratic
+from vlmcompress.stats import GroupStats, check_balance, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
@@ -42,7 +45,8 @@ _ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in 
 @dataclass(frozen=True)
 class Options:
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: weight magnitudes join in;
-    `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"."""
+    `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"; `balance`: "off",
+    "ratio" or {text, vision, answer} weights, see `stats`."""
 
     bits: int = 4
     group_size: int = 128
@@ -52,9 +56,11 @@ class Options:
     clip: bool = True
     clip_grid: int = 10
     objective: str = "gram"
+    balance: Any = "off"
 
     def __post_init__(self) -> None:
         scheme(self)
+        object.__setattr__(self, "balance", check_balance(self.balance))
         for name in ("grid", "clip_grid"):
             value = getattr(self, name)
             if type(value) is not int or value < 3:
@@ -64,6 +70,8 @@ class Options:
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.objective not in ("gram", "block"):
             raise ValueError(f"objective must be 'gram' or 'block', got {self.objective!r}")
+        if self.objective == "block" and self.balance != "off":
+            raise ValueError("balance needs objective 'gram': the search by block output weighs all tokens alike")
 
 
 def scheme(options: Options) -> Scheme:

@@ -14,17 +14,20 @@ Scales are found on the original weights. `actorder: static` visits columns by f
 their place, so that the engine needs no index; it is at least as accurate and costs nothing at serving time. Cost:
 `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration tokens (hence the
 damping).
+
+`balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`vlmcompress.stats`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, decode, encode, find_params, weight_only
-from vlmcompress.stats import GroupStats
+from vlmcompress.stats import GroupStats, check_balance
 
 NEEDS = frozenset({"gram"})
 
@@ -32,7 +35,7 @@ NEEDS = frozenset({"gram"})
 @dataclass(frozen=True)
 class Options:
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
-    update; `actorder`: "static" or null."""
+    update; `actorder`: "static" or null; `balance`: "off", "ratio" or {text, vision, answer} weights, see `stats`."""
 
     bits: int = 4
     group_size: int = 128
@@ -40,9 +43,11 @@ class Options:
     damp: float = 0.01
     block: int = 128
     actorder: str | None = "static"
+    balance: Any = "off"
 
     def __post_init__(self) -> None:
         scheme(self)
+        object.__setattr__(self, "balance", check_balance(self.balance))
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
         if type(self.block) is not int or self.block < 1:

@@ -7,8 +7,8 @@ nothing in exact arithmetic and moves part of the range into the weights, where 
 
     s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
 
-The maxima run over calibration tokens and over all rows of all layers that share the input. Costs one pass over the
-weights.
+The maxima run over calibration tokens and over all rows of all layers that share the input; with a `balance`, max|X_j| is
+the weighted mean of the modalities' maxima, so that no modality alone decides a channel. Costs one pass over the weights.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.stats import GroupStats
+from vlmcompress.stats import GroupStats, check_balance
 
 NEEDS = frozenset({"absmax"})
 
 
 @dataclass(frozen=True)
 class Options:
-    """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers."""
+    """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers;
+    `balance`: "off", "ratio" or {text, vision, answer} weights, see `stats`."""
 
     alpha: float = 0.5
+    balance: Any = "off"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "balance", check_balance(self.balance))
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be a number from 0 to 1, got {self.alpha!r}")
 
