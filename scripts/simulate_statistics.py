@@ -202,6 +202,24 @@ def summarise(rows: list[dict]) -> dict[str, float]:
     }
 
 
+def markdown(rows: list[dict]) -> str:
+    """README's table: verdicts by true drop, the mean over settings and the worst of those that should be rare."""
+    lines = [
+        "| true loss, points | one question an image: passes | fails | several questions an image: passes | fails |",
+        "|---|---|---|---|---|",
+    ]
+    for drop in DROPS:
+        cells = ["1, the margin: both are wrong" if drop == MARGIN else f"{100 * drop:g}"]
+        for shared in (False, True):
+            found = [row for row in rows if row["drop"] == drop and ("one a picture" not in row["setting"]) == shared]
+            for verdict, wrong in (("pass", drop >= MARGIN), ("fail", drop <= MARGIN)):
+                rates = [100 * row[verdict] for row in found] or [math.nan]
+                worst = f" ({max(rates):.1f}%)" if wrong else ""
+                cells.append(f"{sum(rates) / len(rates):.1f}%{worst}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Simulate and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -219,6 +237,7 @@ def main() -> None:
             resampled = f"{row['bootstrap_pass']:15.1%}" if "bootstrap_pass" in row else ""
             rates = f"{row['pass']:6.1%} {row['fail']:6.1%} {row['coverage']:7.1%} {resampled}"
             print(f"{row['setting']:64} {100 * drop:5.1f} {rates}".rstrip(), flush=True)
+    print(f"\n{markdown(rows)}\n", flush=True)
     for setting in [s for s in settings(args.quick) if s.n < 3000]:
         both = power_at_detectable(rng, setting, runs // 2), decided_with_needed(rng, setting, runs // 5)
         power[str(setting)] = both

@@ -21,3 +21,12 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
         monkeypatch.setenv(PYTHON_VARIABLE, str(script))
 
     return install
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder that passes for a checkpoint until an engine loads it."""
+    folder = tmp_path / "tiny-vlm"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder

@@ -17,14 +17,6 @@ from vlmcompress.engines.vllm.launch import server
 from vlmcompress.errors import UserError
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "tiny-vlm"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint folder"), server(tmp_path / "nothing"):
         pass

@@ -23,14 +23,6 @@ from vlmcompress.engines.vllm.serve import example, flags, serve
 from vlmcompress.errors import UserError
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "tiny-vlm"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 def test_flags(checkpoint: Path) -> None:
     found = flags(checkpoint, port=1234, max_model_len=512, extra=["--seed", "3"])
     assert found[0] == str(checkpoint)

@@ -1,6 +1,7 @@
 """Accuracy of a candidate and its baseline on the same questions: asked by an engine, scored by the tasks, compared in pairs.
 
-    results = evaluate("OUT", "MODEL", ["world"], limit=500, margin=0.01)
+    engine = engines.get("vllm")
+    results = evaluate("OUT", "MODEL", ["world"], None, Ask(engine, engine, limit=500))
     results.suites[0].overall.verdict
 
 The baseline may also be an earlier report: its answers are taken from there, provided that the questions are the same.
@@ -19,7 +20,7 @@ from vlmcompress.engines.base import Answer, Engine, Progress, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.ask import Asked, Sample, ask_suite
-from vlmcompress.evaluation.compare import by_family, compare, families, pairs
+from vlmcompress.evaluation.compare import MARGIN, by_family, compare, families, pairs
 from vlmcompress.evaluation.divergence import divergence
 from vlmcompress.evaluation.journal import Journal, open_journal
 from vlmcompress.evaluation.scoring import normalise
@@ -50,7 +51,7 @@ class Ask:
     progress: Progress | None = None
 
     def margin_of(self, suite: str) -> float:
-        margins = {"": 0.01, **(self.margin or {})}
+        margins = {"": MARGIN, **(self.margin or {})}
         return margins.get(suite, margins[""])
 
 
@@ -86,18 +87,17 @@ def evaluate_all(
         sides.checkpoint(baseline)
     original = Path(recorded.baseline.path) if recorded else baseline
     settings = replace(how.settings, seed=how.seed)
+    loaded = [
+        tasks.load_suite(name, data, candidate=candidates[0], baseline=original, limit=how.limit, seed=how.seed)
+        for name in suites or [None]
+    ]
+    replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
         journal = stack.enter_context(open_journal(how.journal)) if how.journal else None
-        asked: list[tuple[LoadedSuite, Asked]] = []
-        for name in suites or [None]:
-            suite = tasks.load_suite(
-                name, data, candidate=candidates[0], baseline=original, limit=how.limit, seed=how.seed
-            )
-            if recorded:
-                before = _replay(recorded, suite.name)
-            else:
-                before = _ask(baseline, suite, how.baseline_engine, settings, journal, how, "baseline")
-            asked.append((suite, before))
+        befores = replayed or [
+            _ask(baseline, suite, how.baseline_engine, settings, journal, how, "baseline") for suite in loaded
+        ]
+        asked = list(zip(loaded, befores, strict=True))
         about = recorded.baseline if recorded else sides.side(baseline, asked[0][1].engine)
         for path in candidates:
             found = [

@@ -33,16 +33,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     judging(parser)
+    parser.add_argument(
+        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
+    )
 
 
 def judging(parser: argparse.ArgumentParser) -> None:
     """Flags of what happens with results, for `eval` and `bench`."""
     parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
     parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
-    if parser.prog.endswith("eval"):
-        parser.add_argument(
-            "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
-        )
 
 
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
