@@ -44,6 +44,8 @@ def test_dependencies(path):
         if inside(path, "quantizers", "reducers") or path.stem in ("numerics", "stats"):
             allowed = below(name, "vlmcompress.numerics", "vlmcompress.stats", "vlmcompress.registry")
             assert name.split(".")[0] in PURE or allowed, where
+        if inside(path, "allocation"):
+            assert name.split(".")[0] in PURE or below(name, "vlmcompress.allocation", "vlmcompress.registry"), where
         if inside(path, "models", "exporters", "targets"):
             assert not below(name, "vlmcompress.pipeline", "vlmcompress.cli", "vlmcompress.calibration"), where
         if path.name not in ("cli.py", "__main__.py"):
