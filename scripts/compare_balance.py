@@ -35,6 +35,7 @@ from plant_outliers import drawn, most_visual, plant
 from torch import Tensor
 
 from vlmcompress import _yaml, models
+from vlmcompress.balance import check_balance
 from vlmcompress.calibration import bundled, encode, load_samples
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.models import VLM
@@ -42,7 +43,6 @@ from vlmcompress.pipeline import compress_blocks
 from vlmcompress.quantizers import REGISTRY
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import Method
-from vlmcompress.stats import check_balance
 from vlmcompress.terminal import quiet_libraries
 
 KINDS = ("image", "text")

@@ -41,8 +41,9 @@ def test_dependencies(path):
         if below(name, "llmcompressor"):
             assert inside(path, "calibration") or path.name == "pipeline.py", where
         assert not below(name, "eval", "tests", "scripts"), where
-        if inside(path, "quantizers", "reducers") or path.stem in ("numerics", "stats"):
-            allowed = below(name, "vlmcompress.numerics", "vlmcompress.stats", "vlmcompress.registry")
+        if inside(path, "quantizers", "reducers", "allocation") or path.stem in ("numerics", "balance", "stats"):
+            pure = ("numerics", "balance", "stats", "registry", "allocation")
+            allowed = below(name, *(f"vlmcompress.{module}" for module in pure))
             assert name.split(".")[0] in PURE or allowed, where
         if inside(path, "allocation"):
             assert name.split(".")[0] in PURE or below(name, "vlmcompress.allocation", "vlmcompress.registry"), where

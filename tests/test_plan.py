@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from tests import tiny
-from vlmcompress import check, estimate, pipeline, plan
+from vlmcompress import check, estimate, fit, pipeline, plan
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import Format, Scheme
 from vlmcompress.recipe import resolve
@@ -146,8 +146,8 @@ def test_calibration_need_and_memory(models):
 
 
 def test_label():
-    assert plan.label(None) == "bf16"
-    assert plan.label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
+    assert fit.label(None) == "bf16"
+    assert fit.label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
 
 
 def bad(model: Path, engine: str = "vllm", **given) -> dict[str, str]:

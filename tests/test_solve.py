@@ -124,3 +124,24 @@ def test_without_data_the_error_is_that_of_the_weight(block):
     difference = result.weights["down"].dequantize(torch.float32) - block.down.weight
     expected = difference.square().sum() / block.down.weight.square().sum()
     assert result.errors["down"] == {"weight": pytest.approx(expected.item(), rel=1e-4)}
+
+
+def test_a_group_can_have_a_method_of_its_own(block):
+    """Oracle: each group solved in a run in which all groups have its method; here nothing is smoothed."""
+    gptq, rtn = (quantizers.REGISTRY.get(name) for name in ("gptq", "rtn"))
+    four, two = Method(gptq, gptq.Options(group_size=64)), Method(rtn, rtn.Options(bits=2, group_size=32))
+    mixed = Method(gptq, four.options, others={(0, "down"): two})
+    x = torch.randn(TOKENS, WIDTH)
+    weights = {name: module.weight for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+    def solved(method):
+        return solve_layer([GATE_UP, DOWN], weights, observe(block, x, method.needs), method, torch.bfloat16)
+
+    found, all_four, all_two = solved(mixed), solved(four), solved(two)
+    for name, expected in (("gate", all_four), ("up", all_four), ("down", all_two)):
+        assert torch.equal(found.weights[name].q, expected.weights[name].q)
+        assert found.weights[name].format == expected.weights[name].format
+    assert mixed.of(DOWN).scheme == two.scheme and mixed.of(GATE_UP).scheme == four.scheme
+    assert mixed.needs == {"gram"} and two.needs == frozenset()
+    auto = Method(gptq, gptq.Options(balance="auto"))
+    assert auto.needs == {"gram", "gradient"} and Method(rtn, two.options, {(0, "down"): auto}).needs == auto.needs

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress import fit, targets
 from vlmcompress import plan as plans
-from vlmcompress import targets
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.plan import Plan
 from vlmcompress.recipe import Recipe
@@ -46,7 +46,7 @@ def findings(recipe: Recipe, engine: str = "vllm") -> list[Finding]:
     if engine not in ENGINES:
         raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
     target = targets.get(recipe.target) if recipe.target else None
-    found = [Finding("recipe", True, f"scheme {recipe.scheme} ({plans.label(recipe.number_formats)})")]
+    found = [Finding("recipe", True, f"scheme {recipe.scheme} ({fit.label(recipe.number_formats)})")]
     found += _engine(recipe, target, engine)
     try:
         plan = plans.survey(recipe)
@@ -82,7 +82,7 @@ def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]
             found.append(_vllm(name, key, target))
             continue
         reason = _OTHERS[engine](key, scheme, target)
-        found.append(Finding(name, reason is None, reason or f"runs {plans.label(scheme)}"))
+        found.append(Finding(name, reason is None, reason or f"runs {fit.label(scheme)}"))
     if recipe.kv_cache and engine == "vllm" and target:
         found.append(Finding("vllm: KV cache", not target.kv_fp8_refused, target.kv_fp8_refused or target.kv_fp8))
     return found

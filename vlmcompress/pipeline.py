@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import atomic, checkpoint, manifest, models, plan
+from vlmcompress.balance import weighed
 from vlmcompress.calibration import bundled, encode, load_samples, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -28,7 +29,6 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import LayerResult, Method, apply, solve_layer
 from vlmcompress.statistics import Statistics
-from vlmcompress.stats import balance_weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -110,8 +110,7 @@ def calibration_batches(recipe: Recipe, vlm: VLM, needed: str | None) -> tuple[l
 
 def _check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
     """Refuse a balance that weighs a modality of which the calibration data have no token."""
-    weights = balance_weights(getattr(recipe.options, "balance", "off")) or {}
-    if missing := [name for name in weights if not tokens[name]]:
+    if missing := [name for name in weighed(getattr(recipe.options, "balance", "off")) if not tokens[name]]:
         remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
         add = " and ".join(remedy[name] for name in missing)
         what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
@@ -195,23 +194,24 @@ def solve_stored(
 class StoredWeights(Mapping):
     """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
 
-    def __init__(self, store: LayerStore, blocks: list[list[Group]], scheme: Scheme):
-        self.store, self.scheme = store, scheme
-        self.layer_of = {name: i for i, groups in enumerate(blocks) for group in groups for name in group.linears}
+    def __init__(self, store: LayerStore, blocks: list[list[Group]], method: Method):
+        self.store, self.method = store, method
+        self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
         self._loaded: tuple[int, LayerResult] | None = None
 
     def __getitem__(self, name: str) -> tuple[QTensor, Scheme, Tensor | None]:
-        layer = self.layer_of[name]
-        if self._loaded is None or self._loaded[0] != layer:
-            self._loaded = (layer, self.store.load(layer))
-        result = self._loaded[1]
-        return result.weights[name], self.scheme, result.input_scales.get(name)
+        group = self.group_of[name]
+        if self._loaded is None or self._loaded[0] != group.layer:
+            self._loaded = (group.layer, self.store.load(group.layer))
+        result, scheme = self._loaded[1], self.method.of(group).scheme
+        assert scheme is not None  # a plan has no other groups
+        return result.weights[name], scheme, result.input_scales.get(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.layer_of)
+        return iter(self.group_of)
 
     def __len__(self) -> int:
-        return len(self.layer_of)
+        return len(self.group_of)
 
 
 def fingerprint(recipe: Recipe, source: Path, origin: dict | None) -> str:
@@ -233,9 +233,8 @@ def _write(
     progress: Progress,
 ) -> dict:
     """Put the stored results together into OUT; returns the manifest."""
-    scheme = work.method.scheme
     results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
-    language: Mapping = StoredWeights(store, work.blocks, scheme) if scheme else {}
+    language = StoredWeights(store, work.blocks, work.method)
     tower = _quantize_vision(vlm.model, work, progress)
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     errors = {name: error for result in results for name, error in result.errors.items()}

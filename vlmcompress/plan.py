@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
-from vlmcompress import estimate, models, statistics, targets
+from vlmcompress import estimate, fit, models, statistics
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import compressed_tensors
 from vlmcompress.exporters import targets as config_targets
 from vlmcompress.models import Group, ModelSpec
 from vlmcompress.numerics import Scheme
@@ -20,6 +19,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.solve import Method
 from vlmcompress.tensorfile import Spec
 
+Others = Mapping[tuple[int, str], Method]
 VISION_MULTIPLE = 16  # what 8-bit matrix kernels want of both sides; tower layers with others stay as they are
 
 
@@ -95,16 +95,20 @@ class Plan:
         }
 
 
-def build(recipe: Recipe) -> Plan:
+def build(recipe: Recipe, others: Others | None = None) -> Plan:
     """The plan of a recipe. Raises `UserError` for the first thing that stands in its way."""
-    plan = survey(recipe)
+    plan = survey(recipe, others)
     if plan.problems:
         raise UserError(plan.problems[0])
     return plan
 
 
-def survey(recipe: Recipe) -> Plan:
-    """The plan of a recipe with everything that stands in its way. Raises `UserError` for an unusable model."""
+def survey(recipe: Recipe, others: Others | None = None) -> Plan:
+    """The plan of a recipe with everything that stands in its way. Raises `UserError` for an unusable model.
+
+    Args:
+        others: (block, group name) -> what is done to that group instead of what the recipe's scheme does.
+    """
     config = models.read_config(recipe.model)
     spec = models.spec_for(config)
     models.refuse_quantized(config)
@@ -112,21 +116,22 @@ def survey(recipe: Recipe) -> Plan:
     headers = models.tensor_headers(recipe.model)
     names = models.disk_names(bones, headers)
 
-    method = Method(recipe.method, recipe.options)
+    method = Method(recipe.method, recipe.options, others or {})
     problems: list[str] = []
-    groups = _decoder_groups(bones, spec, recipe, problems) if method.scheme else []
+    groups = [group for group in _decoder_groups(bones, spec, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in models.decoder_layers(bones, spec)]
     for group in groups:
         blocks[group.layer].append(group)
-        problems += _shape_problems(bones, group, method.scheme, recipe.target)
+        problems += fit.shape_problems(bones, group, method.of(group).scheme, recipe.target)
     vision_method = _vision_method(recipe)
     vision_groups = _vision_groups(bones, spec, recipe, problems) if vision_method else []
 
     schemes: dict[str, Scheme] = {}
     for chosen, members in ((method, groups), (vision_method, vision_groups)):
-        if chosen and chosen.scheme:
-            problems += _format_problems(chosen.scheme)
-            schemes |= {name: chosen.scheme for group in members for name in group.linears}
+        for group in members:
+            assert chosen and (scheme := chosen.of(group).scheme)
+            schemes |= {name: scheme for name in group.linears}
+    problems += [problem for scheme in dict.fromkeys(schemes.values()) for problem in fit.format_problems(scheme)]
     if recipe.kv_cache and not all(blocks):
         problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
     stats = _statistics(recipe, method, blocks, problems)
@@ -145,14 +150,13 @@ def survey(recipe: Recipe) -> Plan:
         vision_method=vision_method,
         vision_groups=vision_groups,
         targets=config_targets(schemes, names, spec),
-        rows=_rows(bones, "decoder", groups, method.scheme)
-        + _rows(bones, "vision", vision_groups, vision_method.scheme if vision_method else None),
+        rows=_rows(bones, "decoder", groups, schemes) + _rows(bones, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
         bytes_before=before,
         bytes_after=sum(spec.nbytes for spec in written.values()),
         peak_bytes=estimate.peak_bytes(
             before,
-            [[shapes(bones, group) for group in block] for block in blocks],
+            [[fit.shapes(bones, group) for group in block] for block in blocks],
             config,
             samples=0 if stats else calibrate.samples if method.needs or recipe.kv_cache else 0,
             tokens=calibrate.max_length or estimate.TOKENS,
@@ -161,23 +165,6 @@ def survey(recipe: Recipe) -> Plan:
         problems=_once(problems),
         statistics=stats,
     )
-
-
-def shapes(model: nn.Module, group: Group) -> list[tuple[int, int]]:
-    """`(out, in)` of each linear layer of a group."""
-    weights = [model.get_parameter(f"{name}.weight") for name in group.linears]
-    return [(weight.shape[0], weight.shape[1]) for weight in weights]
-
-
-def label(scheme: Scheme | None) -> str:
-    """A scheme in a few characters, e.g. `w4a16 int g128 asym`."""
-    if scheme is None:
-        return "bf16"
-    fmt, act = scheme.weights, scheme.activations
-    kind = "fp8" if fmt.kind == "float" else "int"
-    scales = {-1: "channel", 0: "tensor"}.get(fmt.group, f"g{fmt.group}")
-    extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
-    return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
 
 
 def _once(problems: list[str]) -> list[str]:
@@ -238,7 +225,9 @@ def _vision_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems: 
         if not any(_skipped(recipe, name) for name in group.linears)
     ]
     fits = [
-        group for group in wanted if not any(side % VISION_MULTIPLE for shape in shapes(bones, group) for side in shape)
+        group
+        for group in wanted
+        if not any(side % VISION_MULTIPLE for shape in fit.shapes(bones, group) for side in shape)
     ]
     if not fits:
         why = f"with sides that are multiples of {VISION_MULTIPLE}" if wanted else "left to quantize"
@@ -246,46 +235,11 @@ def _vision_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems: 
     return fits
 
 
-def _format_problems(scheme: Scheme) -> list[str]:
-    try:
-        compressed_tensors.storage(scheme)
-    except UserError as error:
-        return [str(error)]
-    return []
-
-
-def _shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, target: str | None) -> Iterator[str]:
-    """Why layers of a group cannot have the scheme."""
-    if scheme is None:
-        return
-    size = scheme.weights.group
-    sides = shapes(bones, group)
-    columns = sides[0][1]
-    first = group.linears[0]
-    if size > 0 and columns % size:
-        fit = next((other for other in (128, 64, 32) if other < size and columns % other == 0), None)
-        instead = f"use --set options.group_size={fit or -1}{'' if fit else ' (one scale per row)'}"
-        skip = ", ".join(name.split(".")[-1] for name in group.linears)
-        yield f"group_size {size} does not divide in_features {columns} of {first}; {instead} or --set 'skip=[{skip}]'"
-    else:
-        for name, (rows, _) in zip(group.linears, sides, strict=True):
-            try:
-                compressed_tensors.shapes(scheme, rows, columns)
-            except ValueError as error:
-                yield f"{name}: {error}, or skip the layer"
-            except UserError:
-                return  # not about this shape; `_format_problems` reports it
-    machine = targets.get(target) if target else None
-    limit = machine.limits.get(targets.format_key(scheme).removesuffix("-static")) if machine else None
-    if machine and limit and (problem := limit.problem(sum(rows for rows, _ in sides), columns, size)):
-        yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"
-
-
-def _rows(bones: nn.Module, part: str, groups: list[Group], scheme: Scheme | None) -> list[Row]:
+def _rows(bones: nn.Module, part: str, groups: list[Group], schemes: Mapping[str, Scheme]) -> list[Row]:
     """The groups, equal ones of different blocks in one row."""
     counts: dict[Row, int] = {}
     for group in groups:
         linears = tuple(name.split(".")[-1] for name in group.linears)
-        row = Row(part, group.name, linears, tuple(shapes(bones, group)), label(scheme))
+        row = Row(part, group.name, linears, tuple(fit.shapes(bones, group)), fit.label(schemes[group.linears[0]]))
         counts[row] = counts.get(row, 0) + 1
     return [replace(row, blocks=count) for row, count in counts.items()]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress import quantizers
+from vlmcompress.balance import BY_GRADIENT
 from vlmcompress.models import Group
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.stats import GroupStats
@@ -28,19 +29,29 @@ _ROWS = 512  # of a weight, at most, in a layer's reported error
 
 @dataclass(frozen=True)
 class Method:
-    """A scheme with its options: what is done to every group of the decoder."""
+    """A scheme with its options: what is done to every group of the decoder, but for those that `others` names.
+
+    Attributes:
+        others: (block, group name) -> what is done to that group instead.
+    """
 
     module: ModuleType
     options: Any
+    others: Mapping[tuple[int, str], Method] = field(default_factory=dict)
+
+    def of(self, group: Group) -> Method:
+        """What is done to a group."""
+        return self.others.get((group.layer, group.name), self)
 
     @property
     def needs(self) -> frozenset[str]:
         """Statistics that the method reads; empty for a data-free one."""
-        return self.module.NEEDS
+        gradient = {"gradient"} if getattr(self.options, "balance", None) in BY_GRADIENT else set()
+        return self.module.NEEDS.union(gradient, *(other.needs for other in self.others.values()))
 
     @property
     def scheme(self) -> Scheme | None:
-        """Number formats of the result; None: the weights stay as they are."""
+        """Number formats of the result, but for `others`; None: the weights stay as they are."""
         return self.module.scheme(self.options)
 
     @property
@@ -87,7 +98,7 @@ def solve_layer(
     """
     result, current = LayerResult(), _Current(weights)
     for group in groups:
-        scale = _smoothing_scale(group, groups, current, stats.get(group.name), method, scale_dtype)
+        scale = _smoothing_scale(group, groups, current, stats.get(group.name), method.of(group), scale_dtype)
         if scale is None:
             continue
         assert group.smooth is not None
@@ -97,9 +108,9 @@ def solve_layer(
             current.multiply_columns(name, scale)
         current.divide_rows(group.smooth, scale)
     for group in groups:
-        own = [current[name] for name in group.linears]
+        own, chosen = [current[name] for name in group.linears], method.of(group)
         group_stats = stats.pop(group.name, None)
-        solution = quantizers.solve(method.module, own, group_stats, method.options, scale_dtype)
+        solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
         for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
             result.weights[name] = quantized
             result.errors[name] = _error(weight, quantized, group_stats)

@@ -9,33 +9,26 @@ weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` 
 absolute maxima and means cost next to nothing, so a method says what it `needs`. Only the block upper triangle of `G`
 is computed and kept current (the rest follows by symmetry): it is the hot loop of calibration.
 
-Pooled over `N` tokens, a modality weighs what its share of tokens is, and most tokens are visual. A *balance* weighs each
-modality's own mean over its `n_m` tokens instead, by `p_m = w_m / sum w`:
+With a balance (`vlmcompress.balance`) modality m has the share `p_m` of the whole, whatever its number of tokens `n_m`:
 
     G = N sum_m p_m G_m / n_m        mean|X| = sum_m p_m mean|X_m|        max|X| = sum_m p_m max|X_m|
 
-`off` pools, `ratio` has equal weights, `{text: w, vision: w, answer: w}` names them. The first is the squared-error form
-of MBQ's objective (arXiv 2412.19509), `mean_answer(D^2) + rho mean_vision(D^2)`: that is {text: 0, vision: rho, answer: 1},
-and `ratio` is rho = 1 with the prompt as a third modality. MBQ takes rho, layer by layer, from the ratio of the modalities'
-mean loss gradients; a sensitivity pass can fill in the same weights (`auto`, not there yet). The mean in AWQ's scales is
-weighted alike, so that candidates and their losses see the same tokens (MBQ leaves it pooled). A maximum counts no tokens,
-and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima is ours. Where modality m holds
-the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most `p_m^-alpha` times larger.
-Overall factors matter to no method; `N` keeps G the size that pooling gives.
+The mean in AWQ's scales is weighted like the losses, so that candidates and their losses see the same tokens (MBQ leaves it
+pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima
+is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most
+`p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that pooling gives.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MODALITIES = ("text", "vision", "answer")
-"""Names of the token kinds; a mask holds 0 for tokens to ignore and `1 + index` for these."""
+from vlmcompress.balance import MODALITIES, Sensitivity, shares
 
 NEEDS = frozenset({"gram", "absmax", "absmean"})
 _BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
@@ -60,6 +53,7 @@ class GroupStats:
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
+        self.sensitivity: Sensitivity | None = None  # of the group's output; set by whoever knows it, not stored
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -123,15 +117,13 @@ class GroupStats:
         """The same statistics with the modalities weighed by `balance` (see the module); `off`: the statistics themselves.
 
         Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
-        a weight did not occur.
+        a share did not occur, or gradients that it needs are not there.
         """
-        weights = balance_weights(balance)
-        if weights is None:
+        found = shares(balance, self.count, self.sensitivity)
+        if found is None:
             return self
-        if missing := [name for name in weights if not self.count[name]]:
-            raise ValueError(f"balance needs {' and '.join(missing)} tokens, and none reached this layer")
         new = copy.copy(self)
-        new._shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        new._shares = found
         return new
 
     def rescaled(self, s: Tensor) -> GroupStats:
@@ -191,33 +183,6 @@ class GroupStats:
         if not values:
             raise ValueError("no calibration token reached this layer; add calibration samples")
         return {name: values[name] for name in MODALITIES if name in values}  # one order, so that sums are reproducible
-
-
-def check_balance(balance: Any) -> str | dict[str, float]:
-    """`balance` as a recipe gives it ("off", which YAML reads as False; "ratio"; weights), or ValueError."""
-    if balance is False or balance == "off":
-        return "off"
-    if balance == "ratio":
-        return "ratio"
-    if not isinstance(balance, Mapping):
-        raise ValueError(f"balance must be off, ratio or {{text: w, vision: w, answer: w}}, got {balance!r}")
-    if set(balance) != set(MODALITIES):
-        raise ValueError(f"balance must weigh {', '.join(MODALITIES)}, got {', '.join(map(str, balance)) or 'none'}")
-    for name, weight in balance.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"balance must weigh {name} by a number of at least 0, got {weight!r}")
-    if not any(balance.values()):
-        raise ValueError("balance must weigh one modality by more than 0, got 0 for all")
-    return {name: float(balance[name]) for name in MODALITIES}
-
-
-def balance_weights(balance: Any) -> dict[str, float] | None:
-    """Modality -> weight of its mean, for those above 0; None: all tokens are pooled."""
-    checked = check_balance(balance)
-    if isinstance(checked, str):
-        return None if checked == "off" else dict.fromkeys(MODALITIES, 1.0)
-    return {name: weight for name, weight in checked.items() if weight > 0}
 
 
 def quadratic(d: Tensor, gram: Tensor) -> Tensor:

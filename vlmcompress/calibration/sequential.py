@@ -27,7 +27,7 @@ from vlmcompress.calibration.kv_cache import KVRange
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
 from vlmcompress.solve import Method, apply, solve_layer
-from vlmcompress.stats import GroupStats
+from vlmcompress.stats import NEEDS, GroupStats
 
 Progress = Callable[[str, int, int], None]
 
@@ -136,7 +136,7 @@ class BlockModifier(BlockObserver):
     method: Method
 
     def wanted(self) -> frozenset[str]:
-        return self.method.needs | {"gram"}
+        return self.method.needs & NEEDS | {"gram"}
 
     def observed(
         self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]

@@ -16,7 +16,7 @@ and, where the method has such a step,
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
 
 `smooth` and `solve` below run these for a group whatever a module has. A module whose Options have a `balance` (see
-`vlmcompress.stats`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
+`vlmcompress.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
 """
 
 from __future__ import annotations

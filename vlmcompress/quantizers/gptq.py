@@ -15,7 +15,7 @@ their place, so that the engine needs no index; it is at least as accurate and c
 `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration tokens (hence the
 damping).
 
-`balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`vlmcompress.stats`).
+`balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`vlmcompress.balance`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.balance import check_balance
 from vlmcompress.numerics import QTensor, Scheme, decode, encode, find_params, weight_only
-from vlmcompress.stats import GroupStats, check_balance
+from vlmcompress.stats import GroupStats
 
 NEEDS = frozenset({"gram"})
 
@@ -35,7 +36,7 @@ NEEDS = frozenset({"gram"})
 @dataclass(frozen=True)
 class Options:
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
-    update; `actorder`: "static" or null; `balance`: "off", "ratio" or {text, vision, answer} weights, see `stats`."""
+    update; `actorder`: "static" or null; `balance`: see `vlmcompress.balance`."""
 
     bits: int = 4
     group_size: int = 128

@@ -1,0 +1,66 @@
+"""Whether a linear layer can have a scheme: in the files that are written, and in the kernels of a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from vlmcompress import targets
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.models import Group
+from vlmcompress.numerics import Scheme
+
+
+def shapes(model: nn.Module, group: Group) -> list[tuple[int, int]]:
+    """`(out, in)` of each linear layer of a group."""
+    weights = [model.get_parameter(f"{name}.weight") for name in group.linears]
+    return [(weight.shape[0], weight.shape[1]) for weight in weights]
+
+
+def label(scheme: Scheme | None) -> str:
+    """A scheme in a few characters, e.g. `w4a16 int g128 asym`."""
+    if scheme is None:
+        return "bf16"
+    fmt, act = scheme.weights, scheme.activations
+    kind = "fp8" if fmt.kind == "float" else "int"
+    scales = {-1: "channel", 0: "tensor"}.get(fmt.group, f"g{fmt.group}")
+    extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
+    return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
+
+
+def format_problems(scheme: Scheme) -> list[str]:
+    """Why no file can hold the scheme."""
+    try:
+        compressed_tensors.storage(scheme)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, target: str | None) -> Iterator[str]:
+    """Why layers of a group cannot have the scheme."""
+    if scheme is None:
+        return
+    size = scheme.weights.group
+    sides = shapes(bones, group)
+    columns = sides[0][1]
+    first = group.linears[0]
+    if size > 0 and columns % size:
+        fit = next((other for other in (128, 64, 32) if other < size and columns % other == 0), None)
+        instead = f"use --set options.group_size={fit or -1}{'' if fit else ' (one scale per row)'}"
+        skip = ", ".join(name.split(".")[-1] for name in group.linears)
+        yield f"group_size {size} does not divide in_features {columns} of {first}; {instead} or --set 'skip=[{skip}]'"
+    else:
+        for name, (rows, _) in zip(group.linears, sides, strict=True):
+            try:
+                compressed_tensors.shapes(scheme, rows, columns)
+            except ValueError as error:
+                yield f"{name}: {error}, or skip the layer"
+            except UserError:
+                return  # not about this shape; `format_problems` reports it
+    machine = targets.get(target) if target else None
+    limit = machine.limits.get(targets.format_key(scheme).removesuffix("-static")) if machine else None
+    if machine and limit and (problem := limit.problem(sum(rows for rows, _ in sides), columns, size)):
+        yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"
