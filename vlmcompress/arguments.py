@@ -11,6 +11,7 @@ from vlmcompress import __version__, recipe
 from vlmcompress.bench import options as bench
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import options as evaluation
+from vlmcompress.report import error_options as report_error
 from vlmcompress.report import options as report
 
 # Destination of a flag -> the recipe key that it gives a value to.
@@ -135,6 +136,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     evaluation.options(verb("eval", "Ask the compressed and the original model the same questions and compare."))
     bench.options(verb("bench", "Measure speed and memory against the original; flags after -- go to vllm serve."))
     report.options(verb("report", "Put the reports of several runs on one page."))
+    report_error.options(
+        verb("report-error", "Show each layer's error by modality, and what changed between two checkpoints.")
+    )
     _serve(verb("serve", "Run vLLM's OpenAI-compatible server; flags after -- go to vllm serve."))
     listing = verb("list", "List what has a name.")
     listing.add_argument("what", nargs="?", choices=LISTED)

@@ -122,6 +122,13 @@ def report(args: argparse.Namespace) -> Outcome:
     return run_verb(args)
 
 
+def report_error(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress report-error`"""
+    from vlmcompress.report.error_options import run_verb
+
+    return run_verb(args)
+
+
 def serve(args: argparse.Namespace) -> Outcome:
     """`vlmcompress serve`: this process becomes the server."""
     from vlmcompress.engines.vllm.serve import serve as run
@@ -184,6 +191,7 @@ VERBS = {
     "eval": evaluate,
     "bench": bench,
     "report": report,
+    "report-error": report_error,
     "serve": serve,
     "list": listing,
 }

@@ -1,10 +1,13 @@
-"""Errors of linear layers as heat maps: one a part of the model and modality, a column a block, a row a kind of layer."""
+"""Errors of linear layers as heat maps: one a part of the model and modality, a column a block, a row a kind of layer.
+
+`heatmap` draws errors, `changes` the factor between two of the same layers.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
@@ -68,6 +71,49 @@ def extremes(found: list[Grid]) -> tuple[float, float]:
 
 def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
     """Strength of colour is the logarithm of the error; every cell has its number as a tooltip."""
+
+    def cell(_kind: str, _block: int, error: float) -> Cell:
+        return f"{words.figures(100 * error)}%", "cell", strength(error, scale)
+
+    return _drawn(grid, cell, f"Error of {grid.title}")
+
+
+def changes(before: Grid, after: Grid, most: float) -> Markup:
+    """Strength of colour is the logarithm of after / before, full at `most` or its inverse; better and worse have colours
+    of their own. Layers that only one of the two has are left out."""
+    shared = {
+        kind: {block: error for block, error in row.items() if block in after.cells.get(kind, {})}
+        for kind, row in before.cells.items()
+    }
+    grid = Grid(before.part, before.modality, {kind: row for kind, row in shared.items() if row})
+
+    def cell(kind: str, block: int, error: float) -> Cell:
+        new = after.cells[kind][block]
+        text = f"{words.figures(100 * error)}% to {words.figures(100 * new)}%"
+        if error <= 0 or new <= 0:
+            return text, "cell gain" if new < error else "cell loss", float(new != error)
+        shade = abs(math.log(new / error)) / math.log(most) if most > 1 else 0.0
+        return f"{text}, {words.times(new / error)}", "cell gain" if new < error else "cell loss", min(1.0, shade)
+
+    return _drawn(grid, cell, f"Change of {grid.title}") if grid.cells else Markup("")
+
+
+def largest_change(pairs: Iterable[tuple[Grid, Grid]]) -> float:
+    """The largest factor, up or down, between the errors of grids and of those after; at least 1."""
+    factors = [
+        new / error
+        for before, after in pairs
+        for kind, row in before.cells.items()
+        for block, error in row.items()
+        if error > 0 and (new := after.cells.get(kind, {}).get(block, 0.0)) > 0
+    ]
+    return max([1.0, *factors, *(1 / factor for factor in factors)])
+
+
+Cell = tuple[str, str, float]  # tooltip, class, opacity
+
+
+def _drawn(grid: Grid, show: Callable[[str, int, float], Cell], what: str) -> Markup:
     blocks, rows = grid.blocks, list(grid.cells.items())
     most, span = (24.0, _WIDEST) if grid.wide else (56.0, _NARROWEST)
     cell = max(_CELL, min(most, span / blocks))
@@ -77,16 +123,16 @@ def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
         top = _HEAD + _ROW * y
         marks.append(element("text", kind, x=_LABELS - 8, y=top + 13, text_anchor="end"))
         for block, error in errors.items():
-            title = element("title", f"{kind}, block {block}: {words.figures(100 * error)}%")
-            x, shade = _LABELS + cell * block, strength(error, scale)
-            spot = {"x": x, "y": top, "width": cell - 1, "height": _ROW - 1}
-            marks.append(element("rect", title, **spot, class_="cell", fill_opacity=shade))
+            text, css, shade = show(kind, block, error)
+            title = element("title", f"{kind}, block {block}: {text}")
+            spot = {"x": _LABELS + cell * block, "y": top, "width": cell - 1, "height": _ROW - 1}
+            marks.append(element("rect", title, **spot, class_=css, fill_opacity=shade))
     if blocks > 1:
         step = next((s for s in (1, 2, 5, 10, 20) if s * cell >= 24), 50)
         places = [("block", _LABELS - 8.0, "end")]
         places += [(str(b), _LABELS + cell * (b + 0.5), "middle") for b in range(0, blocks, step)]
         marks += [element("text", text, x=x, y=height - 5, text_anchor=anchor) for text, x, anchor in places]
-    label = f"Error of {grid.title}: {len(rows)} kinds of layer in {blocks} blocks"
+    label = f"{what}: {len(rows)} kinds of layer in {blocks} blocks"
     box = {"viewBox": f"0 0 {width:.0f} {height}", "width": f"{width:.0f}"}
     return element("svg", element("title", label), *marks, **box, class_="heat", role="img", aria_label=label)
 

@@ -1,0 +1,130 @@
+"""Errors of layers as data and for a terminal: what is worst, and of two checkpoints, what each modality gained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from vlmcompress import layer_errors
+from vlmcompress.layer_errors import Change, LayerErrors
+from vlmcompress.report import words
+from vlmcompress.terminal import table
+
+MEASURE = (
+    "squared error of a layer's output relative to the output, over the tokens of a modality; weights' rounding alone"
+)
+OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
+ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
+
+
+def data(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:
+    """Everything, worst layers first."""
+    if other is None:
+        layers = [{"layer": n, "error": dict(first.errors[n])} for n in layer_errors.worst_first(first)]
+        return {**_described(first), "summary": layer_errors.summary(first), "layers": layers}
+    changes = layer_errors.change(first, other)
+    layers = []
+    for name in layer_errors.worst_first(first, other):
+        before, after = first.errors.get(name, {}), other.errors.get(name, {})
+        ratios = {kind: layer_errors.ratio(before[kind], after[kind]) for kind in before if kind in after}
+        layers.append({"layer": name, "error": dict(before), "other": dict(after), "ratio": ratios})
+    return {
+        **_described(first),
+        "summary": layer_errors.summary(first),
+        "other": {**_described(other), "summary": layer_errors.summary(other)},
+        "change": {kind: asdict(change) for kind, change in changes.items()},
+        "differences": layer_errors.differences(first, other),
+        "layers": layers,
+    }
+
+
+def _described(found: LayerErrors) -> dict[str, Any]:
+    return {
+        "checkpoint": found.name,
+        "measured": found.measured,
+        "calibration": dict(found.basis) or None,
+        "notes": list(found.notes),
+        "kv_cache": dict(found.kv_cache) or None,
+    }
+
+
+def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
+    """What the terminal shows: a summary, then the `top` worst layers (0: all)."""
+    head = _one(first) if other is None else _two(first, other)
+    layers = layer_errors.worst_first(*([first] if other is None else [first, other]))
+    shown = layers[: top or None]
+    rows = _rows(first, shown) if other is None else _pairs(first, other, shown)
+    count = (
+        f"worst {len(shown)} of {len(layers)} layers"
+        if len(shown) < len(layers)
+        else f"{len(layers)} layers, worst first"
+    )
+    parts = [head, f"{count}\n{table(rows)}"]
+    blind = [one for one in (first, other) if one is not None and not one.basis]
+    return "\n\n".join([*parts, *([ADVICE] if blind else [])])
+
+
+def _one(found: LayerErrors) -> str:
+    rows = [("", "mean", "median", "worst", "")]
+    for kind, facts in layer_errors.summary(found).items():
+        worst = facts["worst"]
+        rows.append((label(kind), *map(percent, (facts["mean"], facts["median"], worst["error"])), worst["layer"]))
+    lines = [f"{found.name}: {MEASURE if found.basis else OF_WEIGHTS}", f"Measured on {found.measured}.", table(rows)]
+    return "\n".join([*lines, *found.notes])
+
+
+def _two(first: LayerErrors, other: LayerErrors) -> str:
+    changes = layer_errors.change(first, other)
+    rows: list[tuple[str, ...]] = [("", "mean before", "after", "layer by layer", "layers better", "worse", "")]
+    for kind, found in changes.items():
+        factor = "" if found.ratio is None else words.times(found.ratio)
+        counts = str(found.better), str(found.worse)
+        rows.append((label(kind), percent(found.before), percent(found.after), factor, *counts, verdict(found)))
+    blind = set(changes) == {"weight"}
+    lines = [f"{first.name} -> {other.name}: {OF_WEIGHTS if blind else MEASURE}"]
+    lines += dict.fromkeys(f"Measured on {one.measured}." for one in (first, other))
+    notes = [f"Note: {line}." for line in layer_errors.differences(first, other)]
+    notes += [f"{one.name}: {line}" for one in (first, other) for line in one.notes]
+    return "\n".join([*lines, table(rows), *notes])
+
+
+def verdict(found: Change) -> str:
+    """`gained` or `lost` where the errors fell or rose by more than a hundredth."""
+    if found.ratio is None or abs(found.ratio - 1) < 0.01:
+        return "as before"
+    return "gained" if found.ratio < 1 else "lost"
+
+
+def _rows(found: LayerErrors, layers: list[str]) -> list[tuple[str, ...]]:
+    shown = layer_errors.kinds(found)
+    head = ("layer", *map(label, shown))
+    return [head, *((name, *(_cell(found, name, kind) for kind in shown)) for name in layers)]
+
+
+def _pairs(first: LayerErrors, other: LayerErrors, layers: list[str]) -> list[tuple[str, ...]]:
+    shown = layer_errors.kinds(first, other)
+    rows: list[tuple[str, ...]] = [("layer", *map(label, shown))]
+    for name in layers:
+        cells = []
+        for kind in shown:
+            before, after = first.errors.get(name, {}).get(kind), other.errors.get(name, {}).get(kind)
+            factor = None if before is None or after is None else layer_errors.ratio(before, after)
+            added = "" if factor is None else f" ({words.times(factor)})"
+            cells.append(f"{_cell(first, name, kind)} -> {_cell(other, name, kind)}{added}")
+        rows.append((name, *cells))
+    return rows
+
+
+def _cell(found: LayerErrors, layer: str, kind: str) -> str:
+    error = found.errors.get(layer, {}).get(kind)
+    return "-" if error is None else percent(error)
+
+
+def percent(error: float) -> str:
+    """Three figures: `1.23%`."""
+    return f"{words.figures(100 * error)}%"
+
+
+def label(kind: str) -> str:
+    """A kind of error for a reader."""
+    return "weights" if kind == "weight" else kind
