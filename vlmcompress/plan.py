@@ -126,11 +126,7 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
     vision_method = _vision_method(recipe)
     vision_groups = _vision_groups(bones, spec, recipe, problems) if vision_method else []
 
-    schemes: dict[str, Scheme] = {}
-    for chosen, members in ((method, groups), (vision_method, vision_groups)):
-        for group in members:
-            assert chosen and (scheme := chosen.of(group).scheme)
-            schemes |= {name: scheme for name in group.linears}
+    schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
     problems += [problem for scheme in dict.fromkeys(schemes.values()) for problem in fit.format_problems(scheme)]
     if recipe.kv_cache and not all(blocks):
         problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
@@ -193,6 +189,11 @@ def _decoder_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems:
         if not any(re.search(pattern, name) for name in linears):
             problems.append(f"skip: '{pattern}' matches no linear layer; names look like {linears[-2]}")
     return groups
+
+
+def _schemes(method: Method, groups: list[Group]) -> dict[str, Scheme]:
+    """Linear layer -> its number formats."""
+    return {name: scheme for group in groups for name in group.linears if (scheme := method.of(group).scheme)}
 
 
 def _statistics(
