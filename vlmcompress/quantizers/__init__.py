@@ -14,6 +14,8 @@ and, where the method has such a step,
                                                                   and the weights multiplied by it; None: leave alone
     prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
+    sketch(weight, stats, options, scale_dtype, prepared)         about the error of `quantize` on rows, but cheap
+    PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 
 `smooth` and `solve` below run these for a group whatever a module has. A module whose Options have a `balance` (see
 `vlmcompress.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
@@ -21,6 +23,7 @@ and, where the method has such a step,
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +84,37 @@ def solve(
         [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
         None if input_scale is None else input_scale(stats, options),
     )
+
+
+@torch.no_grad()
+def sketch(
+    method: Any,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: Any,
+    scale_dtype: torch.dtype,
+    prepared: MutableMapping[Any, Any],
+) -> list[Tensor]:
+    """About the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
+
+    Args:
+        prepared: what methods prepared for this group before, and will; only for statistics that are always the same.
+    """
+    stats = _balanced(stats, options)
+    prepare, cheap = getattr(method, "prepare", None), getattr(method, "sketch", None)
+    shared = None
+    if prepare is not None:
+        names = getattr(method, "PREPARED_BY", None)
+        key = (method.__name__, *(repr(getattr(options, name)) for name in names)) if names else None
+        shared = prepared.get(key) if key else None
+        if shared is None:
+            shared = prepare(weights, stats, options)
+            if key:
+                prepared[key] = shared
+    if cheap is not None:
+        return [cheap(weight, stats, options, scale_dtype, shared) for weight in weights]
+    found = [method.quantize(weight, stats, options, scale_dtype, shared) for weight in weights]
+    return [q.dequantize(torch.float32).sub_(weight) for q, weight in zip(found, weights, strict=True)]
 
 
 def _balanced(stats: GroupStats | None, options: Any) -> GroupStats | None:
