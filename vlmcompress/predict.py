@@ -13,9 +13,10 @@ scales, clipping. Only error feedback is foreseen instead of done (`gptq.sketch`
 their own where these are known.
 
 Where an engine quantizes the input, too, its rounding adds `sum_j ||w_j||^2 E[dx_j^2]` a token, errors of channels being
-independent: relative for float8 (a mantissa of 3 bits, magnitudes spread evenly in the logarithm: `7.0e-4 x^2`), and a twelfth
-of the squared step for int8, whose step follows each token's largest value. That value is not in the statistics; it is
-estimated as the larger of the largest channel's mean square and the expected maximum of `in` normal ones.
+independent: relative for float8 (a mantissa of 3 bits, magnitudes spread evenly in the logarithm: `6.0e-4 x^2`; too much where
+a few channels dominate, as a token's largest value is exact), and a twelfth of the squared step for int8, whose step follows
+each token's largest value. That value is not in the statistics; it is estimated as the larger of the largest channel's mean
+square and the expected maximum of `in` normal ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vlmcompress.stats import GroupStats, quadratic
 
 ROWS = 64  # of a group, about
 _LEAST_ROWS = 8  # of a layer
-_FLOAT8_NOISE = 3 / 8 / math.log(2) / 64 / 12  # E[(ulp / x)^2] / 12 of a mantissa of 3 bits, log x uniform
+_FLOAT8_NOISE = math.log(2) / 1.5 / 64 / 12  # E[ulp^2] / 12 / E[x^2] with a mantissa of 3 bits, log x uniform
 
 Squares = Mapping[str, float]
 """Modality -> mean of `(dL/dY)^2` over its tokens and the channels of Y."""

@@ -107,20 +107,19 @@ def test_error_feedback_is_foreseen_and_shared():
 
 @pytest.mark.parametrize("kind", ["float", "int"])
 def test_input_rounding_against_rounded_inputs(kind):
-    """Oracle: inputs rounded token by token as an engine does. The formula is for spread magnitudes: within a half."""
+    """Oracle: inputs rounded token by token as an engine does; the estimate is within a factor of two."""
     x = inputs(WIDTH, 2048)
     fmt = Format(kind, 8, -1)  # a scale per token
     rounded = fake_quantize(x, *find_params(x, fmt), fmt)
     w = weight(64, WIDTH)
     real = ((rounded - x) @ w.T).square().sum().item()
     noise = input_noise(ActFormat(kind, 8, dynamic=True), x.T @ x)
-    assert (noise @ w.square().sum(0)).item() == pytest.approx(real, rel=0.5)
+    assert 0.5 < (noise @ w.square().sum(0)).item() / real < 2
 
 
 def test_eight_bit_activations_cost_more_than_weights_alone():
     _, stats = observed()
-    weights, predictor = [weight(64, WIDTH)], None
-    predictor = Predictor(weights, stats, [SQUARES])
+    predictor = Predictor([weight(64, WIDTH)], stats, [SQUARES])
     fp8, wide = REGISTRY.get("fp8"), REGISTRY.get("w8a16")
     assert predictor.error(fp8, fp8.Options()) > predictor.error(wide, wide.Options())
     assert predictor.error(REGISTRY.get("none"), REGISTRY.get("none").Options()) == 0
