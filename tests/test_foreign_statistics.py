@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from vlmcompress import arguments, cli, models, pipeline, statistics, terminal
-from vlmcompress.calibrate import calibrate, decoder_blocks, gram_bytes
+from vlmcompress.calibrate import KINDS, calibrate, decoder_blocks, gram_bytes
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.stats import NEEDS, GroupStats
+from vlmcompress.stats import GroupStats
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_the_names_of_statistics():
-    assert frozenset(arguments.STATISTICS) == NEEDS
+    assert frozenset(arguments.STATISTICS) == KINDS
 
 
 def test_only_statistics_are_overwritten(world, tmp_path):

@@ -29,7 +29,7 @@ RECIPE_KEYS = {
     "seed": "seed",
 }
 
-STATISTICS = ("absmax", "absmean", "gram")  # `stats.NEEDS`, which would bring torch along
+STATISTICS = ("absmax", "absmean", "entropy", "gram")  # `calibrate.KINDS`, which would bring torch along
 LISTED = ("schemes", "targets", "families", "recipes", "formats", "suites", "gates")
 
 
@@ -180,7 +180,7 @@ def _calibrate(parser: Parser) -> None:
     _data(parser)
     parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
     parser.add_argument(
-        "--needs", metavar="A,B", help="of gram, absmax and absmean; default: all. gram is the large one"
+        "--needs", metavar="A,B", help="of gram, absmax, absmean and entropy; default: all. gram is the large one"
     )
     parser.add_argument(
         "--set", action="append", metavar="KEY=VALUE", default=[], help="calibrate.max_length or trust_remote_code"

@@ -24,6 +24,9 @@ from vlmcompress.resume import block_file
 from vlmcompress.stats import NEEDS
 from vlmcompress.terminal import size
 
+KINDS = NEEDS | {"entropy"}
+"""What can be collected: statistics of groups of layers, and the entropies of blocks (`calibration.entropy`)."""
+
 
 def calibrate(
     recipe: Recipe,
@@ -37,7 +40,7 @@ def calibrate(
 
     Args:
         recipe: resolved recipe; what is said of it are the model, the data, the seed and whether there is an FP8 KV cache.
-        needs: which statistics, a subset of `stats.NEEDS`.
+        needs: which statistics, a subset of `KINDS`.
         resume: go on after an interrupted run with the same model, data and settings.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
@@ -48,6 +51,8 @@ def calibrate(
     assert recipe.out is not None
     source, out, needs = recipe.model, recipe.out, frozenset(needs)
     atomic.check(source, out, overwrite=overwrite, mark=statistics.NAME)
+    if "entropy" in needs:
+        _need_sklearn()
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
     assert origin is not None
@@ -58,7 +63,8 @@ def calibrate(
     mark = pipeline.fingerprint(recipe, source, {**origin, "needs": sorted(needs), "weights": identity})
     store = statistics.Collected(out.with_name(f".{out.name}.resume"), mark, resume)
     with torch.inference_mode(False), torch.no_grad():
-        collect(vlm, blocks, batches, store, needs, kv_cache=bool(recipe.kv_cache), progress=progress)
+        kv_cache, seed = bool(recipe.kv_cache), recipe.seed
+        collect(vlm, blocks, batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
     facts = {
         "schema_version": statistics.SCHEMA_VERSION,
         "created_by": manifest.versions(),
@@ -74,6 +80,8 @@ def calibrate(
         "kv_cache": bool(recipe.kv_cache),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
     }
+    if "entropy" in needs:
+        facts["entropy"] = _by_measure(store.entropies(), len(blocks))
     written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], facts, out)
     store.remove()
     return Result(out, written)
@@ -87,22 +95,30 @@ def collect(
     needs: frozenset[str] = NEEDS,
     *,
     kv_cache: bool = False,
+    seed: int = 0,
     progress: Progress = silent,
 ) -> None:
     """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep what is seen in `store`."""
-    if all(store.has(layer) for layer, groups in enumerate(blocks) if groups):
+    filled = [layer for layer, groups in enumerate(blocks) if groups]
+    measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
+    if measured and all(store.has(layer) for layer in filled):
         return
     from vlmcompress.calibration.sequential import BlockCollector, attention_modules, run_oneshot
 
     collector = BlockCollector(
         blocks=blocks,
         attention=attention_modules(vlm) if kv_cache else {},
-        needs=needs,
+        needs=needs & NEEDS,
         store=store,
         batches=len(batches),
         progress=progress,
     )
-    run_oneshot(vlm, batches, [collector], models.layer_class(vlm.model, vlm.spec), twice=False)
+    modifiers: list[Any] = [collector]
+    if "entropy" in needs:
+        from vlmcompress.calibration.entropy import EntropyCollector
+
+        modifiers.append(EntropyCollector(blocks=blocks, store=store, seed=seed))
+    run_oneshot(vlm, batches, modifiers, models.layer_class(vlm.model, vlm.spec), twice=False)
 
 
 def decoder_blocks(vlm: VLM) -> list[list[Group]]:
@@ -127,6 +143,19 @@ def _check_room(out: Path, wanted: int) -> None:
             f"statistics need about {size(wanted)}, {parent} has {size(free)} left; choose another folder or "
             "leave out Gram matrices with --needs absmax,absmean"
         )
+
+
+def _need_sklearn() -> None:
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise UserError("entropy needs scikit-learn; pip install 'vlmcompress[compress]'") from error
+
+
+def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str, list[float | None]]:
+    """Measure -> its value for each block; None for a block without linear layers."""
+    measures = next(iter(entropies.values()), {})
+    return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
 
 
 def _write(store: statistics.Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ they hang on no scheme and serve all of them. `statistics.json`, schema 1, is on
 | settings | samples, max_length and seed as asked for |
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |
+| entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
 | files | name -> sha256 and size, of every other file |
 """
 
@@ -31,7 +32,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from vlmcompress import manifest
+from vlmcompress import atomic, manifest
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
@@ -64,6 +65,21 @@ class Collected(BlockFiles):
         """Keep a block's statistics by group, and the scales `[2]` of keys and values by attention module."""
         tensors = {f"{group}/{key}": t for group, one in stats.items() for key, t in one.state_dict().items()}
         self.write(layer, tensors | {f"kv/{name}": scales for name, scales in kv_scales.items()})
+
+    def entropies(self) -> dict[int, dict[str, float]]:
+        """Block -> measure -> bits, of the blocks for which they are known."""
+        path = self.folder / "entropy.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        return {int(layer): bits for layer, bits in known.items()}
+
+    def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
+        """Keep a block's entropies; they are on disk when this returns."""
+        path = self.folder / "entropy.json"
+        aside = path.with_suffix(".part")
+        with atomic.user_errors(path):
+            aside.write_text(json.dumps(self.entropies() | {layer: dict(bits)}))
+            atomic.sync_file(aside)
+            aside.rename(path)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Entropies of a block's input against slow readings of the papers' formulas, and as `calibrate` collects them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from vlmcompress import models, statistics
+from vlmcompress.calibrate import calibrate, collect, decoder_blocks
+from vlmcompress.calibration import encode, load_samples
+from vlmcompress.calibration.entropy import Reservoir, cluster_entropy, conditional_entropy
+from vlmcompress.calibration.sequential import alike
+from vlmcompress.recipe import resolve
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny model and a few samples, one of them text alone."""
+    folder = tmp_path_factory.mktemp("world")
+    random = np.random.default_rng(0)
+    with (folder / "calib.jsonl").open("w") as file:
+        for i in range(4):
+            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
+            row = {"id": str(i), "image": [] if i == 0 else f"{i}.png", "question": "what is it", "answer": "red"}
+            file.write(json.dumps(row) + "\n")
+    tiny.build("llava", folder / "llava")
+    return folder
+
+
+def recipe(world, out):
+    calib = {"data": str(world / "calib.jsonl"), "samples": 4}
+    return resolve({"model": str(world / "llava"), "out": str(out), "scheme": "none", "calibrate": calib}).recipe
+
+
+def entropy(counts) -> float:
+    """`-sum p log2 p` as it is written down."""
+    total = sum(counts)
+    return -sum(count / total * math.log2(count / total) for count in counts if count)
+
+
+def test_entropy_of_clusters_that_are_known():
+    """Far apart clouds of 1, 2, 5 and 8 hundred points: k-means finds them, and their sizes give the entropy."""
+    torch.manual_seed(0)
+    sizes = (100, 200, 500, 800)
+    points = torch.cat([torch.randn(size, 6) + 1000 * k for k, size in enumerate(sizes)])
+    assert cluster_entropy(points, clusters=4) == pytest.approx(entropy(sizes), abs=1e-12)
+    assert cluster_entropy(points[torch.randperm(len(points))], clusters=4) == pytest.approx(entropy(sizes), abs=1e-12)
+
+
+def test_no_more_clusters_than_tokens():
+    assert cluster_entropy(torch.eye(5) * 100) == pytest.approx(math.log2(5))
+
+
+def slow_conditional_entropy(u: torch.Tensor, v: torch.Tensor, codes: int) -> float:
+    """Equations 4 and 5, element by element and code by code."""
+    joint: Counter = Counter()
+    for channel in range(u.shape[1]):
+        soft = []
+        for x in (u[:, channel].tolist(), v[:, channel].tolist()):
+            low, step = min(x), (max(x) - min(x)) / (codes - 1)
+            scores = [[math.exp(-(((value - low) / step - m) ** 2)) for m in range(codes)] for value in x]
+            soft.append([[score / sum(row) for score in row] for row in scores])
+        for first, second in zip(*soft, strict=True):
+            for a, b in ((a, b) for a in range(codes) for b in range(codes)):
+                joint[a, b] += first[a] * second[b] / u.numel()
+    marginal = [sum(joint[a, b] for b in range(codes)) for a in range(codes)]
+    return -sum(p * math.log2(p / marginal[a]) for (a, _), p in joint.items())
+
+
+def test_conditional_entropy_is_the_papers():
+    torch.manual_seed(1)
+    u = torch.randn(150, 3) * torch.tensor([1.0, 10.0, 0.1])
+    v = u + 0.3 * torch.randn(150, 3) * u.std(0)
+    assert conditional_entropy(u, v, 8) == pytest.approx(slow_conditional_entropy(u, v, 8), rel=1e-5)
+
+
+def test_what_the_block_before_tells_lowers_the_entropy():
+    torch.manual_seed(2)
+    u = torch.randn(1000, 4)
+    same, own = conditional_entropy(u, u), conditional_entropy(None, u)
+    other = conditional_entropy(torch.randn(1000, 4), u)
+    assert same < conditional_entropy(u, u + torch.randn(1000, 4)) < other
+    assert other == pytest.approx(own, rel=0.01) and own < 4
+    assert conditional_entropy(u, 100 * u) == pytest.approx(same, rel=1e-4), "it hangs on the unit"
+    assert math.isfinite(conditional_entropy(torch.zeros(9, 2), torch.ones(9, 2)))
+
+
+def test_a_reservoir_draws_uniformly_whatever_the_batches():
+    """Each of 60 rows is kept 20/60 of the time; small inputs are kept whole; the same numbers keep the same places."""
+    hits, seeds = Counter(), 600
+    for seed in range(seeds):
+        kept = Reservoir(20, seed)
+        for batch in torch.arange(60.0)[:, None].split([7, 1, 30, 22]):
+            kept.update(batch)
+        rows = kept.rows()[:, 0].tolist()
+        assert len(set(rows)) == 20
+        hits.update(rows)
+    spread = math.sqrt(seeds * (1 / 3) * (2 / 3))
+    assert all(abs(hits[float(i)] - seeds / 3) < 4.5 * spread for i in range(60))
+    first, second = Reservoir(5, 3), Reservoir(5, 3)
+    for batch in torch.randn(4, 10, 2):
+        first.update(batch)
+        second.update(-batch)
+    assert torch.equal(first.rows(), -second.rows()), "two blocks would not be measured on the same tokens"
+    small = Reservoir(20, 0)
+    small.update(torch.arange(3.0)[:, None])
+    assert sorted(small.rows()[:, 0].tolist()) == [0, 1, 2]
+
+
+def test_calibrate_measures_the_plain_model(world, tmp_path):
+    """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
+    calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
+    found = statistics.read(tmp_path / "stats").facts
+    assert found["needs"] == ["absmax", "entropy"]
+    vlm = models.load(world / "llava")
+    vlm.model.set_attn_implementation("eager")
+    seen: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm)]
+    for rows, groups in zip(seen, decoder_blocks(vlm), strict=True):
+        norm = vlm.model.get_submodule(groups[0].smooth)
+        assert groups[0].smooth.endswith("input_layernorm")
+        norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
+    for batch in alike(encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)):
+        with torch.no_grad():
+            vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
+        for rows in seen:
+            rows[-1] = rows[-1][batch["modality"][0] > 0]
+    inputs = [torch.cat(rows) for rows in seen]
+    assert found["entropy"]["luq"] == pytest.approx([cluster_entropy(x) for x in inputs], abs=1e-6)
+    expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
+    assert found["entropy"]["qvlm"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
+    """Blocks on disk keep their values, the next one is still compared with the block before it."""
+    calibrate(recipe(world, tmp_path / "whole"), needs=("absmax", "entropy"))
+    expected = statistics.read(tmp_path / "whole").facts["entropy"]
+    vlm = models.load(world / "llava")
+    store = statistics.Collected(tmp_path / "store", "x", resume=False)
+    store.save_entropy(0, {"luq": -1.0, "qvlm": -1.0})
+    batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
+    collect(vlm, decoder_blocks(vlm), batches, store, frozenset({"absmax", "entropy"}))
+    found = store.entropies()
+    assert found[0] == {"luq": -1.0, "qvlm": -1.0}
+    assert [found[i]["qvlm"] for i in range(1, len(found))] == expected["qvlm"][1:]
+    assert [found[i]["luq"] for i in range(1, len(found))] == expected["luq"][1:]
+    monkeypatch.setattr("vlmcompress.calibration.sequential.run_oneshot", None)
+    collect(vlm, decoder_blocks(vlm), batches, store, frozenset({"absmax", "entropy"}))  # nothing is left to run
