@@ -24,6 +24,7 @@ RECIPE_KEYS = {
     "vision": "vision",
     "kv_cache": "kv_cache",
     "calib": "calibrate.data",
+    "text": "calibrate.text",
     "samples": "calibrate.samples",
     "stats": "calibrate.stats",
     "seed": "seed",
@@ -169,6 +170,7 @@ def _data(parser: Parser) -> None:
     """The flags that choose calibration data."""
     none = argparse.SUPPRESS
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
+    parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
     parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vlmcompress import atomic, checkpoint, manifest, models, plan
 from vlmcompress.balance import weighed
-from vlmcompress.calibration import bundled, encode, load_samples, provenance
+from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
@@ -101,9 +101,10 @@ def calibration_batches(recipe: Recipe, vlm: VLM, needed: str | None) -> tuple[l
         if needed:
             raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
         return [], None
-    samples = load_samples(source, samples=settings.samples, seed=recipe.seed)
-    batches = encode(samples, vlm, max_length=settings.max_length)
-    origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor)
+    samples, texts = load_mixed(source, settings.text, samples=settings.samples, seed=recipe.seed)
+    batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
+    text = (texts, settings.text) if settings.text else None
+    origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor, text=text)
     _check_balance(recipe, origin["tokens"], source)
     return batches, origin
 

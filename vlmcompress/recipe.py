@@ -38,13 +38,15 @@ class Calibrate(_Frozen):
 
     Attributes:
         data: folder of images, .jsonl, .parquet or data set folder; None: the images bundled with a demo model.
-        samples: how many of them.
+        text: file of samples without images that are mixed in, one for each of the data.
+        samples: how many; with `text` both together.
         max_length: longest sample in tokens; None: the model's context.
         stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; data that is named,
             too, must be what they came from.
     """
 
     data: str | None = None
+    text: str | None = None
     samples: int = Field(default=128, ge=1)
     max_length: int | None = Field(default=None, ge=1)
     stats: str | None = None

@@ -183,19 +183,25 @@ class Statistics:
         was, now = self.facts["model"], weights_hash(recipe.model)
         if was["weights_sha256"] != now:
             raise UserError(self._differs("weights", was["source"], was["weights_sha256"], recipe.model, now))
+        was = self.facts["calibration"]
+        text, samples = was.get("text"), self.facts["settings"]["samples"]
         if recipe.calibrate.data is not None:
-            self._same_data(recipe.calibrate.data, recipe.seed)
+            count = was["samples"] - text["samples"] if text else samples
+            self._same_data(was, recipe.calibrate.data, count, recipe.seed, "--calib")
+        if recipe.calibrate.text is not None:
+            if not text:
+                raise UserError(f"statistics {self.folder} are of no text beside the data; leave out calibrate.text")
+            self._same_data(text, recipe.calibrate.text, text["samples"], recipe.seed, "calibrate.text")
 
-    def _same_data(self, source: str, seed: int) -> None:
+    def _same_data(self, was: Mapping[str, Any], source: str, samples: int, seed: int, key: str) -> None:
         from vlmcompress.calibration import data_hash, load_samples
 
-        was = self.facts["calibration"]
-        now = data_hash(load_samples(source, samples=self.facts["settings"]["samples"], seed=seed))
+        now = data_hash(load_samples(source, samples=samples, seed=seed, text=key == "calibrate.text"))
         if now != was["sha256"]:
-            before = f"{_short(was['sha256'])} for '{was['source']}' with seed {was['seed']}"
+            before = f"{_short(was['sha256'])} for '{was['source']}' with seed {self.facts['settings']['seed']}"
             raise UserError(
                 f"statistics {self.folder} are of other data: sha256 of the samples is {before} and {_short(now)} for "
-                f"{source} with seed {seed}; leave out --calib"
+                f"{source} with seed {seed}; leave out {key}"
             )
 
 

@@ -108,10 +108,12 @@ def calibrate_text(result: Mapping[str, Any]) -> str:
     """The same for people."""
     data = result["calibration"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
+    text = data.get("text")
+    mixed = f" and '{text['source']}' ({text['samples']} of text alone)" if text else ""
     kinds = ", ".join(result["needs"]) + (", ranges of keys and values" if result["kv_cache"] else "")
     rows = [
         ("statistics", f"{kinds}: {result['groups']} groups in {result['blocks']} blocks, {size(result['bytes'])}"),
-        ("data", f"{data['samples']} samples of '{data['source']}', {data['images']} images"),
+        ("data", f"{data['samples']} samples of '{data['source']}'{mixed}, {data['images']} images"),
         ("tokens", tokens),
         ("prefix", "float: the model ran unquantized"),
     ]

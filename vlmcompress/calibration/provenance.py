@@ -26,15 +26,17 @@ def provenance(
     *,
     seed: int | None = None,
     processor: Any = None,
+    text: tuple[Sequence[Sample], str | Path] | None = None,
 ) -> dict[str, Any]:
     """Facts about calibration data, ready for JSON.
 
     Args:
         samples: what `load_samples` gave.
-        batches: what `encode` made of them.
+        batches: what `encode` made of them, and of those of text.
         source: where they came from; only the last part of the path is kept.
         seed: of the choice of samples.
         processor: its chat template's hash is recorded.
+        text: samples of text alone that were mixed in, and where they came from; `sha256` is of the others.
     """
     counts = torch.zeros(4, dtype=torch.long)
     for batch in batches:
@@ -44,11 +46,13 @@ def provenance(
     facts: dict[str, Any] = {
         "source": Path(source).name,
         "sha256": data_hash(samples),
-        "samples": len(samples),
+        "samples": len(batches),
         "images": sum(len(sample.images) for sample in samples),
         "tokens": tokens,
         "visual_share": round(tokens["vision"] / total, 4) if total else 0.0,
     }
+    if text is not None:
+        facts["text"] = {"source": Path(text[1]).name, "sha256": data_hash(text[0]), "samples": len(text[0])}
     if seed is not None:
         facts["seed"] = seed
     if processor is not None:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ PROMPTS = (
     "What would somebody ask about this image? Ask and answer.",
     "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
 )
+READ = ("image", "images", "question", "answer", "messages", "family", "text")
 COLUMNS = "needs a column image and question or messages"
+TEXT_COLUMNS = "needs a column messages, question or text"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,13 @@ class _Table:
 
 
 def load_samples(
-    source: str | Path, *, samples: int | None, seed: int, max_pixels: int = MAX_PIXELS, check_images: bool = True
+    source: str | Path,
+    *,
+    samples: int | None,
+    seed: int,
+    max_pixels: int = MAX_PIXELS,
+    check_images: bool = True,
+    text: bool = False,
 ) -> list[Sample]:
     """Read and choose samples.
 
@@ -61,11 +69,12 @@ def load_samples(
         seed: of the choice.
         max_pixels: images with more are refused.
         check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
+        text: no sample may have an image; a column `text` stands for a question where there is none.
     """
     if samples is not None and samples < 1:
         raise UserError(f"samples is {samples}; take at least 1")
     path = Path(source)
-    table = _open(path)
+    table = _open(path, text)
     if not table.ids:
         raise UserError(f"{path} has no samples; give data with at least one row")
     identities = _unique(table.ids)
@@ -74,6 +83,8 @@ def load_samples(
         log.warning("%s has %d samples, %d were asked for; all are used", table.name, len(chosen), samples)
     ascending = sorted(chosen)
     rows = dict(zip(ascending, table.rows(ascending), strict=True))
+    if text:
+        rows = {index: {"question": row.get("text"), **row} for index, row in rows.items()}
     found = [
         to_sample(
             rows[index],
@@ -84,6 +95,8 @@ def load_samples(
         )
         for index in chosen
     ]
+    if shown := [sample for sample in found if text and sample.images]:
+        raise UserError(f"{shown[0].name} shows an image; give a file of text alone, images belong into the data")
     if check_images:
         for sample in found:
             for index in range(len(sample.images)):
@@ -120,7 +133,18 @@ def _unique(ids: list[Any]) -> list[str]:
     return [name if count[name] == 1 else f"{name}#{number}" for number, name in enumerate(names, 1)]
 
 
-def _open(path: Path) -> _Table:
+def _open(path: Path, text: bool = False) -> _Table:
+    """What `path` holds, with the columns that samples are made of."""
+    table = _read(path)
+    have = set(table.columns)
+    if text and not have & {"messages", "question", "text"} and table.ids:
+        raise UserError(f"{path} {TEXT_COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
+    if not text and not ("messages" in have or (have & {"image", "images"} and "question" in have)) and table.ids:
+        raise UserError(f"{path} {COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
+    return table
+
+
+def _read(path: Path) -> _Table:
     try:
         if path.is_dir():
             saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -135,12 +159,6 @@ def _open(path: Path) -> _Table:
         return readers[path.suffix.lower()](path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
-
-
-def _check_columns(columns: Iterable[str], path: Path) -> None:
-    have = set(columns)
-    if not ("messages" in have or (have & {"image", "images"} and "question" in have)):
-        raise UserError(f"{path} {COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
 
 
 def _folder(path: Path) -> _Table:
@@ -209,8 +227,6 @@ def _json_table(path: Path, rows: list[Any], row_name: Callable[[int], str]) -> 
         if not isinstance(row, dict):
             raise UserError(f"{path} {row_name(index)} is a {type(row).__name__}, not an object with named columns")
     columns = dict.fromkeys(key for row in rows for key in row)
-    if rows:
-        _check_columns(columns, path)
     ids = [row.get("id") for row in rows]
     return _Table(path.name, path.parent, tuple(columns), ids, lambda chosen: [rows[i] for i in chosen], row_name)
 
@@ -224,7 +240,6 @@ def _parquet(path: Path) -> _Table:
     try:
         file = pq.ParquetFile(path)
         columns = tuple(file.schema_arrow.names)
-        _check_columns(columns, path)
         count = file.metadata.num_rows
         ids = file.read(columns=["id"])["id"].to_pylist() if "id" in columns else [None] * count
     except pa.ArrowException as error:
@@ -232,7 +247,7 @@ def _parquet(path: Path) -> _Table:
 
     def rows(indices: list[int]) -> list[dict[str, Any]]:
         """Read row group by row group, so that no more than one is in memory."""
-        wanted = [name for name in columns if name in ("image", "images", "question", "answer", "messages", "family")]
+        wanted = [name for name in columns if name in READ]
         found: list[dict[str, Any]] = []
         start = 0
         for group in range(file.metadata.num_row_groups):
@@ -261,7 +276,6 @@ def _saved_dataset(path: Path) -> _Table:
         raise UserError(f"{path} is not a readable saved data set ({reason})") from error
     if isinstance(data, datasets.DatasetDict):
         raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
-    _check_columns(data.column_names, path)
     for name, feature in data.features.items():
         if name in ("image", "images"):
             data = data.cast_column(name, _undecoded(feature, datasets))
