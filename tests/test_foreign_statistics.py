@@ -94,7 +94,7 @@ def other_version(folder: Path) -> list[str]:
 
 
 def later_schema(folder: Path) -> list[str]:
-    edit(folder / "llava-stats" / statistics.NAME, schema_version=2)
+    edit(folder / "llava-stats" / statistics.NAME, schema_version=3)
     return []
 
 
@@ -150,7 +150,7 @@ REFUSED = {
     other_tokenizer: r"sha256 of tokenizer_config.json is \w{12} for 'llava' and \w{12} for",
     other_data: r"other data: sha256 of the samples is \w{12} for 'calib.jsonl' with seed 0 and \w{12} for .*leave out --calib",
     other_version: r"collected with transformers 4.0.0, here is 5",
-    later_schema: r"schema 2, this vlmcompress reads 1",
+    later_schema: r"schema 3, this vlmcompress reads 2",
     damaged: r"layer-0001.safetensors is damaged",
     cut: r"layer-0001.safetensors is missing or of another size",
     no_folder: r"has no statistics.json; give a folder written by",

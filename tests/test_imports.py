@@ -41,7 +41,12 @@ def test_dependencies(path):
         if below(name, "llmcompressor"):
             assert inside(path, "calibration") or path.name == "pipeline.py", where
         assert not below(name, "eval", "tests", "scripts"), where
-        if inside(path, "quantizers", "reducers", "allocation") or path.stem in ("numerics", "balance", "stats"):
+        if inside(path, "quantizers", "reducers", "allocation") or path.stem in (
+            "numerics",
+            "balance",
+            "stats",
+            "kv_range",
+        ):
             pure = ("numerics", "balance", "stats", "registry", "allocation")
             allowed = below(name, *(f"vlmcompress.{module}" for module in pure))
             assert name.split(".")[0] in PURE or allowed, where

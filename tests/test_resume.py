@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vlmcompress.kv_range import BINS
 from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import LayerResult
@@ -17,8 +18,9 @@ def result() -> LayerResult:
     found.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
     found.smoothing["norm"] = torch.rand(128)
     found.input_scales["a.b"] = torch.tensor([0.25])
-    found.kv_scales["attn"] = torch.tensor([0.1, 0.2])
+    found.kv_ranges["attn"] = torch.rand(2, 3, 1 + BINS, dtype=torch.float64)
     found.errors = {"a.b": {"vision": 0.125}}
+    found.warnings = [("what", "a.b", "how much")]
     return found
 
 
@@ -28,8 +30,8 @@ def test_round_trip_is_exact(tmp_path):
     store.save(3, saved)
     assert store.has(3) and not store.has(2) and store.finished() == 1
     loaded = store.load(3)
-    assert loaded.errors == saved.errors
-    for kind in ("smoothing", "input_scales", "kv_scales"):
+    assert loaded.errors == saved.errors and loaded.warnings == saved.warnings
+    for kind in ("smoothing", "input_scales", "kv_ranges"):
         assert getattr(loaded, kind).keys() == getattr(saved, kind).keys()
         assert all(torch.equal(getattr(loaded, kind)[name], value) for name, value in getattr(saved, kind).items())
     for name, weight in saved.weights.items():

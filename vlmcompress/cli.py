@@ -54,6 +54,8 @@ def quantize(args: argparse.Namespace) -> Outcome:
         done = pipeline.quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
     finally:
         progress.close()
+    for line in done.manifest["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
     result = summary.quantize_result(done.out, resolved.recipe.model, done.manifest, time.monotonic() - began)
     return OK, result, summary.quantize_text(result)
 

@@ -17,10 +17,11 @@ from statistics import fmean, median
 from typing import Any
 
 from vlmcompress import manifest
+from vlmcompress.balance import MODALITIES
 from vlmcompress.errors import UserError
 
-KINDS = ("text", "vision", "answer", "weight")
-"""The modalities of `vlmcompress.stats`, and the error of the weights themselves."""
+KINDS = (*MODALITIES, "weight")
+"""The modalities, and the error of the weights themselves."""
 
 ByKind = Mapping[str, float]
 
@@ -49,7 +50,8 @@ class LayerErrors:
         if not self.basis:
             return "the weights alone, as no calibration data were seen"
         prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
-        return f"{self.basis.get('samples')} samples of '{self.basis.get('source')}', behind {prefix} blocks"
+        count = self.basis.get("samples")
+        return f"{count} sample{'' if count == 1 else 's'} of '{self.basis.get('source')}', behind {prefix} blocks"
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,14 @@ def read(folder: Path) -> LayerErrors:
         raise UserError(f"{folder / manifest.MANIFEST} has no readable errors of layers; quantize again")
     if not errors:
         raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
+    cache = content.get("kv_cache") or {}
+    if not isinstance(cache, Mapping) or not all(_is_cache(found) for found in cache.values()):
+        raise UserError(f"{folder / manifest.MANIFEST} says nothing readable of the KV cache; quantize again")
     basis = content.get("calibration") or {}
     if all(set(error) <= {"weight"} for error in errors.values()):
         basis = {}
     notes = [*map(str, content.get("warnings") or ()), *_few(basis, folder)]
-    return LayerErrors(folder.resolve().name, errors, basis, notes, content.get("kv_cache") or {})
+    return LayerErrors(folder.resolve().name, errors, basis, notes, cache)
 
 
 def kinds(*found: LayerErrors) -> list[str]:
@@ -180,13 +185,23 @@ def _few(basis: Mapping[str, Any], folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     few = {kind: n for kind, n in (basis.get("tokens") or {}).items() if 0 < n < width}
+    if not few:
+        return []
+    seen = " and ".join(f"{n} {kind}" for kind, n in few.items())
     return [
-        f"only {n} {kind} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
+        f"only {seen} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
         "take more --samples, or measure on other samples with --stats"
-        for kind, n in few.items()
     ]
 
 
 def _is_error(error: Any) -> bool:
     known = isinstance(error, Mapping) and error and set(error) <= set(KINDS)
     return bool(known) and all(isinstance(value, int | float) and math.isfinite(value) for value in error.values())
+
+
+def _is_cache(found: Any) -> bool:
+    parts = list(found.values()) if isinstance(found, Mapping) and set(found) == {"k", "v"} else [None]
+    wanted = ("maximum", "clipped", "error")
+    return all(
+        isinstance(part, Mapping) and all(isinstance(part.get(key), Mapping) for key in wanted) for part in parts
+    )

@@ -10,6 +10,8 @@ Schema 1, one JSON object:
 | recipe, seed | the recipe as resolved |
 | calibration | what data statistics came from (hash, counts, tokens by modality), or null |
 | errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2` |
+| kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`kv_range.report`); {} without |
+| warnings | what went otherwise than asked for, a line each |
 | size | bytes of weights before and after |
 | tensors | number of stored tensors |
 | files | name -> sha256 and size, of every file but this one |
@@ -22,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ def build(
     recipe: Mapping[str, Any],
     calibration: Mapping[str, Any] | None,
     errors: Mapping[str, Mapping[str, float]],
+    kv_cache: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
 ) -> dict:
     """Everything but sizes and hashes, which `checkpoint.write` adds.
 
@@ -50,6 +54,8 @@ def build(
         recipe: the resolved recipe as plain data, with its `seed`.
         calibration: where the statistics came from; None for a data-free scheme.
         errors: linear layer (memory name) -> modality -> relative output error.
+        kv_cache: attention module (memory name) -> what an FP8 cache does to its keys and values.
+        warnings: what went otherwise than asked for.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -59,6 +65,8 @@ def build(
         "seed": recipe.get("seed"),
         "calibration": _portable(calibration),
         "errors": {name: dict(by_modality) for name, by_modality in errors.items()},
+        "kv_cache": dict(kv_cache or {}),
+        "warnings": list(warnings),
     }
 
 

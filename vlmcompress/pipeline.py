@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress import atomic, checkpoint, manifest, models, plan
+from vlmcompress import atomic, checkpoint, kv_range, manifest, models, plan
 from vlmcompress.balance import weighed
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
@@ -27,7 +27,7 @@ from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore
-from vlmcompress.solve import LayerResult, Method, apply, solve_layer
+from vlmcompress.solve import LayerResult, Method, apply, solve_layer, warnings
 from vlmcompress.statistics import Statistics
 
 Progress = Callable[[str, int, int], None]
@@ -184,9 +184,9 @@ def solve_stored(
             apply(store.load(layer), modules)
         elif groups:
             weights = {name: modules[name].weight.to(device) for group in groups for name in group.linears}
-            stats, kv_scales = statistics.load(layer, device)
+            stats, kv_ranges = statistics.load(layer, device)
             result = solve_layer(groups, weights, stats, method, next(iter(weights.values())).dtype)
-            result.kv_scales |= kv_scales if kv_cache else {}
+            result.kv_ranges |= kv_ranges if kv_cache else {}
             store.save(layer, result)
             apply(result, modules)
         progress("quantizing", layer + 1, len(blocks))
@@ -238,7 +238,7 @@ def _write(
     language = StoredWeights(store, work.blocks, work.method)
     tower = _quantize_vision(vlm.model, work, progress)
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
-    errors = {name: error for result in results for name, error in result.errors.items()}
+    kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in result.smoothing}
     if work.method.by_block:
         smoothed |= {group.smooth for groups in work.blocks for group in groups if group.smooth}
@@ -252,10 +252,16 @@ def _write(
         names=names,
         quantization_config=config,
         manifest=manifest.build(
-            vlm.path, family=vlm.spec.family, recipe=recipe.plain(), calibration=origin, errors=errors
+            vlm.path,
+            family=vlm.spec.family,
+            recipe=recipe.plain(),
+            calibration=origin,
+            errors={name: error for result in results for name, error in result.errors.items()},
+            kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
+            warnings=warnings(results),
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
-        kv_scales={name: scale for result in results for name, scale in result.kv_scales.items()},
+        kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),

@@ -22,7 +22,7 @@ from vlmcompress import atomic
 from vlmcompress.numerics import Format, QTensor
 from vlmcompress.solve import LayerResult
 
-_SMALL = ("smoothing", "input_scales", "kv_scales")
+_SMALL = ("smoothing", "input_scales", "kv_ranges")
 
 
 class BlockFiles:
@@ -95,7 +95,15 @@ class LayerStore(BlockFiles):
             tensors[f"scale/{name}"] = quantized.scale.contiguous()
             if quantized.zero_point is not None:
                 tensors[f"zero_point/{name}"] = quantized.zero_point.contiguous()
-        self.write(layer, tensors, {"formats": json.dumps(formats), "errors": json.dumps(result.errors)})
+        self.write(
+            layer,
+            tensors,
+            {
+                "formats": json.dumps(formats),
+                "errors": json.dumps(result.errors),
+                "warnings": json.dumps(result.warnings),
+            },
+        )
 
     def load(self, layer: int, weights: bool = True) -> LayerResult:
         """A finished block's result, exactly as it was saved; without its weights it is small."""
@@ -105,6 +113,7 @@ class LayerStore(BlockFiles):
             wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
             tensors = {key: file.get_tensor(key) for key in wanted}
         result.errors = json.loads(metadata["errors"])
+        result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
         for key, tensor in tensors.items():
             kind, name = key.split("/", 1)
             if kind in _SMALL:

@@ -10,7 +10,7 @@ both steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -68,16 +68,18 @@ class LayerResult:
         smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
         weights: linear -> its quantized weight.
         input_scales: linear -> static activation scale, scalar.
-        kv_scales: attention module -> `[2]` scales of keys and values.
+        kv_ranges: attention module -> what is known of its keys and values, see `vlmcompress.kv_range`.
         errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
             spaced output channels; `weight` without data.
+        warnings: of each thing to know: what, the first linear of the group it is about, details.
     """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, QTensor] = field(default_factory=dict)
     input_scales: dict[str, Tensor] = field(default_factory=dict)
-    kv_scales: dict[str, Tensor] = field(default_factory=dict)
+    kv_ranges: dict[str, Tensor] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    warnings: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 def solve_layer(
@@ -111,6 +113,7 @@ def solve_layer(
         own, chosen = [current[name] for name in group.linears], method.of(group)
         group_stats = stats.pop(group.name, None)
         solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
+        result.warnings += [(what, group.linears[0], detail) for what, detail in solution.warnings]
         for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
             result.weights[name] = quantized
             result.errors[name] = _error(weight, quantized, group_stats)
@@ -164,6 +167,17 @@ def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict
         step = math.ceil(len(weight) / _ROWS)
         return stats.error(difference[::step], weight[::step])
     return {"weight": float(difference.square().sum() / weight.square().sum().clamp_min(1e-30))}
+
+
+def warnings(results: Iterable[LayerResult]) -> list[str]:
+    """A line for each thing that went otherwise than asked for, whatever the number of layers that it is about."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for what, layer, detail in (warning for result in results for warning in result.warnings):
+        found.setdefault(what, []).append((layer, detail))
+    return [
+        f"{what}; {len(where)} group{'s' if len(where) > 1 else ''} of layers, first {where[0][0]}: {where[0][1]}"
+        for what, where in found.items()
+    ]
 
 
 @torch.no_grad()

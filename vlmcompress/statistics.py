@@ -3,11 +3,11 @@
 A folder with a safetensors file per decoder block and `statistics.json`. A file holds, for each group of linear layers that
 read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the FP8 scales of keys and values where
 they were asked for. They are those of the *float prefix*: every block is observed behind blocks that are not quantized, so
-they hang on no scheme and serve all of them. `statistics.json`, schema 1, is one JSON object:
+they hang on no scheme and serve all of them. `statistics.json`, schema 2, is one JSON object:
 
 | key | content |
 |---|---|
-| schema_version | 1 |
+| schema_version | 2 |
 | created_by | versions of vlmcompress and of the packages that shape the result |
 | model | family, source name, hashes of config, of headers and of all weights |
 | processor | file of the tokenizer or processor -> sha256 |
@@ -41,7 +41,7 @@ from vlmcompress.solve import Method
 from vlmcompress.stats import GroupStats
 
 NAME = "statistics.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _KEYS = ("created_by", "model", "processor", "calibration", "settings", "needs", "kv_cache", "blocks")
 PROCESSOR_FILES = (
     "added_tokens.json",
@@ -61,10 +61,10 @@ PROCESSOR_FILES = (
 class Collected(BlockFiles):
     """Statistics of finished blocks on disk, while others are still to come."""
 
-    def save(self, layer: int, stats: Mapping[str, GroupStats], kv_scales: Mapping[str, Tensor]) -> None:
-        """Keep a block's statistics by group, and the scales `[2]` of keys and values by attention module."""
+    def save(self, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]) -> None:
+        """Keep a block's statistics by group, and what is known of keys and values by attention module."""
         tensors = {f"{group}/{key}": t for group, one in stats.items() for key, t in one.state_dict().items()}
-        self.write(layer, tensors | {f"kv/{name}": scales for name, scales in kv_scales.items()})
+        self.write(layer, tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
 
     def entropies(self) -> dict[int, dict[str, float]]:
         """Block -> measure -> bits, of the blocks for which they are known."""
@@ -100,14 +100,14 @@ class Statistics:
         return {**self.facts["calibration"], "statistics_sha256": self.sha256}
 
     def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
-        """A block's statistics by group, on `device`, and its FP8 scales of keys and values by attention module."""
+        """A block's statistics by group, on `device`, and the ranges of keys and values by attention module."""
         states: dict[str, dict[str, Tensor]] = {}
         with safe_open(self.folder / block_file(layer), "pt", device) as file:
             for name in file.keys():  # noqa: SIM118
                 group, _, key = name.partition("/")
                 states.setdefault(group, {})[key] = file.get_tensor(name)
-        kv_scales = states.pop("kv", {})
-        return {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}, kv_scales
+        kv_ranges = states.pop("kv", {})
+        return {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}, kv_ranges
 
     def problems(self, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
         """Why a recipe can't use them, from descriptions alone."""

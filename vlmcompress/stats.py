@@ -99,6 +99,11 @@ class GroupStats:
             total.div_(self._scale).div_(self._scale[:, None])
         return _mirror(total)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens `gram` sums over: no more is its rank."""
+        return sum(self.count[name] for name in (self._shares or self.count))
+
     def absmax(self) -> Tensor:
         """`max_t |x_t|` over all modalities, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
         seen = self._seen(self._absmax, "absmax")

@@ -79,6 +79,8 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
         "weights_after": after,
         "ratio": round(before / max(after, 1), 4),
         "worst_layers": worst_layers(manifest["errors"]),
+        "kv_cache": kv_cache(manifest["kv_cache"]),
+        "warnings": manifest["warnings"],
         "next": [
             f"vlmcompress eval {shlex.quote(str(out))} --baseline {shlex.quote(str(model))}",
             f"vlmcompress serve {shlex.quote(str(out))}",
@@ -127,6 +129,21 @@ def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> l
     return [{"layer": name, "error": dict(by_modality)} for name, by_modality in ranked[:count]]
 
 
+def kv_cache(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of an FP8 cache: the largest share of values that scales calibrated on one kind of token would clip of the other."""
+    if not found:
+        return None
+    clipped = {
+        kind: max(
+            (part["clipped"][kind] or 0.0, f"{name} {part_name}")
+            for name, parts in found.items()
+            for part_name, part in parts.items()
+        )
+        for kind in ("vision", "text")
+    }
+    return {"attentions": len(found), "clipped": {kind: {"share": s, "where": w} for kind, (s, w) in clipped.items()}}
+
+
 def quantize_text(result: Mapping[str, Any]) -> str:
     """The same for people."""
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
@@ -137,6 +154,10 @@ def quantize_text(result: Mapping[str, Any]) -> str:
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
     if result["worst_layers"]:
         lines.append(f"  {'':<9} (squared error of a layer's output, relative to the output)")
+    if result["kv_cache"]:
+        worst = result["kv_cache"]["clipped"]["vision"]
+        text = f"scales for {result['kv_cache']['attentions']} layers; calibrated on text tokens alone they would clip up to"
+        lines.append(f"  KV cache  {text} {worst['share']:.2%} of visual values ({worst['where']})")
     lines += ["Next:", *(f"  {command}" for command in result["next"])]
     return "\n".join(lines)
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.calibration.kv_cache import KVRange
+from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.errors import UserError
+from vlmcompress.kv_range import KVRange
 from vlmcompress.models import VLM, Group
 from vlmcompress.solve import Method, apply, solve_layer
 from vlmcompress.stats import NEEDS, GroupStats
@@ -81,7 +82,7 @@ class BlockObserver(Modifier):
                     self.register_hook(linear, _observer(stats, group.linears[0]), "forward_pre")
                 )
             if layer in self.attention:
-                self._ranges[layer] = KVRange(state.model, state.model.get_submodule(self.attention[layer]), self)
+                self._ranges[layer] = watch(state.model, state.model.get_submodule(self.attention[layer]), self)
 
     def on_sequential_epoch_end(self, state, event, modules: Sequence[nn.Module] = (), **kwargs) -> None:
         present = set(modules)
@@ -100,7 +101,7 @@ class BlockObserver(Modifier):
         raise NotImplementedError
 
     def observed(
-        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]
+        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]
     ) -> None:
         """A block has seen all samples. Must store what comes of it."""
         raise NotImplementedError
@@ -117,7 +118,7 @@ class BlockObserver(Modifier):
         stats = self._stats.pop(layer)
         self.remove_hooks(self._observing.pop(layer))
         ranges = self._ranges.pop(layer, None)
-        self.observed(layer, groups, stats, {self.attention[layer]: ranges.scales()} if ranges else {})
+        self.observed(layer, groups, stats, {self.attention[layer]: ranges.ranges} if ranges else {})
 
     def _tick(self, _module: nn.Module, _args: Any) -> Any:
         self._seen += 1
@@ -139,11 +140,11 @@ class BlockModifier(BlockObserver):
         return self.method.needs & NEEDS | {"gram"}
 
     def observed(
-        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]
+        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]
     ) -> None:
         weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
         result = solve_layer(groups, weights, stats, self.method, next(iter(weights.values())).dtype)
-        result.kv_scales |= kv_scales
+        result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)
 
@@ -165,9 +166,9 @@ class BlockCollector(BlockObserver):
         return self.needs
 
     def observed(
-        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_scales: dict[str, Tensor]
+        self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]
     ) -> None:
-        self.store.save(layer, stats, kv_scales)
+        self.store.save(layer, stats, kv_ranges)
 
 
 def _observer(stats: GroupStats, name: str) -> Callable:

@@ -12,7 +12,8 @@ and, where the method has such a step,
 
     smooth(weights, stats, options, scale_dtype) -> s | None      per input channel: the op before is divided by s [in]
                                                                   and the weights multiplied by it; None: leave alone
-    prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`
+    prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`; its
+                                                                  `warnings`, if it has any, are told to the user
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
     sketch(weight, stats, options, scale_dtype, prepared)         about the error of `quantize` on rows, but cheap
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
@@ -23,7 +24,7 @@ and, where the method has such a step,
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,10 +49,12 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class Solution:
-    """A quantized group: a `QTensor` per weight, and the static scale `[1]` of their input where the scheme has one."""
+    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and what went
+    otherwise than asked for: (what, details)."""
 
     weights: list[QTensor]
     input_scale: Tensor | None = None
+    warnings: Sequence[tuple[str, str]] = ()
 
 
 @torch.no_grad()
@@ -83,6 +86,7 @@ def solve(
     return Solution(
         [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
         None if input_scale is None else input_scale(stats, options),
+        getattr(prepared, "warnings", ()),
     )
 
 

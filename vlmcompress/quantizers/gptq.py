@@ -13,7 +13,9 @@ Cholesky factorization per group instead of two and an inversion, shared by all 
 Scales are found on the original weights. `actorder: static` visits columns by falling diagonal of H while groups keep
 their place, so that the engine needs no index; it is at least as accurate and costs nothing at serving time. Cost:
 `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration tokens (hence the
-damping).
+damping). Where there are fewer than inputs, H is singular: inputs that the tokens don't tell apart share corrections as
+damping alone says. That and damping beyond `damp` (ten times more until H can be factorized) are warned of; the larger the
+damping, the closer to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`vlmcompress.balance`).
 """
@@ -61,10 +63,11 @@ class Options:
 @dataclass(frozen=True)
 class Feedback:
     """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i;
-    the rest of it is not read."""
+    the rest of it is not read. `warnings`: what the matrix lacked, with details."""
 
     order: Tensor
     matrix: Tensor
+    warnings: tuple[tuple[str, str], ...] = ()
 
 
 def scheme(options: Options) -> Scheme:
@@ -88,9 +91,23 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
         h = h[:, order.flip(0)]
         factor = _factor(h)
         if factor is not None:
-            return Feedback(order, factor.div_(factor.diagonal().clone()).T)
+            warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
+            return Feedback(order, factor.div_(factor.diagonal().clone()).T, warnings)
         damp *= 10
     raise ValueError("the Gram matrix cannot be factorized: the calibration statistics hold NaN or Inf")
+
+
+def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
+    """What to tell of a Gram matrix of so many tokens over so many inputs that are not always zero."""
+    found = []
+    if tokens < inputs:
+        what = "GPTQ saw fewer tokens than a layer has inputs: its Gram matrix is singular, and damped; take more --samples"
+        found.append((what, f"{tokens} tokens, {inputs} inputs"))
+    if damp > options.damp:
+        near = ", close to rounding to nearest" if damp >= 1 else ""
+        what = "GPTQ could not factorize its Gram matrix with options.damp and damped it more; take more --samples"
+        found.append((what, f"{damp:.2g} instead of {options.damp:.2g}{near}"))
+    return tuple(found)
 
 
 def quantize(

@@ -39,6 +39,7 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
         scale=scale,
         most=most,
         kinds=kinds,
+        caches=[(one.name, error_text.cache(one)) for one in both if one.kv_cache],
         worst=layer_errors.worst_first(*both)[:_WORST],
         count=len({name for one in both for name in one.errors}),
     )

@@ -14,6 +14,7 @@ MEASURE = (
     "squared error of a layer's output relative to the output, over the tokens of a modality; weights' rounding alone"
 )
 OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
+CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
 ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
 
 
@@ -60,8 +61,24 @@ def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
         else f"{len(layers)} layers, worst first"
     )
     parts = [head, f"{count}\n{table(rows)}"]
+    parts += [f"{one.name}: {CACHE}\n{table(cache(one, top))}" for one in (first, other) if one and one.kv_cache]
     blind = [one for one in (first, other) if one is not None and not one.basis]
     return "\n\n".join([*parts, *([ADVICE] if blind else [])])
+
+
+def cache(found: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
+    """Rows on keys and values, those first that scales of text tokens alone would clip most; `top` of them (0: all)."""
+    parts = [(layer, name, part) for layer, both in found.kv_cache.items() for name, part in both.items()]
+    parts.sort(key=lambda row: -max(share or 0.0 for share in row[2]["clipped"].values()))
+    seen = [kind for kind in layer_errors.KINDS if any(kind in part["maximum"] for _, _, part in parts)]
+    head = ("", "", *(f"max {kind}" for kind in seen), "vision clipped by text's", "text by vision's")
+    rows = [(*head, *(f"error {kind}" for kind in seen))]
+    for layer, name, part in parts[: top or None]:
+        maxima = (words.figures(part["maximum"][kind]) if kind in part["maximum"] else "-" for kind in seen)
+        clipped = ("-" if share is None else percent(share) for share in part["clipped"].values())
+        errors = (percent(part["error"][kind]) if kind in part["error"] else "-" for kind in seen)
+        rows.append((layer, {"k": "keys", "v": "values"}[name], *maxima, *clipped, *errors))
+    return rows
 
 
 def _one(found: LayerErrors) -> str:
