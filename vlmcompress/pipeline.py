@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import atomic, checkpoint, kv_range, manifest, models, plan
-from vlmcompress.balance import weighed
+from vlmcompress.balance import Sensitivity, weighed
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -125,6 +125,7 @@ def compress_blocks(
     batches: list[dict[str, Tensor]],
     store: LayerStore,
     *,
+    sensitivities: Mapping[tuple[int, str], Sensitivity] | None = None,
     kv_cache: bool = False,
     progress: Progress = silent,
 ) -> None:
@@ -133,15 +134,15 @@ def compress_blocks(
     With calibration data the blocks go through llm-compressor's sequential pipeline, without it each stands alone.
     """
     if batches:
-        from vlmcompress.calibration.block_awq import smooth_blocks
+        from vlmcompress.calibration.block_search import search_blocks
         from vlmcompress.calibration.sequential import BlockModifier, attention_modules, run_oneshot
 
-        if method.by_block and method.scheme:
-            smooth_blocks(vlm, blocks, batches, method.scheme, method.options.grid, method.options.duo)
+        scales = search_blocks(vlm, blocks, batches, method, sensitivities or {}) if method.by_block else {}
         modifier = BlockModifier(
             blocks=blocks,
             attention=attention_modules(vlm) if kv_cache else {},
             method=method,
+            scales=scales,
             store=store,
             batches=len(batches),
             progress=progress,
@@ -240,8 +241,6 @@ def _write(
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in result.smoothing}
-    if work.method.by_block:
-        smoothed |= {group.smooth for groups in work.blocks for group in groups if group.smooth}
     names = models.disk_names(vlm.model, models.tensor_headers(vlm.path))
     ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), names)
     config = compressed_tensors.quantization_config(work.targets, ignore, kv_cache=bool(recipe.kv_cache))

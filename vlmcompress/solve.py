@@ -56,8 +56,8 @@ class Method:
 
     @property
     def by_block(self) -> bool:
-        """Whether llm-compressor's search by block output smooths the model beforehand (`objective: block`)."""
-        return getattr(self.options, "objective", None) == "block"
+        """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
+        return getattr(self.options, "objective", "gram") != "gram"
 
 
 @dataclass
@@ -88,6 +88,7 @@ def solve_layer(
     stats: MutableMapping[str, GroupStats],
     method: Method,
     scale_dtype: torch.dtype,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> LayerResult:
     """Smooth and quantize the groups of one block.
 
@@ -97,10 +98,17 @@ def solve_layer(
         stats: group name -> statistics of its input; each is taken out when it has served, as they are large. Empty for
             data-free methods.
         scale_dtype: the dtype in which group scales are stored (that of the model).
+        scales: group name -> smoothing scale `[in]` found before, for methods that search by block.
     """
     result, current = LayerResult(), _Current(weights)
     for group in groups:
-        scale = _smoothing_scale(group, groups, current, stats.get(group.name), method.of(group), scale_dtype)
+        if group.name not in stats or not _foldable(group, groups):
+            continue
+        chosen, own = method.of(group), [current[name] for name in group.linears]
+        if chosen.by_block:
+            scale = (scales or {}).get(group.name)
+        else:
+            scale = quantizers.smooth(chosen.module, own, stats[group.name], chosen.options, scale_dtype)
         if scale is None:
             continue
         assert group.smooth is not None
@@ -144,20 +152,11 @@ class _Current:
         return weight
 
 
-def _smoothing_scale(
-    group: Group,
-    groups: Sequence[Group],
-    current: _Current,
-    stats: GroupStats | None,
-    method: Method,
-    scale_dtype: torch.dtype,
-) -> Tensor | None:
-    if stats is None or group.smooth is None or method.by_block:
-        return None
-    if group.smooth_kind == "linear" and not any(group.smooth in other.linears for other in groups):
-        return None  # the op before it is left as it is, so there is nothing to fold into
-    own = [current[name] for name in group.linears]
-    return quantizers.smooth(method.module, own, stats, method.options, scale_dtype)
+def _foldable(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether there is an op before the group to fold a scale into: a norm, or a linear layer that is not left as it is."""
+    if group.smooth_kind == "linear":
+        return any(group.smooth in other.linears for other in groups)
+    return group.smooth is not None
 
 
 def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:

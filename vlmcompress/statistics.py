@@ -146,7 +146,8 @@ class Statistics:
         found = []
         if method.by_block:
             found.append(
-                "objective 'block' searches with the model itself; leave out the statistics or use objective 'gram'"
+                f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "
+                "objective 'gram'"
             )
         if lacking := sorted(method.needs - set(self.facts["needs"])):
             have = ", ".join(self.facts["needs"])

@@ -119,13 +119,13 @@ class GroupStats:
         return self._divided(sum((p / self.count[m] * seen[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def balanced(self, balance: Any) -> GroupStats:
-        """The same statistics with the modalities weighed by `balance` (see the module); `off`: the statistics themselves.
+        """The same statistics with the modalities weighed by `balance` instead (see the module); `off`: not at all.
 
         Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
         a share did not occur, or gradients that it needs are not there.
         """
         found = shares(balance, self.count, self.sensitivity)
-        if found is None:
+        if found == self._shares:
             return self
         new = copy.copy(self)
         new._shares = found

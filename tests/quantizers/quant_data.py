@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlmcompress.balance import Sensitivity
 from vlmcompress.stats import NEEDS, GroupStats
 
 
@@ -23,11 +24,13 @@ def weight(rows: int, width: int, seed: int = 0) -> Tensor:
 
 
 def statistics(x: Tensor) -> GroupStats:
-    """Everything about `x`, the second half of it called vision."""
+    """Everything about `x`, the second half of it called vision and the end of that answer."""
     stats = GroupStats(x.shape[1], NEEDS)
     mask = torch.ones(len(x), dtype=torch.uint8)
     mask[len(x) // 2 :] = 2
+    mask[-len(x) // 8 :] = 3
     stats.update(x, mask)
+    stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
     return stats
 
 

@@ -132,9 +132,11 @@ class BlockModifier(BlockObserver):
     Attributes:
         method: scheme and options.
         store: a `LayerStore`.
+        scales: (block, group) -> smoothing scale `[in]`, where the method searches by block.
     """
 
     method: Method
+    scales: dict[tuple[int, str], Tensor]
 
     def wanted(self) -> frozenset[str]:
         return self.method.needs & NEEDS | {"gram"}
@@ -143,7 +145,9 @@ class BlockModifier(BlockObserver):
         self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]
     ) -> None:
         weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
-        result = solve_layer(groups, weights, stats, self.method, next(iter(weights.values())).dtype)
+        first = next(iter(weights.values()))
+        scales = {name: scale.to(first.device) for (block, name), scale in self.scales.items() if block == layer}
+        result = solve_layer(groups, weights, stats, self.method, first.dtype, scales)
         result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)

@@ -84,8 +84,13 @@ def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor | None:
     """The best scale `[in]` for the weights `[out_i, in]` that share an input; None when none beats leaving them."""
-    fmt, gram = scheme(options).weights, stats.gram()
-    scales = candidates(weights, stats, options)
+    return least_error(weights, candidates(weights, stats, options), stats.gram(), scheme(options).weights, scale_dtype)
+
+
+def least_error(
+    weights: list[Tensor], scales: list[Tensor], gram: Tensor, fmt: Format, scale_dtype: torch.dtype
+) -> Tensor | None:
+    """The one of `scales`, each `[in]`, under which the weights `[out_i, in]` err least; None when 1 does."""
     losses = torch.zeros(1 + len(scales), dtype=torch.float64)
     for w in sample(weights):
         losses[0] += _loss(w, None, gram, fmt, scale_dtype)

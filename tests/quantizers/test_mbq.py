@@ -1,0 +1,127 @@
+"""MBQ's candidates, losses and Gram form, against its formulas written out on activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quant_data import inputs, weight
+from test_balance import MBQ, collected, losses, tokens
+
+from vlmcompress.balance import Sensitivity
+from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
+from vlmcompress.quantizers import mbq, smooth, solve
+from vlmcompress.solve import Method
+
+WIDTH = 128
+
+
+def measured(rho: float):
+    """Statistics of all three modalities with MBQ's weight attached."""
+    stats = collected(tokens())
+    stats.sensitivity = Sensitivity({"text": 1.0, "vision": 1.0, "answer": 1.0}, rho)
+    return stats
+
+
+def test_candidates_are_the_published_grid():
+    """Oracle: the formula element by element; the mean of a dead channel is 0."""
+    mean = inputs(WIDTH).abs().mean(0)
+    mean[3] = 0
+    found = mbq.candidates(mean, 20)
+    assert len(found) == 20 and torch.equal(found[0], torch.ones(WIDTH))
+    for k, s in enumerate(found):
+        plain = [max(x ** (k / 20), 1e-4) for x in mean.tolist()]
+        norm = (max(plain) * min(plain)) ** 0.5
+        torch.testing.assert_close(s, torch.tensor([x / norm for x in plain]))
+
+
+@pytest.mark.parametrize("objective", ["mae", "mse"])
+def test_losses_are_the_published_ones(objective):
+    """Oracle: the published formulas, one token and channel at a time."""
+    rho, d = 0.3, torch.randn(7, 5).tolist()
+    kinds = ["text", "vision", "vision", "answer", "vision", "answer", "text"]
+    rows = {
+        kind: [x for row, k in zip(d, kinds, strict=True) if k == kind for x in row] for kind in ("vision", "answer")
+    }
+    if objective == "mae":
+        total = sum(abs(x) for x in rows["answer"]) + rho * sum(abs(x) for x in rows["vision"])
+        expected = total / (len(rows["answer"]) + len(rows["vision"]))
+        sums = {kind: sum(map(abs, values)) for kind, values in rows.items()}
+    else:
+        means = {kind: sum(x * x for x in values) / len(values) for kind, values in rows.items()}
+        expected = means["answer"] + rho * means["vision"]
+        sums = {kind: sum(x * x for x in values) for kind, values in rows.items()}
+    counts = {kind: len(values) for kind, values in rows.items()}
+    assert mbq.loss(objective, sums, counts, rho) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rho", [0.02, 0.5, 4.0])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
+    """Oracle: `mean_answer(D^2) + rho mean_vision(D^2)` of each candidate from the activations, over a group of two layers."""
+    parts, options = tokens(), mbq.Options(group_size=32, symmetric=symmetric)
+    weights, fmt = [weight(40, WIDTH, 0), weight(24, WIDTH, 1)], mbq.scheme(options).weights
+    pooled = torch.cat(list(parts.values())).abs().mean(0)
+    scales, found = mbq.candidates(pooled, options.grid), []
+    for s in scales:
+        total = 0.0
+        for w in weights:
+            new = fake_quantize(w * s, *find_params(w * s, fmt, scale_dtype=torch.bfloat16), fmt) / s
+            loss = losses(parts, new, w)
+            total += loss["answer"] + rho * loss["vision"]
+        found.append(total)
+    best = min(range(len(scales)), key=found.__getitem__)
+    assert best > 0 or rho < 0.1, "the test needs inputs on which scaling pays"
+    chosen = smooth(mbq, weights, measured(rho), options)
+    torch.testing.assert_close(scales[0] if chosen is None else chosen, scales[best])
+
+
+def test_rho_decides():
+    """Visual and answer tokens have other large channels, so extreme weights choose otherwise."""
+    weights, options = [weight(40, WIDTH)], mbq.Options(bits=3, group_size=32)
+    few, many = (smooth(mbq, weights, measured(rho), options) for rho in (1e-4, 1e4))
+    assert not torch.equal(few, many)
+
+
+def test_weights_are_rounded_to_nearest():
+    """No clipping and no error feedback after the search."""
+    w, options = weight(40, WIDTH), mbq.Options(group_size=32)
+    found = solve(mbq, [w], measured(0.5), options, torch.bfloat16).weights[0]
+    plain = round_to_nearest(w, mbq.scheme(options).weights, scale_dtype=torch.bfloat16)
+    assert torch.equal(found.q, plain.q) and torch.equal(found.scale, plain.scale)
+
+
+def test_needs_gradients():
+    assert "gradient" in Method(mbq, mbq.Options()).needs
+    with pytest.raises(ValueError, match="gradient"):
+        smooth(mbq, [weight(8, WIDTH)], collected(tokens()), mbq.Options(group_size=32))
+
+
+def test_defaults_are_the_published_ones():
+    wide, narrow = mbq.Options(), mbq.Options(activations=8)
+    assert (wide.group_size, wide.symmetric, wide.grid, wide.objective) == (128, False, 20, "gram")
+    assert (narrow.group_size, narrow.symmetric, narrow.bits, narrow.objective) == (-1, True, 4, "mae")
+    assert mbq.scheme(narrow).activations.bits == 8 and mbq.scheme(wide).activations is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": 4}, "activations must be 16 or 8"),
+        ({"activations": 8, "bits": 3}, "need 4 or 8 bits"),
+        ({"activations": 8, "group_size": 128}, "group_size -1"),
+        ({"activations": 8, "symmetric": False}, "symmetric true"),
+        ({"activations": 8, "objective": "gram"}, "cannot see 8-bit activations"),
+        ({"objective": "block"}, "objective must be 'gram', 'mae' or 'mse'"),
+        ({"grid": 1}, "grid must be"),
+        ({"bits": 9}, "bits must be"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        mbq.Options(**options)
+
+
+def test_published_weights_are_those_of_the_balance():
+    """The weights that the modalities' means get are what test_balance calls MBQ."""
+    gram = measured(MBQ["vision"]).balanced("mbq").gram()
+    torch.testing.assert_close(gram, collected(tokens()).balanced(MBQ).gram())

@@ -1,0 +1,217 @@
+"""Search for smoothing scales as published: by the error of the block's output, re-running the block for every candidate.
+
+llm-compressor's `AWQModifier` has the machinery: it remembers what a block's modules are called with, re-runs them and folds
+the scales found into the model. `StockSearch` is it, with mappings scoped to the decoder (its defaults match the vision towers
+of several families). `BlockSearch` puts MBQ's candidates and losses into it. Both leave their traces in the model they work on,
+so that gets a copy, of which only the scales are taken. Twice the memory and many times the arithmetic of the Gram forms.
+
+`BlockSearch` rests on private parts of `AWQModifier` in llm-compressor 0.14: it replaces the step `_compute_best_scale` and
+calls `_run_samples` and `_smooth_activation_stats` (tests/calibration/test_block_search.py notices if they change).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from llmcompressor.core import active_session
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+from pydantic import Field, PrivateAttr
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.balance import MODALITIES, Sensitivity
+from vlmcompress.calibration.sequential import run_oneshot
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.models import VLM, Group
+from vlmcompress.numerics import Format, Scheme, fake_quantize, find_params
+from vlmcompress.quantizers import mbq
+from vlmcompress.solve import Method
+
+
+class StockSearch(AWQModifier):
+    """AWQ's search, which keeps what it finds."""
+
+    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # op -> the scale that its output is divided by
+
+    def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
+        scale = super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
+        self._found[mapping.smooth_name] = scale.float()
+        return scale
+
+
+class BlockSearch(AWQModifier):
+    """MBQ's search by block output. Tokens need their modality as `loss_mask`.
+
+    Attributes:
+        objective: "mae" or "mse", see `quantizers.mbq`.
+        rho: linear layer -> weight of visual tokens in the search for the scale of its input.
+    """
+
+    duo_scaling: bool | Literal["both"] = False
+    objective: Literal["mae", "mse"] = "mae"
+    rho: dict[str, float] = Field(default_factory=dict)
+
+    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
+
+    def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
+        total, count = self._smooth_activation_stats[mapping.smooth_name]
+        device = mapping.balance_layers[0].weight.device
+        scales = mbq.candidates((total / count).to(device), self.n_grid)
+        rho = self.rho[mapping.balance_names[0]]
+        losses = []
+        for scale in scales:
+            with contextlib.ExitStack() as stack:
+                for layer in mapping.balance_layers:
+                    stack.enter_context(_rounded(layer, scale))
+                outputs = self._run_samples(mapping.parent)
+            losses.append(mbq.loss(self.objective, *sums(fp16_outputs, outputs, self.objective), rho))
+        if not math.isfinite(min(losses)):
+            raise UserError(f"{mapping.parent_name}: its output holds NaN or Inf; check the checkpoint and the samples")
+        least = losses.index(min(losses))
+        self._losses[mapping.smooth_name] = losses
+        self._error_metrics.append(
+            {
+                "layer_name": mapping.smooth_name,
+                "parent_name": mapping.parent_name,
+                "initial_error": losses[0],
+                "best_error": losses[least],
+                "reduction": losses[least] / losses[0] if losses[0] else 1.0,
+            }
+        )
+        self._found[mapping.smooth_name] = scales[least].cpu()
+        return scales[least].cpu()
+
+
+def sums(
+    references: Sequence[Tensor], outputs: Sequence[Tensor], objective: str
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Over all samples `[1, tokens, channels]`: modality -> sum of |D| (mae) or D^2 (mse), and of how many elements."""
+    masks = active_session().state.loss_masks
+    if not masks:
+        raise UserError("the search weighs modalities: samples need a `loss_mask`, oneshot needs use_loss_mask=True")
+    total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
+    for mask, reference, output in zip(masks, references, outputs, strict=True):
+        error = (reference - output).float()
+        error = error.abs() if objective == "mae" else error.square()
+        token = error.sum(-1).double().cpu()  # [1, tokens]
+        for i in range(len(MODALITIES)):
+            chosen = mask.cpu().view_as(token) == i + 1
+            total[i] += token[chosen].sum()
+            count[i] += int(chosen.sum()) * error.shape[-1]
+    return dict(zip(MODALITIES, total.tolist(), strict=True)), dict(zip(MODALITIES, count.tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def _rounded(layer: nn.Linear, scale: Tensor) -> Iterator[None]:
+    """Let `layer` compute what the engine would: `X / scale`, rounded if activations are, times `Q(W scale)`."""
+    before = layer.__dict__.get("forward")
+    scheme = _scheme(layer)
+    if scheme is not None:
+        layer.__dict__["forward"] = _engine_forward(layer, scale, scheme)
+    try:
+        yield
+    finally:
+        layer.__dict__.pop("forward", None)
+        if before is not None:
+            layer.__dict__["forward"] = before
+
+
+def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:
+    dtype, act = layer.weight.dtype, scheme.activations
+    weight = layer.weight.float() * scale
+    weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype), scheme.weights)
+    if act is None:
+        weight = weight.to(dtype)
+        return lambda input: nn.functional.linear((input / scale).to(dtype), weight, layer.bias)
+    row = Format(act.kind, act.bits, -1)
+
+    def forward(input: Tensor) -> Tensor:
+        x = (input / scale).to(dtype).flatten(0, -2)
+        x = fake_quantize(x, *find_params(x, row), row).view(input.shape)
+        return nn.functional.linear(x, weight, None if layer.bias is None else layer.bias.float()).to(dtype)
+
+    return forward
+
+
+def _scheme(layer: nn.Module) -> Scheme | None:
+    """How llm-compressor is going to quantize a layer; None: not at all."""
+    args = getattr(layer, "quantization_scheme", None)
+    if args is None or args.weights is None:
+        return None
+    plain = args.model_dump(mode="json")
+    strategies = {plain[key]["strategy"] for key in ("weights", "input_activations") if plain.get(key)}
+    if not strategies <= {"channel", "tensor", "group", "token"}:
+        raise UserError(
+            f"the search knows no strategy {', '.join(sorted(strategies))}; use channels, groups and tokens"
+        )
+    scheme = compressed_tensors.scheme_of(plain)
+    if scheme.activations is not None and not scheme.activations.dynamic:
+        raise UserError("the search knows no fixed activation scales; use dynamic ones, per token")
+    return scheme
+
+
+@torch.no_grad()
+def search_blocks(
+    vlm: VLM,
+    blocks: Sequence[Sequence[Group]],
+    batches: list[dict[str, Tensor]],
+    method: Method,
+    sensitivities: Mapping[tuple[int, str], Sensitivity],
+) -> dict[tuple[int, str], Tensor]:
+    """(block, group) -> scale `[in]` to smooth the group's input with, by the error of the blocks of the float model.
+
+    Args:
+        batches: from `encode`.
+        method: one that is `by_block`.
+        sensitivities: of the groups, for mbq.
+    """
+    groups = [group for block in blocks for group in block]
+    smoothed = [group for group in groups if group.smooth]
+    mappings = [AWQMapping(_exactly(group.smooth), [_exactly(name) for name in group.linears]) for group in smoothed]
+    search: StockSearch | BlockSearch
+    if method.module is mbq:
+        rho = {group.linears[0]: sensitivities[group.layer, group.name].rho for group in smoothed}
+        search = BlockSearch(mappings=mappings, n_grid=method.options.grid, objective=method.options.objective, rho=rho)
+    else:
+        search = StockSearch(mappings=mappings, n_grid=method.options.grid, duo_scaling=method.options.duo)
+        batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # its loss is of tokens 1
+    targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
+    config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
+    own = replace(vlm, model=copy.deepcopy(vlm.model))
+    with _no_pinning():
+        run_oneshot(
+            own,
+            batches,
+            [search, QuantizationModifier(config_groups=config["config_groups"])],
+            models.layer_class(vlm.model, vlm.spec),
+        )
+    return {
+        (group.layer, group.name): search._found[group.smooth] for group in smoothed if group.smooth in search._found
+    }
+
+
+@contextlib.contextmanager
+def _no_pinning() -> Iterator[None]:
+    """Without an accelerator: don't pin host memory, which is for copies to one and raises where there is none."""
+    original = IntermediatesCache.pin_memory
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        IntermediatesCache.pin_memory = original  # type: ignore[method-assign]
+
+
+def _exactly(name: str | None) -> str:
+    return f"re:^{re.escape(name or '')}$"
