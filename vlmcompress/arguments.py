@@ -30,7 +30,7 @@ RECIPE_KEYS = {
     "seed": "seed",
 }
 
-STATISTICS = ("absmax", "absmean", "entropy", "gram")  # `calibrate.KINDS`, which would bring torch along
+STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
 LISTED = ("schemes", "targets", "families", "recipes", "formats", "suites", "gates")
 
 
@@ -86,9 +86,11 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def needs(text: str | None) -> tuple[str, ...]:
-    """The statistics that `--needs` names."""
-    names = tuple(text.split(",")) if text is not None else STATISTICS
+def needs(text: str | None) -> tuple[str, ...] | None:
+    """The statistics that `--needs` names; None: all that the data have."""
+    if text is None:
+        return None
+    names = tuple(text.split(","))
     for name in names:
         if name not in STATISTICS:
             raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
@@ -182,7 +184,9 @@ def _calibrate(parser: Parser) -> None:
     _data(parser)
     parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
     parser.add_argument(
-        "--needs", metavar="A,B", help="of gram, absmax, absmean and entropy; default: all. gram is the large one"
+        "--needs",
+        metavar="A,B",
+        help="of gram (the large one), absmax, absmean, entropy, gradient (only with answers); default: all",
     )
     parser.add_argument(
         "--set", action="append", metavar="KEY=VALUE", default=[], help="calibrate.max_length or trust_remote_code"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmcompress import atomic, manifest, models, pipeline, statistics
+from vlmcompress.calibration.sensitivity import NO_ANSWER, kept_gradients
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
 from vlmcompress.pipeline import Progress, Result, silent
@@ -24,14 +25,15 @@ from vlmcompress.resume import block_file
 from vlmcompress.stats import NEEDS
 from vlmcompress.terminal import size
 
-KINDS = NEEDS | {"entropy"}
-"""What can be collected: statistics of groups of layers, and the entropies of blocks (`calibration.entropy`)."""
+KINDS = NEEDS | {"entropy", "gradient"}
+"""What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
+answers' loss (`calibration.sensitivity`)."""
 
 
 def calibrate(
     recipe: Recipe,
     *,
-    needs: Collection[str] = NEEDS,
+    needs: Collection[str] | None = NEEDS,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -40,7 +42,7 @@ def calibrate(
 
     Args:
         recipe: resolved recipe; what is said of it are the model, the data, the seed and whether there is an FP8 KV cache.
-        needs: which statistics, a subset of `KINDS`.
+        needs: which statistics, a subset of `KINDS`; None: all that the data have, that is, gradients only with answers.
         resume: go on after an interrupted run with the same model, data and settings.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
@@ -49,13 +51,14 @@ def calibrate(
         UserError: bad input; nothing was written.
     """
     assert recipe.out is not None
-    source, out, needs = recipe.model, recipe.out, frozenset(needs)
+    source, out = recipe.model, recipe.out
     atomic.check(source, out, overwrite=overwrite, mark=statistics.NAME)
-    if "entropy" in needs:
+    if needs is None or "entropy" in needs:
         _need_sklearn()
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
     assert origin is not None
+    needs = _possible(needs, origin["tokens"])
     blocks = decoder_blocks(vlm)
     if "gram" in needs:
         _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
@@ -63,26 +66,22 @@ def calibrate(
     mark = pipeline.fingerprint(recipe, source, {**origin, "needs": sorted(needs), "weights": identity})
     store = statistics.Collected(out.with_name(f".{out.name}.resume"), mark, resume)
     with torch.inference_mode(False), torch.no_grad():
+        if "gradient" in needs:
+            kept_gradients(store, vlm, batches, progress)
         kv_cache, seed = bool(recipe.kv_cache), recipe.seed
         collect(vlm, blocks, batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
-    facts = {
-        "schema_version": statistics.SCHEMA_VERSION,
-        "created_by": manifest.versions(),
-        "model": {
-            "family": vlm.spec.family,
-            **manifest.source_identity(source),
-            "weights_sha256": identity,
-        },
-        "processor": statistics.processor_identity(source),
+    described = {
+        **_description(vlm, identity, blocks),
         "calibration": origin | {"prefix": "float"},
         "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
         "needs": sorted(needs),
         "kv_cache": bool(recipe.kv_cache),
-        "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
     }
     if "entropy" in needs:
-        facts["entropy"] = _by_measure(store.entropies(), len(blocks))
-    written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], facts, out)
+        described["entropy"] = _by_measure(store.entropies(), len(blocks))
+    if "gradient" in needs:
+        described["gradients"] = store.noted("gradients")
+    written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
     store.remove()
     return Result(out, written)
 
@@ -127,6 +126,30 @@ def decoder_blocks(vlm: VLM) -> list[list[Group]]:
     for group in models.resolve(vlm.model, vlm.spec):
         blocks[group.layer].append(group)
     return blocks
+
+
+def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
+    """What statistics say about the model they are of, and about the software."""
+    return {
+        "schema_version": statistics.SCHEMA_VERSION,
+        "created_by": manifest.versions(),
+        "model": {
+            "family": vlm.spec.family,
+            **manifest.source_identity(vlm.path),
+            "weights_sha256": weights_sha256,
+        },
+        "processor": statistics.processor_identity(vlm.path),
+        "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
+    }
+
+
+def _possible(asked: Collection[str] | None, tokens: Mapping[str, int]) -> frozenset[str]:
+    """What is to be collected from data with so many tokens by modality."""
+    if asked is None:
+        return KINDS if tokens["answer"] else KINDS - {"gradient"}
+    if "gradient" in asked and not tokens["answer"]:
+        raise UserError(NO_ANSWER)
+    return frozenset(asked)
 
 
 def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import atomic, checkpoint, kv_range, manifest, models, plan
-from vlmcompress.balance import Sensitivity, weighed
+from vlmcompress.balance import weighed
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -27,6 +27,7 @@ from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore
+from vlmcompress.sensitivity import sensitivities
 from vlmcompress.solve import LayerResult, Method, apply, solve_layer, warnings
 from vlmcompress.statistics import Statistics
 
@@ -125,7 +126,6 @@ def compress_blocks(
     batches: list[dict[str, Tensor]],
     store: LayerStore,
     *,
-    sensitivities: Mapping[tuple[int, str], Sensitivity] | None = None,
     kv_cache: bool = False,
     progress: Progress = silent,
 ) -> None:
@@ -135,13 +135,19 @@ def compress_blocks(
     """
     if batches:
         from vlmcompress.calibration.block_search import search_blocks
+        from vlmcompress.calibration.sensitivity import kept_gradients
         from vlmcompress.calibration.sequential import BlockModifier, attention_modules, run_oneshot
 
-        scales = search_blocks(vlm, blocks, batches, method, sensitivities or {}) if method.by_block else {}
+        known = {}
+        if "gradient" in method.needs:
+            names = [{group.name: group.linears for group in groups} for groups in blocks]
+            known = sensitivities(kept_gradients(store, vlm, batches, progress), names)
+        scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
         modifier = BlockModifier(
             blocks=blocks,
             attention=attention_modules(vlm) if kv_cache else {},
             method=method,
+            sensitivity=known,
             scales=scales,
             store=store,
             batches=len(batches),

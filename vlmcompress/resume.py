@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -67,6 +68,20 @@ class BlockFiles:
                 raise
             atomic.sync_file(aside)
             aside.rename(path)
+
+    def note(self, name: str, data: Any) -> None:
+        """Keep something small that is JSON; it is on disk when this returns."""
+        path = self.folder / f"{name}.json"
+        aside = path.with_suffix(".part")
+        with atomic.user_errors(path):
+            aside.write_text(json.dumps(data))
+            atomic.sync_file(aside)
+            aside.rename(path)
+
+    def noted(self, name: str) -> Any:
+        """What is kept under a name; None: nothing."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
     def remove(self) -> None:
         """Forget everything; called once OUT is whole."""

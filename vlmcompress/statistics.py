@@ -16,6 +16,7 @@ they hang on no scheme and serve all of them. `statistics.json`, schema 2, is on
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |
 | entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
+| gradients | optional: of the answers' loss by linear layer and modality, as `sensitivity.Gradients.to_dict` |
 | files | name -> sha256 and size, of every other file |
 """
 
@@ -32,11 +33,13 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from vlmcompress import atomic, manifest
+from vlmcompress import manifest
+from vlmcompress.balance import Sensitivity
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
 from vlmcompress.resume import BlockFiles, block_file
+from vlmcompress.sensitivity import Gradients, sensitivities
 from vlmcompress.solve import Method
 from vlmcompress.stats import GroupStats
 
@@ -68,18 +71,11 @@ class Collected(BlockFiles):
 
     def entropies(self) -> dict[int, dict[str, float]]:
         """Block -> measure -> bits, of the blocks for which they are known."""
-        path = self.folder / "entropy.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        return {int(layer): bits for layer, bits in known.items()}
+        return {int(layer): bits for layer, bits in (self.noted("entropy") or {}).items()}
 
     def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
         """Keep a block's entropies; they are on disk when this returns."""
-        path = self.folder / "entropy.json"
-        aside = path.with_suffix(".part")
-        with atomic.user_errors(path):
-            aside.write_text(json.dumps(self.entropies() | {layer: dict(bits)}))
-            atomic.sync_file(aside)
-            aside.rename(path)
+        self.note("entropy", self.entropies() | {layer: dict(bits)})
 
 
 @dataclass(frozen=True)
@@ -99,6 +95,17 @@ class Statistics:
         """What a checkpoint's manifest says about them."""
         return {**self.facts["calibration"], "statistics_sha256": self.sha256}
 
+    @cached_property
+    def gradients(self) -> Gradients | None:
+        """Of the answers' loss; None: they were not collected."""
+        found = self.facts.get("gradients")
+        return None if found is None else Gradients.from_dict(found)
+
+    @cached_property
+    def sensitivities(self) -> dict[tuple[int, str], Sensitivity]:
+        """By block and group; empty without gradients."""
+        return sensitivities(self.gradients, self.facts["blocks"]) if self.gradients else {}
+
     def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
         """A block's statistics by group, on `device`, and the ranges of keys and values by attention module."""
         states: dict[str, dict[str, Tensor]] = {}
@@ -107,7 +114,10 @@ class Statistics:
                 group, _, key = name.partition("/")
                 states.setdefault(group, {})[key] = file.get_tensor(name)
         kv_ranges = states.pop("kv", {})
-        return {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}, kv_ranges
+        stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
+        for group, one in stats.items():
+            one.sensitivity = self.sensitivities.get((layer, group))
+        return stats, kv_ranges
 
     def problems(self, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
         """Why a recipe can't use them, from descriptions alone."""
@@ -220,6 +230,8 @@ def read(folder: Path) -> Statistics:
         version = facts["schema_version"]
         sizes = {name: known["size"] for name, known in facts["files"].items()}
         lacking = [key for key in _KEYS if key not in facts]
+        if "gradient" in facts.get("needs", ()):
+            Gradients.from_dict(facts["gradients"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not readable; calibrate again") from error
     if version != SCHEMA_VERSION:

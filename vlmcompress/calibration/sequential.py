@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
+from vlmcompress.balance import Sensitivity
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.errors import UserError
 from vlmcompress.kv_range import KVRange
@@ -131,11 +132,13 @@ class BlockModifier(BlockObserver):
 
     Attributes:
         method: scheme and options.
+        sensitivity: what balances by gradients read, by block and group.
         store: a `LayerStore`.
         scales: (block, group) -> smoothing scale `[in]`, where the method searches by block.
     """
 
     method: Method
+    sensitivity: dict[tuple[int, str], Sensitivity]
     scales: dict[tuple[int, str], Tensor]
 
     def wanted(self) -> frozenset[str]:
@@ -144,6 +147,8 @@ class BlockModifier(BlockObserver):
     def observed(
         self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]
     ) -> None:
+        for group, one in stats.items():
+            one.sensitivity = self.sensitivity.get((layer, group))
         weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
         first = next(iter(weights.values()))
         scales = {name: scale.to(first.device) for (block, name), scale in self.scales.items() if block == layer}
