@@ -44,6 +44,10 @@ def quantize(args: argparse.Namespace) -> Outcome:
         from vlmcompress import plan
 
         planned = plan.build(resolved.recipe)
+        if planned.room and planned.statistics:
+            from vlmcompress import allocate, pipeline
+
+            planned = allocate.planned(planned, progress=pipeline.silent)
         return OK, {"ok": True, **planned.to_dict(), "origins": resolved.origins}, summary.plan_text(planned, resolved)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")

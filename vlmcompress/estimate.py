@@ -37,13 +37,18 @@ def output_tensors(
     for name, scheme in schemes.items():
         weight = specs.pop(names[f"{name}.weight"])
         try:
-            types = compressed_tensors.dtypes(scheme) | dict.fromkeys(("weight_scale", "input_scale"), weight.dtype)
-            shapes = compressed_tensors.shapes(scheme, *weight.shape)
+            specs |= {f"{name}:{local}": spec for local, spec in layer_tensors(scheme, weight).items()}
         except (UserError, ValueError):
             continue  # a shape that the scheme cannot have; the plan reports it
-        specs |= {f"{name}:{local}": Spec(types[local], shape) for local, shape in shapes.items()}
     dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
     return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
+
+
+def layer_tensors(scheme: Scheme, weight: Spec) -> dict[str, Spec]:
+    """What is stored for a linear layer, by local name. Raises UserError or ValueError for what cannot be."""
+    types = compressed_tensors.dtypes(scheme) | dict.fromkeys(("weight_scale", "input_scale"), weight.dtype)
+    shapes = compressed_tensors.shapes(scheme, *weight.shape)
+    return {local: Spec(types[local], shape) for local, shape in shapes.items()}
 
 
 def peak_bytes(

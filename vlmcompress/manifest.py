@@ -12,6 +12,7 @@ Schema 1, one JSON object:
 | errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2` |
 | kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`kv_range.report`); {} without |
 | warnings | what went otherwise than asked for, a line each |
+| allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
 | size | bytes of weights before and after |
 | tensors | number of stored tensors |
 | files | name -> sha256 and size, of every file but this one |
@@ -45,6 +46,7 @@ def build(
     errors: Mapping[str, Mapping[str, float]],
     kv_cache: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
+    allocation: Mapping[str, Any] | None = None,
 ) -> dict:
     """Everything but sizes and hashes, which `checkpoint.write` adds.
 
@@ -56,6 +58,7 @@ def build(
         errors: linear layer (memory name) -> modality -> relative output error.
         kv_cache: attention module (memory name) -> what an FP8 cache does to its keys and values.
         warnings: what went otherwise than asked for.
+        allocation: how a budget of bits was shared out; None: one scheme for all groups.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -67,6 +70,7 @@ def build(
         "errors": {name: dict(by_modality) for name, by_modality in errors.items()},
         "kv_cache": dict(kv_cache or {}),
         "warnings": list(warnings),
+        **({"allocation": dict(allocation)} if allocation else {}),
     }
 
 

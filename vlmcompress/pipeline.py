@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress import atomic, checkpoint, kv_range, manifest, models, plan
+from vlmcompress import allocate, atomic, checkpoint, kv_range, manifest, models, plan
 from vlmcompress.balance import weighed
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
@@ -65,11 +65,13 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     if work.statistics:
         atomic.check_apart(work.statistics.folder, out, "statistics")
         work.statistics.verify(recipe)
+    if work.room:
+        work = allocate.planned(work, resume=resume, progress=progress)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = _input(recipe, vlm, work)
     folder = out.with_name(f".{out.name}.resume")
     with torch.inference_mode(False), torch.no_grad():
-        store = LayerStore(folder, fingerprint(recipe, source, origin), resume)
+        store = LayerStore(folder, fingerprint(recipe, source, {"origin": origin, "bits": work.allocation}), resume)
         if work.statistics:
             solve_stored(vlm.model, work.blocks, work.method, work.statistics, store, bool(recipe.kv_cache), progress)
         else:
@@ -78,6 +80,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
             )
     written = _write(recipe, vlm, work, store, origin, out, overwrite, progress)
     store.remove()
+    allocate.clean(out)
     return Result(out, written)
 
 
@@ -264,6 +267,7 @@ def _write(
             errors={name: error for result in results for name, error in result.errors.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=warnings(results),
+            allocation=work.allocation,
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},

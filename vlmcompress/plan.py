@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from vlmcompress import estimate, fit, models, statistics
+from vlmcompress import estimate, fit, models, room, statistics
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import targets as config_targets
 from vlmcompress.models import Group, ModelSpec
@@ -48,6 +49,8 @@ class Plan:
         peak_bytes: of memory; an estimate.
         problems: why it can't be done, each one line; empty when it can.
         statistics: what the decoder is solved from instead of running it.
+        room: what the recipe's `bits` leave to share out; sizes are the largest possible ones until it is.
+        allocation: how it was shared out, as the manifest keeps it.
     """
 
     recipe: Recipe
@@ -65,11 +68,18 @@ class Plan:
     peak_bytes: int
     problems: list[str]
     statistics: statistics.Statistics | None = None
+    room: room.Room | None = None
+    allocation: dict | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the widths of groups hang on statistics that have not been looked at."""
+        return self.room is not None and self.allocation is None
 
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        return self.statistics is None and bool(self.method.needs or self.recipe.kv_cache)
+        return self.statistics is None and bool(self.method.needs or self.recipe.kv_cache or self.recipe.bits)
 
     @property
     def prefix(self) -> str | None:
@@ -91,6 +101,7 @@ class Plan:
             "peak_memory_estimate": self.peak_bytes,
             "needs_calibration_data": self.needs_data,
             "prefix": self.prefix,
+            "allocation": self.allocation,
             "problems": self.problems,
         }
 
@@ -122,7 +133,8 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
     blocks: list[list[Group]] = [[] for _ in models.decoder_layers(bones, spec)]
     for group in groups:
         blocks[group.layer].append(group)
-        problems += fit.shape_problems(bones, group, method.of(group).scheme, recipe.target)
+        if others or not recipe.bits:
+            problems += fit.shape_problems(bones, group, method.of(group).scheme, recipe.target)
     vision_method = _vision_method(recipe)
     vision_groups = _vision_groups(bones, spec, recipe, problems) if vision_method else []
 
@@ -130,12 +142,16 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
     problems += [problem for scheme in dict.fromkeys(schemes.values()) for problem in fit.format_problems(scheme)]
     if recipe.kv_cache and not all(blocks):
         problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
-    stats = _statistics(recipe, method, blocks, problems)
     if not schemes:
         problems.append("the recipe quantizes nothing; choose another scheme or --vision, or skip less")
     stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
     written = estimate.output_tensors(stored, schemes, names, len(blocks) if recipe.kv_cache else 0)
-    before = sum(spec.nbytes for spec in stored.values())
+    before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (stored, written))
+    space = _room(recipe, problems, bones, groups, stored, names, written)
+    any_of = replace(method, others={(-1, name): one for name, one in space.widths.items()}) if space else method
+    stats = _statistics(recipe, any_of, blocks, problems)
+    if space and not others:
+        after = space.fixed + min(space.budget, sum(max(own.values()) for own in space.sizes.values()))
     calibrate = recipe.calibrate
     return Plan(
         recipe=recipe,
@@ -146,21 +162,34 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
         vision_method=vision_method,
         vision_groups=vision_groups,
         targets=config_targets(schemes, names, spec),
-        rows=_rows(bones, "decoder", groups, schemes) + _rows(bones, "vision", vision_groups, schemes),
+        rows=_rows(bones, "decoder", groups, None if space and not others else schemes)
+        + _rows(bones, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
         bytes_before=before,
-        bytes_after=sum(spec.nbytes for spec in written.values()),
+        bytes_after=after,
         peak_bytes=estimate.peak_bytes(
             before,
             [[fit.shapes(bones, group) for group in block] for block in blocks],
             config,
-            samples=0 if stats else calibrate.samples if method.needs or recipe.kv_cache else 0,
+            samples=0 if stats else calibrate.samples if method.needs or recipe.kv_cache or recipe.bits else 0,
             tokens=calibrate.max_length or estimate.TOKENS,
             grams="gram" in stats.facts["needs"] if stats else None,
         ),
         problems=_once(problems),
         statistics=stats,
+        room=space,
     )
+
+
+def _room(recipe: Recipe, problems: list[str], *shapes: Any) -> room.Room | None:
+    """What the recipe's `bits` leave to share out."""
+    if recipe.bits is None:
+        return None
+    try:
+        return room.measure(recipe, *shapes)
+    except UserError as error:
+        problems.append(str(error))
+        return None
 
 
 def _once(problems: list[str]) -> list[str]:
@@ -236,11 +265,12 @@ def _vision_groups(bones: nn.Module, spec: ModelSpec, recipe: Recipe, problems: 
     return fits
 
 
-def _rows(bones: nn.Module, part: str, groups: list[Group], schemes: Mapping[str, Scheme]) -> list[Row]:
-    """The groups, equal ones of different blocks in one row."""
+def _rows(bones: nn.Module, part: str, groups: list[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:
+    """The groups, equal ones of different blocks in one row; without schemes these are still to be allocated."""
     counts: dict[Row, int] = {}
     for group in groups:
         linears = tuple(name.split(".")[-1] for name in group.linears)
-        row = Row(part, group.name, linears, tuple(fit.shapes(bones, group)), fit.label(schemes[group.linears[0]]))
+        form = fit.label(schemes[group.linears[0]]) if schemes else "to be allocated"
+        row = Row(part, group.name, linears, tuple(fit.shapes(bones, group)), form)
         counts[row] = counts.get(row, 0) + 1
     return [replace(row, blocks=count) for row, count in counts.items()]

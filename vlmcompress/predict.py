@@ -68,11 +68,11 @@ class Predictor:
         self._prepared: dict[Any, Any] = {}
         if squares is None:
             gram = stats.balanced(balance).gram()
-            self.grams = [gram] * len(weights)
+            self.grams: list[Tensor | None] = [gram] * len(weights)
             sizes = [quadratic(rows, gram).sum().item() for rows in self.rows]
             self.factors = [1 / size if size > 0 else 0.0 for size in sizes]
             return
-        seen: dict[tuple, Tensor] = {}
+        seen: dict[tuple, Tensor | None] = {}
         for own in squares:
             key = tuple(sorted(own.items()))
             if key not in seen:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from vlmcompress import _yaml, targets
+from vlmcompress.bits import Bits, check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.registry import Registry
 
@@ -66,6 +67,7 @@ class Recipe(_Frozen):
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the data that statistics come from.
         trust_remote_code: run Python code that the model's folder brings along.
+        bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
         seed: of everything random.
         shard_size: largest file of weights.
         format: name of a module in `vlmcompress.exporters`.
@@ -81,6 +83,7 @@ class Recipe(_Frozen):
     kv_cache: Literal["fp8"] | None = None
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
+    bits: Bits | None = None
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0)
     shard_size: str = "5GB"
@@ -99,12 +102,7 @@ class Recipe(_Frozen):
     @field_validator("shard_size")
     @classmethod
     def _size(cls, text: str) -> str:
-        if (
-            not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE)
-            or float(re.sub(r"[^\d.]", "", text)) <= 0
-        ):
-            raise ValueError("Input should be a size like 5GB or 500MB")
-        return text
+        return check_size(text)
 
     @property
     def method(self) -> ModuleType:
@@ -156,8 +154,9 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
         layers.append((f"recipe {path}", _yaml.read(path, "recipe")))
     for origin, layer in layers:
         _check_keys(layer, Recipe.model_fields, "", origin)
-        if isinstance(layer.get("calibrate"), Mapping):
-            _check_keys(layer["calibrate"], Calibrate.model_fields, "calibrate.", origin)
+        for key, part in (("calibrate", Calibrate), ("bits", Bits)):
+            if isinstance(layer.get(key), Mapping):
+                _check_keys(layer[key], part.model_fields, f"{key}.", origin)
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)

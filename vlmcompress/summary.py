@@ -48,6 +48,10 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
     if plan.statistics:
         data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
     prefix = {"float": "float: blocks are solved behind unquantized ones", None: "none: nothing is observed"}
+    shared = allocation_text(plan.allocation) if plan.allocation else ""
+    if plan.undecided:
+        shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
+    read = "Weights and statistics were read" if plan.allocation else "Nothing was read but headers"
     return "\n".join(
         [
             f"Recipe for {plan.recipe.model} ({plan.spec.family})",
@@ -63,9 +67,22 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
                     ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
                 ]
             ),
-            "\nNothing was read but headers, and nothing written.",
+            *([shared] if shared else []),
+            f"\n{read}, and nothing written.",
         ]
     )
+
+
+def allocation_text(found: Mapping[str, Any]) -> str:
+    """Which groups got which width, and what is predicted of that and of one width for all."""
+    names = list(dict.fromkeys(one["group"] for one in found["groups"]))
+    widths = {(one["block"], one["group"]): one["width"] for one in found["groups"]}
+    blocks = sorted({block for block, _ in widths})
+    rows = [("block", *names)] + [(block, *(widths.get((block, name), "") for name in names)) for block in blocks]
+    errors = [("", "bits per weight", f"predicted, {found['unit']}")]
+    errors += [(f"all {name}", one["bits"], f"{one['predicted']:.4g}") for name, one in found["uniform"].items()]
+    errors.append((f"by {found['by']}", found["bits"], f"{found['predicted']:.4g}"))
+    return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
 
 
 def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -78,6 +95,7 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
         "weights_before": before,
         "weights_after": after,
         "ratio": round(before / max(after, 1), 4),
+        "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "kv_cache": kv_cache(manifest["kv_cache"]),
         "warnings": manifest["warnings"],
@@ -149,6 +167,8 @@ def quantize_text(result: Mapping[str, Any]) -> str:
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
     before, after = result["weights_before"], result["weights_after"]
     lines.append(f"  weights   {size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)")
+    if result["bits"]:
+        lines.append(f"  bits      {result['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(result["worst_layers"]):
         error = ", ".join(f"{modality} {value:.2%}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
