@@ -40,7 +40,7 @@ def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
     """
     statistics = work.statistics or _collected(work, resume, progress)
     others, facts = decide(work, statistics, reader(work.recipe.model), progress)
-    return replace(plan.build(work.recipe, others), allocation=facts)
+    return replace(plan.build(work.recipe, others), room=work.room, allocation=facts)
 
 
 def clean(out: Path) -> None:

@@ -147,12 +147,9 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
     stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
     written = estimate.output_tensors(stored, schemes, names, len(blocks) if recipe.kv_cache else 0)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (stored, written))
-    space = _room(recipe, problems, bones, groups, stored, names, written)
+    space = None if others else _room(recipe, problems, bones, groups, stored, names, written)
     any_of = replace(method, others={(-1, name): one for name, one in space.widths.items()}) if space else method
     stats = _statistics(recipe, any_of, blocks, problems)
-    if space and not others:
-        after = space.fixed + min(space.budget, sum(max(own.values()) for own in space.sizes.values()))
-    calibrate = recipe.calibrate
     return Plan(
         recipe=recipe,
         spec=spec,
@@ -162,22 +159,35 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
         vision_method=vision_method,
         vision_groups=vision_groups,
         targets=config_targets(schemes, names, spec),
-        rows=_rows(bones, "decoder", groups, None if space and not others else schemes)
+        rows=_rows(bones, "decoder", groups, None if space else schemes)
         + _rows(bones, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
         bytes_before=before,
-        bytes_after=after,
-        peak_bytes=estimate.peak_bytes(
-            before,
-            [[fit.shapes(bones, group) for group in block] for block in blocks],
-            config,
-            samples=0 if stats else calibrate.samples if method.needs or recipe.kv_cache or recipe.bits else 0,
-            tokens=calibrate.max_length or estimate.TOKENS,
-            grams="gram" in stats.facts["needs"] if stats else None,
-        ),
+        bytes_after=space.largest if space else after,
+        peak_bytes=_peak(recipe, before, bones, blocks, config, method, stats),
         problems=_once(problems),
         statistics=stats,
         room=space,
+    )
+
+
+def _peak(
+    recipe: Recipe,
+    weights: int,
+    bones: nn.Module,
+    blocks: list[list[Group]],
+    config: dict,
+    method: Method,
+    stats: statistics.Statistics | None,
+) -> int:
+    runs = bool(method.needs or recipe.kv_cache or recipe.bits) and not stats
+    return estimate.peak_bytes(
+        weights,
+        [[fit.shapes(bones, group) for group in block] for block in blocks],
+        config,
+        samples=recipe.calibrate.samples if runs else 0,
+        tokens=recipe.calibrate.max_length or estimate.TOKENS,
+        grams="gram" in stats.facts["needs"] if stats else None,
     )
 
 

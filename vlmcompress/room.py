@@ -45,6 +45,11 @@ class Room:
     fixed: int
     budget: int
 
+    @property
+    def largest(self) -> int:
+        """The most bytes that can be written."""
+        return self.fixed + min(self.budget, sum(max(own.values()) for own in self.sizes.values()))
+
     def bits(self, nbytes: int) -> float:
         """Bits per weight."""
         return 8 * nbytes / self.weights
