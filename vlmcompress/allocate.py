@@ -169,7 +169,7 @@ def _folder(out: Path) -> Path:
 def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
     """Statistics of the model with what an allocation needs, in a hidden sibling of OUT."""
     from vlmcompress import statistics
-    from vlmcompress.calibrate import KINDS, calibrate
+    from vlmcompress.calibrate import calibrate
 
     recipe = work.recipe
     assert recipe.out is not None and recipe.bits is not None and work.room is not None
@@ -183,5 +183,5 @@ def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
     needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs for method in methods))
     own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
-        calibrate(own, needs=needs & KINDS, resume=resume, overwrite=True, progress=progress)
+        calibrate(own, needs=needs, likes={"gradient"}, resume=resume, overwrite=True, progress=progress)
     return statistics.read(folder)

@@ -34,6 +34,7 @@ def calibrate(
     recipe: Recipe,
     *,
     needs: Collection[str] | None = NEEDS,
+    likes: Collection[str] = (),
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -43,6 +44,7 @@ def calibrate(
     Args:
         recipe: resolved recipe; what is said of it are the model, the data, the seed and whether there is an FP8 KV cache.
         needs: which statistics, a subset of `KINDS`; None: all that the data have, that is, gradients only with answers.
+        likes: more of them, of which those are collected that the data have.
         resume: go on after an interrupted run with the same model, data and settings.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
@@ -58,7 +60,7 @@ def calibrate(
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
     assert origin is not None
-    needs = _possible(needs, origin["tokens"])
+    needs = _possible(needs, origin["tokens"]) | (_possible(None, origin["tokens"]) & frozenset(likes))
     blocks = decoder_blocks(vlm)
     if "gram" in needs:
         _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
