@@ -137,6 +137,7 @@ def compress_blocks(
     With calibration data the blocks go through llm-compressor's sequential pipeline, without it each stands alone.
     """
     if batches:
+        from vlmcompress.calibration import block_clip
         from vlmcompress.calibration.block_search import search_blocks
         from vlmcompress.calibration.sensitivity import kept_gradients
         from vlmcompress.calibration.sequential import BlockModifier, attention_modules, run_oneshot
@@ -146,6 +147,8 @@ def compress_blocks(
             names = [{group.name: group.linears for group in groups} for groups in blocks]
             known = sensitivities(kept_gradients(store, vlm, batches, progress), names)
         scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
+        if method.joint:
+            method = block_clip.search(vlm, blocks, batches, method, progress)
         modifier = BlockModifier(
             blocks=blocks,
             attention=attention_modules(vlm) if kv_cache else {},

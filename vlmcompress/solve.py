@@ -55,6 +55,11 @@ class Method:
         return self.module.scheme(self.options)
 
     @property
+    def joint(self) -> bool:
+        """Whether ranges are searched beforehand, by the output of runs of blocks (`calibration.block_clip`)."""
+        return getattr(self.module, "JOINT", False)
+
+    @property
     def by_block(self) -> bool:
         """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
         return getattr(self.options, "objective", "gram") != "gram"

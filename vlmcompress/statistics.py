@@ -159,6 +159,8 @@ class Statistics:
                 f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "
                 "objective 'gram'"
             )
+        if method.joint:
+            found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
         if lacking := sorted(method.needs - set(self.facts["needs"])):
             have = ", ".join(self.facts["needs"])
             found.append(

@@ -40,7 +40,7 @@ from vlmcompress.models import Group
 
 CLUSTERS = 100
 TOKENS = 8192
-_PAIRED = 2048  # tokens that the conditional entropy is taken over
+PAIRED = 2048  # tokens that the conditional entropy is taken over
 _CODES = 16  # 4 bits, as in the paper's main setting
 _ROWS = 128  # tokens whose memberships are in memory at a time
 
@@ -162,7 +162,7 @@ class EntropyCollector(Modifier):
 
     def _finish(self, layer: int, x: Tensor) -> None:
         before = self._before
-        self._before = x[:_PAIRED]
+        self._before = x[:PAIRED]
         if layer not in self.store.entropies():
             bits = {"luq": cluster_entropy(x), "qvlm": conditional_entropy(before, self._before)}
             self.store.save_entropy(layer, bits)

@@ -63,7 +63,7 @@ def gradients(
     scale = _HALF_SCALE if vlm.model.dtype == torch.float16 else 1.0
     totals = {name: _Total() for name in names}
     loss = 0.0
-    with _accelerated(vlm.model) as device, _graph(vlm, checkpointed), torch.enable_grad():
+    with accelerated(vlm.model) as device, _graph(vlm, checkpointed), torch.enable_grad():
         seen: dict[str, Tensor] = {}
         mask = torch.empty(0)
         with contextlib.ExitStack() as hooks:
@@ -185,7 +185,7 @@ def _checkpointed(forward: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _accelerated(model: Any) -> Iterator[torch.device]:
+def accelerated(model: Any) -> Iterator[torch.device]:
     """The model on the accelerator, if there is one: as a whole, or streamed where it is too large."""
     if not torch.accelerator.is_available():
         yield model.device

@@ -15,6 +15,8 @@ and, where the method has such a step,
     prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`; its
                                                                   `warnings`, if it has any, are told to the user
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
+    JOINT = True                                                  what it is told by options of each group comes from a
+                                                                  search over several blocks (`calibration.block_clip`)
     sketch(weight, stats, options, scale_dtype, prepared)         about the error of `quantize` on rows, but cheap
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 

@@ -1,0 +1,135 @@
+"""The search for ranges over runs of blocks, against trying everything with the whole model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from vlmcompress import doctor, models, pipeline
+from vlmcompress.calibrate import calibrate, decoder_blocks
+from vlmcompress.calibration import block_clip, encode, load_samples
+from vlmcompress.errors import UserError
+from vlmcompress.numerics import fake_quantize, find_params
+from vlmcompress.quantizers import qvlm
+from vlmcompress.recipe import resolve
+from vlmcompress.solve import Method
+
+FAMILIES = (
+    "llava",
+    "qwen3-vl",
+    "gemma3",
+)  # plain; features added between blocks; masks that differ from block to block
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Tiny models and a few samples, one of them text alone."""
+    folder = tmp_path_factory.mktemp("world")
+    random = np.random.default_rng(0)
+    with (folder / "calib.jsonl").open("w") as file:
+        for i in range(3):
+            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
+            row = {"id": str(i), "image": [] if i == 0 else f"{i}.png", "question": "what is it", "answer": "red"}
+            file.write(json.dumps(row) + "\n")
+    for name in FAMILIES:
+        tiny.build(name, folder / name)
+    return folder
+
+
+def loaded(world, name):
+    """The model in float32, its blocks and its samples."""
+    vlm = models.load(world / name, dtype=torch.float32)
+    modules = [vlm.model.get_submodule(block) for block in models.decoder_layers(vlm.model, vlm.spec)]
+    return vlm, modules, encode(load_samples(world / "calib.jsonl", samples=3, seed=0), vlm)
+
+
+@torch.no_grad()
+def outputs(vlm, module, batches) -> list[torch.Tensor]:
+    """What comes out of a block, `[tokens, width]`, when the whole model runs."""
+    seen = []
+    hook = module.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    for batch in batches:
+        vlm.model(**{name: value for name, value in batch.items() if name != "modality"})
+    hook.remove()
+    return [x[0] for x in seen]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_blocks_called_on_their_own_do_what_they_did_in_the_model(world, name):
+    vlm, modules, batches = loaded(world, name)
+    samples, entropies = block_clip.record(vlm, modules, batches)
+    xs = [sample.first for sample in samples]
+    for block in range(len(modules)):
+        xs = block_clip._call(modules, block, xs, samples)
+    for x, expected in zip(xs, outputs(vlm, modules[-1], batches), strict=True):
+        torch.testing.assert_close(x[0], expected, rtol=1e-5, atol=1e-5)
+    assert len(entropies) == len(modules) and all(0 < bits < 4 for bits in entropies)
+    added = [sum(part is not None for part in sample.added) for sample in samples]
+    assert (max(added) > 0) == (name == "qwen3-vl")
+
+
+@torch.no_grad()
+def test_against_every_combination(world, monkeypatch):
+    """Two blocks searched together, 2^8 combinations of ranges, each judged by the output of the whole model.
+
+    The search's own choice has the error that it should, is better than full ranges and than each layer for itself, no
+    single change improves on it, and few combinations do."""
+    vlm, modules, batches = loaded(world, "llava")
+    monkeypatch.setattr(qvlm, "partition", lambda entropies, depth: [list(range(len(entropies)))])
+    options = qvlm.Options(bits=3, group_size=64, grid=2, lowest=0.9, sweeps=9)
+    blocks = decoder_blocks(vlm)
+    assert len(blocks) == 2
+    groups = [group for own in blocks for group in own]
+    before = {name: value.clone() for name, value in vlm.model.state_dict().items()}
+    found = block_clip.search(vlm, blocks, batches, Method(qvlm, options))
+    assert all(torch.equal(before[name], value) for name, value in vlm.model.state_dict().items())
+    wanted = outputs(vlm, modules[-1], batches)
+    rounded = {}
+    for group, percentile in itertools.product(groups, (1.0, 0.9)):
+        for name in group.linears:
+            w, fmt = before[f"{name}.weight"], qvlm.scheme(options).weights
+            ratio = torch.quantile(w.abs().unflatten(1, (-1, 64)), percentile, dim=-1)
+            ratio = ratio / w.abs().unflatten(1, (-1, 64)).amax(-1)
+            rounded[name, percentile] = fake_quantize(w, *find_params(w, fmt, ratio=ratio), fmt)
+    errors = {}
+    for choice in itertools.product((1.0, 0.9), repeat=len(groups)):
+        for group, percentile in zip(groups, choice, strict=True):
+            for name in group.linears:
+                vlm.model.get_parameter(f"{name}.weight").copy_(rounded[name, percentile])
+        ours = outputs(vlm, modules[-1], batches)
+        errors[choice] = sum(float((a - b).square().sum()) for a, b in zip(ours, wanted, strict=True))
+    chosen = tuple(found.others[group.layer, group.name].options.percentile for group in groups)
+    chosen = tuple(round(percentile, 6) for percentile in chosen)
+    full = (1.0,) * len(groups)
+    assert errors[chosen] < errors[full]
+    for i, percentile in enumerate(chosen):
+        other = (*chosen[:i], round(1.9 - percentile, 6), *chosen[i + 1 :])
+        assert errors[chosen] <= errors[other] * (1 + 1e-5), "a single change would have been better"
+    better = sum(error < errors[chosen] * (1 - 1e-5) for error in errors.values())
+    assert better <= 0.02 * len(errors), f"{better} combinations are better"
+
+
+def test_a_checkpoint_with_searched_ranges(world, tmp_path):
+    """Through the whole pipeline: other weights than rounding to nearest, and the same again in a second run."""
+
+    def recipe(out, scheme="qvlm", options=None, **calib):
+        calib = calib or {"data": str(world / "calib.jsonl"), "samples": 3}
+        given = {"model": str(world / "llava"), "out": str(out), "scheme": scheme, "calibrate": calib}
+        return resolve(given | {"options": {"bits": 3, "group_size": 64} if options is None else options}).recipe
+
+    pipeline.quantize(recipe(tmp_path / "a"))
+    pipeline.quantize(recipe(tmp_path / "b"))
+    pipeline.quantize(recipe(tmp_path / "rtn", "rtn", {"bits": 3, "group_size": 64, "symmetric": False}))
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "rtn")]
+    assert files[0] == files[1] and files[0] != files[2]
+    assert not [check for check in doctor.diagnose(tmp_path / "a", source=world / "llava") if not check.ok]
+    calibrate(recipe(tmp_path / "stats", "none", {}, data=str(world / "calib.jsonl"), samples=3), needs=("gram",))
+    with pytest.raises(UserError, match="searches with the model itself, over several blocks; leave out"):
+        pipeline.quantize(recipe(tmp_path / "c", stats=str(tmp_path / "stats")))
