@@ -89,7 +89,7 @@ def read(folder: Path) -> LayerErrors:
     basis = content.get("calibration") or {}
     if all(set(error) <= {"weight"} for error in errors.values()):
         basis = {}
-    notes = [*map(str, content.get("warnings") or ()), *_few(basis, folder)]
+    notes = [*map(str, content.get("warnings") or ()), *few(basis, folder)]
     return LayerErrors(folder.resolve().name, errors, basis, notes, cache)
 
 
@@ -177,7 +177,7 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return math.exp(fmean(logs)) if logs else None
 
 
-def _few(basis: Mapping[str, Any], folder: Path) -> list[str]:
+def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
     """Errors over fewer tokens than a layer has inputs are of those tokens: a solver can meet them and miss all others."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

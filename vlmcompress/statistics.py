@@ -122,13 +122,14 @@ class Statistics:
     def problems(self, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
         """Why a recipe can't use them, from descriptions alone."""
         return [
-            *self._other_model(recipe.model),
+            *self.other_model(recipe.model),
             *self._other_software(),
             *self._absent(method, bool(recipe.kv_cache), blocks),
             *self._other_settings(recipe.calibrate),
         ]
 
-    def _other_model(self, model: Path) -> list[str]:
+    def other_model(self, model: Path) -> list[str]:
+        """Why they are not of this model, from descriptions alone; empty if they may be."""
         was, now = self.facts["model"], manifest.source_identity(model)
         for key, what in (("config_sha256", "config"), ("headers_sha256", "shapes of weights")):
             if was[key] != now[key]:

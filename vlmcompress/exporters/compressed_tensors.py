@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from compressed_tensors import __version__
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 
 from vlmcompress.errors import UserError
-from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, dequantize
 from vlmcompress.tensorfile import Spec
 
 FORMAT = "compressed-tensors"
@@ -120,6 +120,17 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     if qt.zero_point is not None:
         stored["weight_zero_point"] = pack_to_int32(qt.zero_point, bits, packed_dim=0).contiguous()
     return stored
+
+
+def dequantized(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Tensor:
+    """The float32 weights `[out, in]` that an engine computes with, from what `tensors` made."""
+    if storage(scheme) != "pack-quantized":
+        return dequantize(stored["weight"], stored["weight_scale"], None, scheme.weights)
+    bits, scale = scheme.weights.bits, stored["weight_scale"]
+    q, zero = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape)), stored.get("weight_zero_point")
+    if zero is not None:
+        zero = unpack_from_int32(zero, bits, scale.shape, packed_dim=0)
+    return dequantize(q, scale, zero, scheme.weights)
 
 
 def quantization_config(

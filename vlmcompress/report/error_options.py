@@ -58,6 +58,13 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _found(args: argparse.Namespace) -> list[LayerErrors]:
     folders = [Path(folder) for folder in (args.checkpoint, args.other) if folder is not None]
-    from vlmcompress import layer_errors
+    if args.stats is None:
+        from vlmcompress import layer_errors
 
-    return [layer_errors.read(folder) for folder in folders]
+        return [layer_errors.read(folder) for folder in folders]
+    from vlmcompress import statistics, stored_errors
+
+    seen, model = statistics.read(Path(args.stats)), Path(args.model)
+    if not model.is_dir():
+        raise UserError(f"{model} is not a folder; give the original that the statistics are of")
+    return [stored_errors.measure(folder, seen, model) for folder in folders]
