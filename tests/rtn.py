@@ -16,6 +16,7 @@ SCHEMES = {
     "w4-channel": Scheme(Format("int", 4, -1)),
     "w8a16": Scheme(Format("int", 8, 128)),
     "int8": Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)),
+    "w4a8": Scheme(Format("int", 4, -1), ActFormat("int", 8, dynamic=True)),
     "fp8": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True)),
     "fp8-static": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=False)),
     "fp8-static-tensor": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),

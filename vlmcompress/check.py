@@ -101,6 +101,8 @@ def _sglang(key: str, scheme: Any, target: Target | None) -> str | None:
         return "SGLang wants an NVIDIA GPU from A100 on for these formats; use --engine vllm"
     if key == "wNa16":
         return "SGLang reads weight-only integers of 4 or 8 bits; set options.bits"
+    if key == "w4a8-int":
+        return "SGLang is not known to run 4-bit weights with INT8 activations; use 16-bit activations (awq, gptq, mbq)"
     if key == "w8a8-fp" and capability < (8, 9):
         return f"SGLang runs FP8 weight-only on {target.title if target else 'this target'}; use int8"
     return None

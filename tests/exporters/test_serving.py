@@ -1,7 +1,7 @@
 """The real vLLM engine loads our checkpoints and answers as transformers does with the same files.
 
-Two engines, chosen so that between them they read every storage format: zero points and a mixed-precision config with an
-FP8 tower; INT8 with FP8 key and value scales.
+Three engines, chosen so that between them they read every storage format: zero points and a mixed-precision config with an
+FP8 tower; INT8 with FP8 key and value scales; 4-bit weights with INT8 activations, beside biases.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 CASES = {
     "llava": ("w4-asymmetric", "fp8", False),
     "qwen2-5-vl": ("int8", None, True),
+    "qwen2-vl": ("w4a8", None, False),
 }
 
 

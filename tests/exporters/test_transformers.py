@@ -14,6 +14,7 @@ from tests.tiny import build
 CASES = {
     "mixed": ("w4-asymmetric", "fp8", False),
     "int8": ("int8", "int8", False),
+    "w4a8": ("w4a8", None, False),
     "w8a16": ("w8a16", None, False),
     "static and cache": ("fp8-static", None, True),
 }

@@ -18,6 +18,7 @@ W4 = Scheme(Format("int", 4, 128))
 W3 = Scheme(Format("int", 3, 128))
 W8 = Scheme(Format("int", 8, -1))
 INT8 = Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
+W4A8 = Scheme(Format("int", 4, -1), ActFormat("int", 8, dynamic=True))
 FP8 = Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
 
 
@@ -33,7 +34,7 @@ def test_default_schemes_exist_and_run(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_refusals_name_a_scheme_that_runs(name):
     target = targets.get(name)
-    for scheme in (W4, W3, W8, INT8, FP8):
+    for scheme in (W4, W3, W8, INT8, FP8, W4A8):
         reason = target.refusal(targets.format_key(scheme))
         assert reason is None or "use " in reason or "set options" in reason, reason
     assert not set(target.kernels) & set(target.refused)
@@ -41,7 +42,15 @@ def test_refusals_name_a_scheme_that_runs(name):
 
 @pytest.mark.parametrize(
     ("scheme", "key"),
-    [(W4, "w4a16"), (W3, "wNa16"), (W8, "w8a16"), (INT8, "w8a8-int"), (FP8, "w8a8-fp"), (None, "bf16")],
+    [
+        (W4, "w4a16"),
+        (W3, "wNa16"),
+        (W8, "w8a16"),
+        (INT8, "w8a8-int"),
+        (W4A8, "w4a8-int"),
+        (FP8, "w8a8-fp"),
+        (None, "bf16"),
+    ],
 )
 def test_format_key(scheme, key):
     assert targets.format_key(scheme) == key

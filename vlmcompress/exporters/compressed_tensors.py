@@ -5,7 +5,7 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 | scheme | format | tensors |
 |---|---|---|
 | int weights, 16-bit activations | pack-quantized | `weight_packed` i32 [out, in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
-| int 8 weights and activations | int-quantized | `weight` i8 [out, in], `weight_scale` [out, 1] |
+| int 8 or 4 weights, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too: engines pack them), `weight_scale` [out, 1] |
 | FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1] or [1], static activations: `input_scale` [1] |
 
 Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
@@ -47,10 +47,12 @@ def storage(scheme: Scheme) -> str:
         if weights.group == 0:
             raise UserError("weight-only int needs one scale per group or channel; use a group size or -1")
         return "pack-quantized"
-    if weights.bits != 8 or activations.bits != 8 or activations.kind != "int" or weights.group > 0:
-        raise UserError("int weights with quantized activations are stored as W8A8 with a scale per channel only")
+    if weights.bits not in (4, 8) or activations.bits != 8 or activations.kind != "int" or weights.group > 0:
+        raise UserError(
+            "int weights with quantized activations are stored as W8A8 or W4A8 with a scale per channel only"
+        )
     if not weights.symmetric:
-        raise UserError("W8A8 int needs symmetric weights; no engine reads asymmetric ones")
+        raise UserError("W8A8 and W4A8 int need symmetric weights; no engine reads asymmetric ones")
     return "int-quantized"
 
 

@@ -4,6 +4,7 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
 
     w4a16  w8a16  wNa16 (2, 3, 5, 6, 7 bits)      integer weights, 16-bit activations
     w8a8-int  w8a8-fp                              8-bit weights and activations
+    w4a8-int                                       4-bit weights, 8-bit activations
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
 
 Sources: vLLM 0.32 `model_executor/kernels/linear` (kernel order, `get_min_capability`, `can_implement`) and

