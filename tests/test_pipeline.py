@@ -27,6 +27,7 @@ SCHEMES = {
     "rtn": {},
     "gptq": {"group_size": 64},
     "awq": {"group_size": 32},
+    "mbq": {"group_size": 32},
     "int8": {},
     "fp8": {},
     "fp8-static": {},
@@ -163,6 +164,20 @@ def test_the_block_objective_is_llm_compressors(world, tmp_path):
         assert not [check for check in doctor.diagnose(out, source=world / "qwen") if not check.ok]
     assert errors["gram"] == pytest.approx(errors["block"], rel=0.2)
     assert weights(tmp_path / "gram") != weights(tmp_path / "block")
+
+
+@pytest.mark.parametrize(
+    "options", [{"objective": "mae", "group_size": 32}, {"activations": 8, "bits": 8}, {"activations": 8}], ids=str
+)
+def test_mbq_as_published(world, tmp_path, options):
+    """By block output: whole, smoothed otherwise than by Gram matrices, and little worse on the outputs of single layers."""
+    found = pipeline.quantize(recipe(world, tmp_path / "out", "mbq", "qwen", options=options)).manifest
+    assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "qwen") if not check.ok]
+    wide = {key: value for key, value in options.items() if key != "activations"} | {"objective": "gram"}
+    wide |= {} if "group_size" in wide else {"group_size": -1, "symmetric": True}
+    other = pipeline.quantize(recipe(world, tmp_path / "gram", "mbq", "qwen", options=wide)).manifest
+    errors = [sum(error["vision"] for error in each["errors"].values()) for each in (found, other)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.25) and errors[0] != errors[1]
 
 
 def test_needs_calibration_data(world, tmp_path):

@@ -181,7 +181,7 @@ def search_blocks(
     mappings = [AWQMapping(_exactly(group.smooth), [_exactly(name) for name in group.linears]) for group in smoothed]
     search: StockSearch | BlockSearch
     if method.module is mbq:
-        rho = {group.linears[0]: sensitivities[group.layer, group.name].rho for group in smoothed}
+        rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
         search = BlockSearch(mappings=mappings, n_grid=method.options.grid, objective=method.options.objective, rho=rho)
     else:
         search = StockSearch(mappings=mappings, n_grid=method.options.grid, duo_scaling=method.options.duo)
@@ -199,6 +199,13 @@ def search_blocks(
     return {
         (group.layer, group.name): search._found[group.smooth] for group in smoothed if group.smooth in search._found
     }
+
+
+def _rho(group: Group, sensitivities: Mapping[tuple[int, str], Sensitivity]) -> float:
+    rho = sensitivities[group.layer, group.name].rho
+    if rho is None:
+        raise UserError(f"{group.linears[0]}: no gradient reaches its visual and answer tokens; add samples with both")
+    return rho
 
 
 @contextlib.contextmanager

