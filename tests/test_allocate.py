@@ -196,7 +196,7 @@ def test_interrupted_and_resumed(world, tmp_path):
         (
             {"budget": 4, "by": "luq"},
             {"options": {"objective": "block"}, "scheme": "awq"},
-            "options.objective 'block' does",
+            "set options.objective=gram",
         ),
     ],
 )

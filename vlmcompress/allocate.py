@@ -80,11 +80,15 @@ def decide(
 
 
 def predicted(
-    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
+    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
 ) -> dict[Key, dict[str, float]]:
-    """Group -> width -> predicted error, of the widths that its shape allows."""
+    """Group -> width -> predicted error, of the widths that its shape allows.
+
+    Args:
+        balance: that weighs the modalities where there are no gradients to do so; by default the recipe's.
+    """
     assert work.room is not None
-    balance = getattr(work.recipe.options, "balance", "off")
+    balance = getattr(work.recipe.options, "balance", "off") if balance is None else balance
     found: dict[Key, dict[str, float]] = {}
     for layer, groups in enumerate(work.blocks):
         stats = statistics.load(layer)[0] if groups else {}

@@ -13,6 +13,7 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import options as evaluation
 from vlmcompress.report import error_options as report_error
 from vlmcompress.report import options as report
+from vlmcompress.report import sweep_options as sweep
 
 # Destination of a flag -> the recipe key that it gives a value to.
 RECIPE_KEYS = {
@@ -130,6 +131,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         )
     )
     _quantize(verb("quantize", "Write a compressed checkpoint."))
+    sweep.options(verb("sweep", "Score dozens of settings from statistics alone: predicted error against size."))
     check = verb("check", "Tell in seconds whether a recipe works for a model, a target and an engine.")
     _recipe(check)
     check.add_argument("--engine", default="vllm", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm")

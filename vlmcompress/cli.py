@@ -135,6 +135,13 @@ def report_error(args: argparse.Namespace) -> Outcome:
     return run_verb(args)
 
 
+def sweep(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress sweep`"""
+    from vlmcompress.report.sweep_options import run_verb
+
+    return run_verb(args)
+
+
 def serve(args: argparse.Namespace) -> Outcome:
     """`vlmcompress serve`: this process becomes the server."""
     from vlmcompress.engines.vllm.serve import serve as run
@@ -198,6 +205,7 @@ VERBS = {
     "bench": bench,
     "report": report,
     "report-error": report_error,
+    "sweep": sweep,
     "serve": serve,
     "list": listing,
 }

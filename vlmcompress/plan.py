@@ -114,11 +114,12 @@ def build(recipe: Recipe, others: Others | None = None) -> Plan:
     return plan
 
 
-def survey(recipe: Recipe, others: Others | None = None) -> Plan:
+def survey(recipe: Recipe, others: Others | None = None, table: Mapping[str, Method] | None = None) -> Plan:
     """The plan of a recipe with everything that stands in its way. Raises `UserError` for an unusable model.
 
     Args:
         others: (block, group name) -> what is done to that group instead of what the recipe's scheme does.
+        table: methods by name, of which groups may get any: the plan's `room` is that of these.
     """
     config = models.read_config(recipe.model)
     spec = models.spec_for(config)
@@ -147,7 +148,9 @@ def survey(recipe: Recipe, others: Others | None = None) -> Plan:
     stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
     written = estimate.output_tensors(stored, schemes, names, len(blocks) if recipe.kv_cache else 0)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (stored, written))
-    space = None if others else _room(recipe, problems, bones, groups, stored, names, written)
+    space = None
+    if (recipe.bits and not others) or table is not None:
+        space = _room(recipe, problems, bones, groups, stored, names, written, table)
     any_of = replace(method, others={(-1, name): one for name, one in space.widths.items()}) if space else method
     stats = _statistics(recipe, any_of, blocks, problems)
     return Plan(
@@ -193,8 +196,6 @@ def _peak(
 
 def _room(recipe: Recipe, problems: list[str], *shapes: Any) -> room.Room | None:
     """What the recipe's `bits` leave to share out."""
-    if recipe.bits is None:
-        return None
     try:
         return room.measure(recipe, *shapes)
     except UserError as error:

@@ -16,7 +16,7 @@ from torch import nn
 
 from vlmcompress import estimate, fit, targets
 from vlmcompress.allocation import Key
-from vlmcompress.bits import DEFAULT, NAMED
+from vlmcompress.bits import DEFAULT, NAMED, Bits
 from vlmcompress.checkpoint import parse_size
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
@@ -102,10 +102,12 @@ def measure(
     stored: Mapping[str, Spec],
     names: Mapping[str, str],
     written: Mapping[str, Spec],
+    table: Mapping[str, Method] | None = None,
 ) -> Room:
     """What a recipe's `bits` leave to share out.
 
     Args:
+        table: widths by name; by default those of the recipe. Without `bits` everything fits.
         bones: the model without weights.
         groups: the decoder's, without what is skipped.
         stored: tensor name on disk -> type and shape, of the source.
@@ -115,10 +117,11 @@ def measure(
     Raises:
         UserError: a width that can't be, or a budget that can't be met.
     """
-    assert recipe.bits is not None
-    table = widths(recipe)
+    table = widths(recipe) if table is None else table
     if any(method.by_block for method in table.values()):
-        raise UserError("bits needs predicted errors, which options.objective 'block' does not have; use 'gram'")
+        raise UserError(
+            "bits needs predicted errors, which a search that re-runs blocks does not have; set options.objective=gram"
+        )
     sizes: dict[Key, dict[str, int]] = {}
     for group in groups:
         weights = [stored[names[f"{name}.weight"]] for name in group.linears]
@@ -135,19 +138,28 @@ def measure(
     }
     fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in members)
     count = sum(math.prod(stored[names[f"{name}.weight"]].shape) for group in groups for name in group.linears)
-    smallest = sum(min(own.values()) for own in sizes.values())
-    if recipe.bits.max_size is not None:
-        budget = parse_size(recipe.bits.max_size) - fixed
-        least = f"{math.ceil((fixed + smallest) / 1000) / 1000:g}MB, of which {size(fixed)} are not shared out"
-        asked = f"bits.max_size {recipe.bits.max_size}"
+    largest = sum(max(own.values()) for own in sizes.values())
+    found = Room(table, sizes, count, fixed, largest)
+    return found if recipe.bits is None else dataclasses.replace(found, budget=_budget(recipe.bits, found))
+
+
+def _budget(bits: Bits, room: Room) -> int:
+    """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
+    smallest = sum(min(own.values()) for own in room.sizes.values())
+    if bits.max_size is not None:
+        budget = parse_size(bits.max_size) - room.fixed
+        least = (
+            f"{math.ceil((room.fixed + smallest) / 1000) / 1000:g}MB, of which {size(room.fixed)} are not shared out"
+        )
+        asked = f"bits.max_size {bits.max_size}"
     else:
-        assert recipe.bits.budget is not None
-        budget = math.floor(recipe.bits.budget * count / 8)
-        least = f"{math.ceil(8e4 * smallest / max(count, 1)) / 1e4:g} bits per weight, scales and zero points included"
-        asked = f"bits.budget {recipe.bits.budget:g}"
+        assert bits.budget is not None
+        budget = math.floor(bits.budget * room.weights / 8)
+        least = f"{math.ceil(1e4 * room.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
+        asked = f"bits.budget {bits.budget:g}"
     if smallest > budget:
-        raise UserError(f"{asked} can't be met with widths {', '.join(table)}; the smallest reachable is {least}")
-    return Room(table, sizes, count, fixed, budget)
+        raise UserError(f"{asked} can't be met with widths {', '.join(room.widths)}; the smallest reachable is {least}")
+    return budget
 
 
 def _nbytes(method: Method, weights: Iterable[Spec]) -> int:
