@@ -196,7 +196,7 @@ def test_interrupted_and_resumed(world, tmp_path):
         (
             {"budget": 4, "by": "luq"},
             {"options": {"objective": "block"}, "scheme": "awq"},
-            "set options.objective=gram",
+            "searches that re-run blocks",
         ),
     ],
 )

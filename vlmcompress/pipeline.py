@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
-from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe import Recipe
-from vlmcompress.resume import LayerStore
+from vlmcompress.resume import LayerStore, StoredWeights
 from vlmcompress.sensitivity import sensitivities
-from vlmcompress.solve import LayerResult, Method, apply, solve_layer, warnings
+from vlmcompress.solve import Method, apply, solve_layer, warnings
 from vlmcompress.statistics import Statistics
 
 Progress = Callable[[str, int, int], None]
@@ -203,29 +202,6 @@ def solve_stored(
             store.save(layer, result)
             apply(result, modules)
         progress("quantizing", layer + 1, len(blocks))
-
-
-class StoredWeights(Mapping):
-    """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
-
-    def __init__(self, store: LayerStore, blocks: list[list[Group]], method: Method):
-        self.store, self.method = store, method
-        self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
-        self._loaded: tuple[int, LayerResult] | None = None
-
-    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, Tensor | None]:
-        group = self.group_of[name]
-        if self._loaded is None or self._loaded[0] != group.layer:
-            self._loaded = (group.layer, self.store.load(group.layer))
-        result, scheme = self._loaded[1], self.method.of(group).scheme
-        assert scheme is not None  # a plan has no other groups
-        return result.weights[name], scheme, result.input_scales.get(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.group_of)
-
-    def __len__(self) -> int:
-        return len(self.group_of)
 
 
 def fingerprint(recipe: Recipe, source: Path, origin: dict | None) -> str:

@@ -12,16 +12,19 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from vlmcompress import atomic
-from vlmcompress.numerics import Format, QTensor
-from vlmcompress.solve import LayerResult
+from vlmcompress.models import Group
+from vlmcompress.numerics import Format, QTensor, Scheme
+from vlmcompress.solve import LayerResult, Method
 
 _SMALL = ("smoothing", "input_scales", "kv_ranges")
 
@@ -138,3 +141,26 @@ class LayerStore(BlockFiles):
             assert q is not None and scale is not None
             result.weights[name] = QTensor(q, scale, zero, Format(**format_))
         return result
+
+
+class StoredWeights(Mapping):
+    """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
+
+    def __init__(self, store: LayerStore, blocks: list[list[Group]], method: Method):
+        self.store, self.method = store, method
+        self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
+        self._loaded: tuple[int, LayerResult] | None = None
+
+    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, Tensor | None]:
+        group = self.group_of[name]
+        if self._loaded is None or self._loaded[0] != group.layer:
+            self._loaded = (group.layer, self.store.load(group.layer))
+        result, scheme = self._loaded[1], self.method.of(group).scheme
+        assert scheme is not None  # a plan has no other groups
+        return result.weights[name], scheme, result.input_scales.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.group_of)
+
+    def __len__(self) -> int:
+        return len(self.group_of)

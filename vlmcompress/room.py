@@ -118,9 +118,9 @@ def measure(
         UserError: a width that can't be, or a budget that can't be met.
     """
     table = widths(recipe) if table is None else table
-    if any(method.by_block for method in table.values()):
+    if any(method.by_block or method.joint for method in table.values()):
         raise UserError(
-            "bits needs predicted errors, which a search that re-runs blocks does not have; set options.objective=gram"
+            "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
         )
     sizes: dict[Key, dict[str, int]] = {}
     for group in groups:
