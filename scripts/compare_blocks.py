@@ -5,8 +5,8 @@
 
 Every subset of the decoder's blocks gets 2 bits, the others 4 (GPTQ, groups of 128, asymmetric, from statistics of the
 unquantized model, so that a block's weights are the same in every subset), and the questions of the test split are asked by
-teacher forcing (`teacher_forcing.py`). The four blocks of a demo model have 16 subsets, so a ranking's choice of k blocks is seen
-next to all other choices of k. Rankings:
+teacher forcing (`teacher_forcing.py`). The four blocks of a demo model have 16 subsets, so a ranking's choice of k blocks is
+seen next to all other choices of k. Rankings:
 
     luq        least entropy of k-means clusters first (LUQ), `reverse` the other way round
     qvlm       least entropy given the block before first
