@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from vlmcompress.calibrate import calibrate, decoder_blocks
 from vlmcompress.calibration import block_clip, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import fake_quantize, find_params
+from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.quantizers import qvlm
 from vlmcompress.recipe import resolve
 from vlmcompress.solve import Method
@@ -133,3 +135,15 @@ def test_a_checkpoint_with_searched_ranges(world, tmp_path):
     calibrate(recipe(tmp_path / "stats", "none", {}, data=str(world / "calib.jsonl"), samples=3), needs=("gram",))
     with pytest.raises(UserError, match="searches with the model itself, over several blocks; leave out"):
         pipeline.quantize(recipe(tmp_path / "c", stats=str(tmp_path / "stats")))
+
+
+@torch.no_grad()
+def test_groups_with_a_width_of_their_own(world):
+    """Ranges are searched in each group's own format, and groups that are quantized in another way keep theirs."""
+    vlm, _, batches = loaded(world, "llava")
+    options, other = qvlm.Options(bits=4, group_size=64), SCHEMES.get("int8")
+    others = {(0, "qkv"): Method(qvlm, replace(options, bits=2)), (1, "down"): Method(other, other.Options())}
+    found = block_clip.search(vlm, decoder_blocks(vlm), batches[:1], Method(qvlm, options, others))
+    assert found.others[1, "down"] == others[1, "down"]
+    widths = {key: method.options.bits for key, method in found.others.items() if key != (1, "down")}
+    assert widths.pop((0, "qkv")) == 2 and set(widths.values()) == {4} and len(widths) == 6

@@ -59,7 +59,7 @@ def search(
     Args:
         blocks: the groups to quantize of each decoder block.
         batches: from `encode`.
-        method: of scheme `qvlm`.
+        method: of scheme `qvlm`; groups that get another one are as they were in the search.
     """
     home = vlm.model.device
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
@@ -73,7 +73,7 @@ def search(
         for block in run:
             modules[block].to(floats[0].device)
             wanted = _call(modules, block, wanted, samples)
-        groups = [blocks[block] for block in run]
+        groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
         with _Weights(vlm.model, [group for own in groups for group in own], method) as weights:
             chosen |= _descend(modules, run, groups, samples, quantized, wanted, weights, method.options)
             for block in run:
@@ -82,11 +82,11 @@ def search(
             modules[block].to(home)
         floats = wanted
         progress("searching ranges", run[-1] + 1, len(modules))
-    others = {}
-    for group in (group for groups in blocks for group in groups):
-        key, options = (group.layer, group.name), method.of(group).options
+    others = dict(method.others)
+    for key, percentile in chosen.items():
+        options = method.others.get(key, method).options
         own = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
-        others[key] = Method(qvlm, qvlm.Ranged(**own, percentile=chosen[key]))
+        others[key] = Method(qvlm, qvlm.Ranged(**own, percentile=percentile))
     return replace(method, others=others)
 
 
