@@ -161,7 +161,7 @@ def run_stock(vlm, rows: list[dict], method: str) -> None:
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """The part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
-    from vlmcompress.pipeline import compress_blocks
+    from vlmcompress.blocks import compress
     from vlmcompress.resume import LayerStore
     from vlmcompress.solve import Method
 
@@ -171,7 +171,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     blocks = [[group for group in groups if group.layer == layer] for layer in range(len(layers))]
     with tempfile.TemporaryDirectory() as folder:
         store = LayerStore(Path(folder) / "store", "bench", resume=False)
-        compress_blocks(vlm, blocks, Method(module, module.Options(**options)), rows, store)
+        compress(vlm, blocks, Method(module, module.Options(**options)), rows, store)
 
 
 def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from vlmcompress import _yaml, models
 from vlmcompress.balance import check_balance
+from vlmcompress.blocks import compress
 from vlmcompress.calibration import bundled, encode, load_samples
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.models import VLM
-from vlmcompress.pipeline import compress_blocks
 from vlmcompress.quantizers import REGISTRY
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import Method
@@ -95,7 +95,7 @@ def quantized(vlm: VLM, samples: list, name: str, bits: int, balance: Any) -> tu
     blocks = [[g for g in groups if g.layer == i] for i in range(1 + groups[-1].layer)]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         store = LayerStore(Path(folder, "layers"), "", False)
-        compress_blocks(own, blocks, Method(module, module.Options(**options)), samples, store)
+        compress(own, blocks, Method(module, module.Options(**options)), samples, store)
         errors = [error for i in range(len(blocks)) for error in store.load(i, weights=False).errors.values()]
     return own.model, {modality: fmean(error[modality] for error in errors) for modality in errors[0]}
 

@@ -68,7 +68,8 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
     """The quantized model, seconds, and recorded errors of the layers; `stats` None: the sequential form."""
     import torch
 
-    from vlmcompress import models, pipeline, quantizers
+    from vlmcompress import models, quantizers
+    from vlmcompress.blocks import compress, solve_blocks
     from vlmcompress.calibrate import decoder_blocks
     from vlmcompress.resume import LayerStore
     from vlmcompress.solve import Method
@@ -78,9 +79,9 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
     with tempfile.TemporaryDirectory() as place, torch.no_grad():
         store = LayerStore(Path(place) / "store", "compare", resume=False)
         if stats is None:
-            pipeline.compress_blocks(vlm, blocks, method, batches, store)
+            compress(vlm, blocks, method, batches, store)
         else:
-            pipeline.solve_stored(vlm.model, blocks, method, stats, store)
+            solve_blocks(vlm.model, blocks, method, store, stats)
         seconds = time.perf_counter() - began
         errors = [e for layer in range(len(blocks)) for e in store.load(layer, weights=False).errors.values()]
     return vlm, seconds, {name: sum(e[name] for e in errors) / len(errors) for name in ("text", "vision", "answer")}

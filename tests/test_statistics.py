@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from vlmcompress import cli, doctor, models, pipeline, statistics, terminal
+from vlmcompress.blocks import solve_blocks
 from vlmcompress.calibrate import calibrate, collect, decoder_blocks
 from vlmcompress.calibration import encode, load_samples
 from vlmcompress.calibration.sequential import alike
@@ -144,13 +145,8 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
     kept, store = Memory(), LayerStore(tmp_path / "store", "x", resume=False)
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
     collect(vlm, decoder_blocks(vlm), batches, kept)
-    pipeline.solve_stored(
-        models.load(world / "llava").model,
-        decoder_blocks(vlm),
-        method,
-        statistics.read(world / "llava-stats"),
-        store,
-    )
+    model = models.load(world / "llava").model
+    solve_blocks(model, decoder_blocks(vlm), method, store, statistics.read(world / "llava-stats"))
     for layer, groups in enumerate(decoder_blocks(vlm)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
         weights = {name: modules[name].weight for g in groups for name in g.linears}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,14 @@ from torch import Tensor, nn
 
 from vlmcompress import allocate, atomic, checkpoint, kv_range, manifest, models, plan
 from vlmcompress.balance import weighed
+from vlmcompress.blocks import Progress, compress, silent, solve_blocks
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.models import VLM, Group
+from vlmcompress.models import VLM
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore, StoredWeights
-from vlmcompress.sensitivity import sensitivities
-from vlmcompress.solve import Method, apply, solve_layer, warnings
-from vlmcompress.statistics import Statistics
-
-Progress = Callable[[str, int, int], None]
+from vlmcompress.solve import solve_layer, warnings
 
 
 @dataclass(frozen=True)
@@ -39,10 +36,6 @@ class Result:
 
     out: Path
     manifest: dict
-
-
-def silent(_label: str, _done: int, _total: int) -> None:
-    """No progress shown."""
 
 
 def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
@@ -69,14 +62,13 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = _input(recipe, vlm, work)
     folder = out.with_name(f".{out.name}.resume")
+    more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
         store = LayerStore(folder, fingerprint(recipe, source, {"origin": origin, "bits": work.allocation}), resume)
         if work.statistics:
-            solve_stored(vlm.model, work.blocks, work.method, work.statistics, store, bool(recipe.kv_cache), progress)
+            solve_blocks(vlm.model, work.blocks, work.method, store, work.statistics, **more)
         else:
-            compress_blocks(
-                vlm, work.blocks, work.method, batches, store, kv_cache=bool(recipe.kv_cache), progress=progress
-            )
+            compress(vlm, work.blocks, work.method, batches, store, **more)
     written = _write(recipe, vlm, work, store, origin, out, overwrite, progress)
     store.remove()
     allocate.clean(out)
@@ -119,89 +111,6 @@ def _check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path
         add = " and ".join(remedy[name] for name in missing)
         what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
         raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")
-
-
-def compress_blocks(
-    vlm: VLM,
-    blocks: list[list[Group]],
-    method: Method,
-    batches: list[dict[str, Tensor]],
-    store: LayerStore,
-    *,
-    kv_cache: bool = False,
-    progress: Progress = silent,
-) -> None:
-    """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
-
-    With calibration data the blocks go through llm-compressor's sequential pipeline, without it each stands alone.
-    """
-    if batches:
-        from vlmcompress.calibration import block_clip
-        from vlmcompress.calibration.block_search import search_blocks
-        from vlmcompress.calibration.sensitivity import kept_gradients
-        from vlmcompress.calibration.sequential import BlockModifier, attention_modules, run_oneshot
-
-        known = {}
-        if "gradient" in method.needs:
-            names = [{group.name: group.linears for group in groups} for groups in blocks]
-            known = sensitivities(kept_gradients(store, vlm, batches, progress), names)
-        scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
-        if method.joint:
-            method = block_clip.search(vlm, blocks, batches, method, progress)
-        modifier = BlockModifier(
-            blocks=blocks,
-            attention=attention_modules(vlm) if kv_cache else {},
-            method=method,
-            sensitivity=known,
-            scales=scales,
-            store=store,
-            batches=len(batches),
-            progress=progress,
-        )
-        run_oneshot(vlm, batches, [modifier], models.layer_class(vlm.model, vlm.spec))
-        return
-    for layer, groups in enumerate(blocks):
-        if groups and not store.has(layer):
-            solve_alone(vlm.model, layer, groups, method, store)
-        progress("quantizing", layer + 1, len(blocks))
-
-
-def solve_alone(model: nn.Module, layer: int, groups: list[Group], method: Method, store: LayerStore) -> None:
-    """Quantize one block without data."""
-    modules = {name: model.get_submodule(name) for group in groups for name in group.linears}
-    weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in modules}
-    result = solve_layer(groups, weights, {}, method, next(iter(weights.values())).dtype)
-    store.save(layer, result)
-    apply(result, modules)
-
-
-def solve_stored(
-    model: nn.Module,
-    blocks: list[list[Group]],
-    method: Method,
-    statistics: Statistics,
-    store: LayerStore,
-    kv_cache: bool = False,
-    progress: Progress = silent,
-) -> None:
-    """Quantize the decoder's blocks, each on its own, from statistics of the unquantized model: no forward pass.
-
-    Arithmetic is done on the accelerator where there is one, block by block.
-    """
-    device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
-    for layer, groups in enumerate(blocks):
-        names = {name for group in groups for name in (*group.linears, group.smooth) if name}
-        modules: dict[str, Any] = {name: model.get_submodule(name) for name in names}
-        if groups and store.has(layer):
-            apply(store.load(layer), modules)
-        elif groups:
-            weights = {name: modules[name].weight.to(device) for group in groups for name in group.linears}
-            stats, kv_ranges = statistics.load(layer, device)
-            result = solve_layer(groups, weights, stats, method, next(iter(weights.values())).dtype)
-            result.kv_ranges |= kv_ranges if kv_cache else {}
-            store.save(layer, result)
-            apply(result, modules)
-        progress("quantizing", layer + 1, len(blocks))
 
 
 def fingerprint(recipe: Recipe, source: Path, origin: dict | None) -> str:
