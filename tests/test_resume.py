@@ -20,6 +20,7 @@ def result() -> LayerResult:
     found.input_scales["a.b"] = torch.tensor([0.25])
     found.kv_ranges["attn"] = torch.rand(2, 3, 1 + BINS, dtype=torch.float64)
     found.errors = {"a.b": {"vision": 0.125}}
+    found.maxima = {"a.b": {"vision": 1.0}}
     found.warnings = [("what", "a.b", "how much")]
     return found
 
@@ -30,7 +31,7 @@ def test_round_trip_is_exact(tmp_path):
     store.save(3, saved)
     assert store.has(3) and not store.has(2) and store.finished() == 1
     loaded = store.load(3)
-    assert loaded.errors == saved.errors and loaded.warnings == saved.warnings
+    assert loaded.errors == saved.errors and loaded.warnings == saved.warnings and loaded.maxima == saved.maxima
     for kind in ("smoothing", "input_scales", "kv_ranges"):
         assert getattr(loaded, kind).keys() == getattr(saved, kind).keys()
         assert all(torch.equal(getattr(loaded, kind)[name], value) for name, value in getattr(saved, kind).items())

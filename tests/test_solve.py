@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vlmcompress import quantizers
 from vlmcompress.models import Group
+from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.solve import Method, apply, solve_layer
 from vlmcompress.stats import GroupStats
 
@@ -98,8 +99,13 @@ def test_applied_result_is_close_and_errors_are_true(block, scheme):
     smooth = result.smoothing.get("up", torch.ones(INNER))
     difference = result.weights["down"].dequantize(torch.float32) - weight * smooth
     for modality, rows in (("vision", slice(0, TOKENS // 2)), ("text", slice(TOKENS // 2, None))):
-        error = (inner[rows] / smooth @ difference.T).square().sum() / (inner[rows] @ weight.T).square().sum()
-        assert result.errors["down"][modality] == pytest.approx(error.item(), rel=1e-2)
+        y, size = inner[rows] / smooth, (inner[rows] @ weight.T).square().sum()
+        error = (y @ difference.T).square().sum()
+        if scheme == "int8":  # whose inputs an engine rounds; a sample of the tokens tells how much that adds
+            rounded = round_activations(y, ActFormat("int", 8, dynamic=True))
+            error += ((rounded - y) @ (weight * smooth).T).square().sum()
+        near = 0.1 if scheme == "int8" else 1e-2
+        assert result.errors["down"][modality] == pytest.approx((error / size).item(), rel=near)
 
 
 def test_inputs_stay_as_they_are(block):

@@ -1,9 +1,10 @@
 """The errors of a checkpoint's layers by modality, and what changed from one checkpoint to another.
 
 A layer's error is the squared error of its output relative to the output, `|X dW^T|^2 / |X W^T|^2`, over the calibration
-tokens `X` of one modality; what rounding activations adds isn't in it. `quantize` records it for every layer. A scheme that saw
-no data knows only `|dW|^2 / |W|^2`, called `weight` here. Of two checkpoints `ratio` is the other's error over the first's, and
-layers average geometrically, so that halving one makes good for doubling another.
+tokens `X` of one modality; where a scheme rounds activations, what that adds (over a sample of tokens) is in it. `quantize`
+records it for every layer. A scheme that saw no data knows only `|dW|^2 / |W|^2`, called `weight` here. Of two checkpoints
+`ratio` is the other's error over the first's, and layers average geometrically, so that halving one makes good for doubling
+another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class LayerErrors:
         basis: what data they were measured on, as a manifest's `calibration` says it; empty for the weights alone.
         notes: what a reader has to know beside.
         kv_cache: attention module -> what FP8 does to its keys and values, see `vlmcompress.kv_range`; empty without.
+        maxima: first linear layer of a group -> kind -> share of input channels whose maximum that kind of token holds; for
+            schemes that quantize activations.
     """
 
     name: str
@@ -43,6 +46,7 @@ class LayerErrors:
     basis: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     kv_cache: Mapping[str, Any] = field(default_factory=dict)
+    maxima: Mapping[str, ByKind] = field(default_factory=dict)
 
     @property
     def measured(self) -> str:
@@ -90,7 +94,7 @@ def read(folder: Path) -> LayerErrors:
     if all(set(error) <= {"weight"} for error in errors.values()):
         basis = {}
     notes = [*map(str, content.get("warnings") or ()), *few(basis, folder)]
-    return LayerErrors(folder.resolve().name, errors, basis, notes, cache)
+    return LayerErrors(folder.resolve().name, errors, basis, notes, cache, content.get("maxima") or {})
 
 
 def kinds(*found: LayerErrors) -> list[str]:
@@ -112,6 +116,12 @@ def summary(found: LayerErrors) -> dict[str, dict[str, Any]]:
             "layers": len(values),
         }
     return result
+
+
+def owners(found: LayerErrors) -> dict[str, float]:
+    """Kind -> mean share, over groups of layers, of the input channels whose maximum that kind of token holds."""
+    seen = [kind for kind in KINDS if any(kind in shares for shares in found.maxima.values())]
+    return {kind: fmean(shares.get(kind, 0.0) for shares in found.maxima.values()) for kind in seen}
 
 
 def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:

@@ -9,7 +9,8 @@ Schema 1, one JSON object:
 | model | family, source name, hashes of the source's config and of its safetensors headers |
 | recipe, seed | the recipe as resolved |
 | calibration | what data statistics came from (hash, counts, tokens by modality), or null |
-| errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2` |
+| errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds |
+| maxima | first linear layer of a group -> modality -> share of its input channels whose maximum is that modality's |
 | kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`kv_range.report`); {} without |
 | warnings | what went otherwise than asked for, a line each |
 | allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
@@ -44,6 +45,7 @@ def build(
     recipe: Mapping[str, Any],
     calibration: Mapping[str, Any] | None,
     errors: Mapping[str, Mapping[str, float]],
+    maxima: Mapping[str, Mapping[str, float]] | None = None,
     kv_cache: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
     allocation: Mapping[str, Any] | None = None,
@@ -56,6 +58,7 @@ def build(
         recipe: the resolved recipe as plain data, with its `seed`.
         calibration: where the statistics came from; None for a data-free scheme.
         errors: linear layer (memory name) -> modality -> relative output error.
+        maxima: whose the maxima of the inputs of groups of layers are; for schemes that quantize activations.
         kv_cache: attention module (memory name) -> what an FP8 cache does to its keys and values.
         warnings: what went otherwise than asked for.
         allocation: how a budget of bits was shared out; None: one scheme for all groups.
@@ -68,6 +71,7 @@ def build(
         "seed": recipe.get("seed"),
         "calibration": _portable(calibration),
         "errors": {name: dict(by_modality) for name, by_modality in errors.items()},
+        "maxima": dict(maxima or {}),
         "kv_cache": dict(kv_cache or {}),
         "warnings": list(warnings),
         **({"allocation": dict(allocation)} if allocation else {}),

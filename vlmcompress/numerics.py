@@ -205,6 +205,15 @@ def quantize_with(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Form
     return QTensor(quantize(w, scale, zero_point, fmt), scale, zero_point, fmt)
 
 
+def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) -> Tensor:
+    """`x [tokens, in]` as an engine rounds it, float32; `scale` is that of static activations, None: each token has one."""
+    x, top = x.float(), FLOAT8_MAX if fmt.kind == "float" else 2.0 ** (fmt.bits - 1) - 1
+    if scale is None:
+        scale = (x.abs().amax(-1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (x / scale.float()).clamp_(-top, top)
+    return (codes.to(FLOAT8).float() if fmt.kind == "float" else codes.round_()) * scale.float()
+
+
 def _check_kind(kind: str, bits: int) -> None:
     if kind not in ("int", "float"):
         raise ValueError(f"kind must be 'int' or 'float', got {kind!r}")

@@ -153,6 +153,7 @@ def _write(
             recipe=recipe.plain(),
             calibration=origin,
             errors={name: error for result in results for name, error in result.errors.items()},
+            maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=warnings(results),
             allocation=work.allocation,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from vlmcompress import atomic
 from vlmcompress.models import Group
@@ -120,6 +119,7 @@ class LayerStore(BlockFiles):
                 "formats": json.dumps(formats),
                 "errors": json.dumps(result.errors),
                 "warnings": json.dumps(result.warnings),
+                "maxima": json.dumps(result.maxima),
             },
         )
 
@@ -131,6 +131,7 @@ class LayerStore(BlockFiles):
             wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
             tensors = {key: file.get_tensor(key) for key in wanted}
         result.errors = json.loads(metadata["errors"])
+        result.maxima = json.loads(metadata["maxima"])
         result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
         for key, tensor in tensors.items():
             kind, name = key.split("/", 1)
@@ -151,7 +152,7 @@ class StoredWeights(Mapping):
         self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
         self._loaded: tuple[int, LayerResult] | None = None
 
-    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, Tensor | None]:
+    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, torch.Tensor | None]:
         group = self.group_of[name]
         if self._loaded is None or self._loaded[0] != group.layer:
             self._loaded = (group.layer, self.store.load(group.layer))

@@ -21,7 +21,7 @@ from torch import Tensor
 from vlmcompress import quantizers
 from vlmcompress.balance import BY_GRADIENT
 from vlmcompress.models import Group
-from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
 from vlmcompress.stats import GroupStats
 
 _ROWS = 512  # of a weight, at most, in a layer's reported error
@@ -75,7 +75,9 @@ class LayerResult:
         input_scales: linear -> static activation scale, scalar.
         kv_ranges: attention module -> what is known of its keys and values, see `vlmcompress.kv_range`.
         errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
-            spaced output channels; `weight` without data.
+            spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
+        maxima: first linear of a group -> modality -> share of input channels whose maximum is its own; where maxima were
+            collected.
         warnings: of each thing to know: what, the first linear of the group it is about, details.
     """
 
@@ -84,6 +86,7 @@ class LayerResult:
     input_scales: dict[str, Tensor] = field(default_factory=dict)
     kv_ranges: dict[str, Tensor] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    maxima: dict[str, dict[str, float]] = field(default_factory=dict)
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -125,11 +128,15 @@ def solve_layer(
     for group in groups:
         own, chosen = [current[name] for name in group.linears], method.of(group)
         group_stats = stats.pop(group.name, None)
+        if group_stats is not None and "absmax" in group_stats.needs:
+            result.maxima[group.linears[0]] = group_stats.owners()
         solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
         result.warnings += [(what, group.linears[0], detail) for what, detail in solution.warnings]
         for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
             result.weights[name] = quantized
             result.errors[name] = _error(weight, quantized, group_stats)
+            if group_stats is not None and (act := chosen.scheme and chosen.scheme.activations):
+                _add_rounding(result.errors[name], weight, quantized, group_stats, act, solution.input_scale)
             if solution.input_scale is not None:
                 result.input_scales[name] = solution.input_scale
     return result
@@ -171,6 +178,22 @@ def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict
         step = math.ceil(len(weight) / _ROWS)
         return stats.error(difference[::step], weight[::step])
     return {"weight": float(difference.square().sum() / weight.square().sum().clamp_min(1e-30))}
+
+
+def _add_rounding(
+    error: dict[str, float],
+    weight: Tensor,
+    quantized: QTensor,
+    stats: GroupStats,
+    act: ActFormat,
+    scale: Tensor | None,
+) -> None:
+    """Add to a layer's errors what rounding its inputs does. The two errors are uncorrelated, so their squares add."""
+    step = math.ceil(len(weight) / _ROWS)
+    q = quantized.dequantize(torch.float32)[::step]
+    added = stats.rounding_error(q, weight[::step], lambda x: round_activations(x, act, scale))
+    for modality in error.keys() & added.keys():
+        error[modality] += added[modality]
 
 
 def warnings(results: Iterable[LayerResult]) -> list[str]:

@@ -6,7 +6,8 @@ A weight change `dW` changes the output by `X dW^T`, whose squared size needs no
 
 so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-modality error reports and any later
 weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
-absolute maxima and means cost next to nothing, so a method says what it `needs`. Only the block upper triangle of `G`
+absolute maxima and means cost next to nothing, so a method says what it `needs`. With the maxima, for schemes that round
+activations, come a few rows of X: what rounding does to them follows from no sum. Only the block upper triangle of `G`
 is computed and kept current (the rest follows by symmetry): it is the hot loop of calibration.
 
 With a balance (`vlmcompress.balance`) modality m has the share `p_m` of the whole, whatever its number of tokens `n_m`:
@@ -22,14 +23,16 @@ is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmcompress.balance import MODALITIES, Sensitivity, shares
+from vlmcompress.reservoir import Reservoir
 
+SAMPLE = 64  # rows of each modality that are kept
 NEEDS = frozenset({"gram", "absmax", "absmean"})
 _BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
 
@@ -51,6 +54,8 @@ class GroupStats:
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
+        self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in], once they are complete
+        self._drawn: dict[str, Reservoir] = {}  # and while they are not
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
         self.sensitivity: Sensitivity | None = None  # of the group's output; set by whoever knows it, not stored
@@ -80,6 +85,7 @@ class GroupStats:
                 new = rows.abs().amax(0).float()
                 old = self._absmax.get(name)
                 self._absmax[name] = new if old is None else torch.maximum(old, new)
+                self._drawn.setdefault(name, Reservoir(SAMPLE, 0)).update(rows)
             if "absmean" in self.needs:
                 new = rows.abs().sum(0, dtype=torch.float32)
                 old = self._abssum.get(name)
@@ -110,6 +116,18 @@ class GroupStats:
         if self._shares is None:
             return self._divided(torch.stack(list(seen.values())).amax(0))
         return self._divided(sum((p * seen[m] for m, p in self._shares.items()), torch.zeros(())))
+
+    def owners(self) -> dict[str, float]:
+        """The share of the input channels in which a modality holds the maximum, for those that occur."""
+        seen = self._seen(self._absmax, "absmax")
+        counts = torch.stack(list(seen.values())).argmax(0).bincount(minlength=len(seen))
+        return dict(zip(seen, (counts / self.width).tolist(), strict=True))
+
+    def sample(self) -> dict[str, Tensor]:
+        """At most `SAMPLE` rows of each modality, float32 `[rows, in]`, fairly drawn; none without `absmax`."""
+        found = self._rows | {name: drawn.rows() for name, drawn in self._drawn.items()}
+        on = {name: found[name].bfloat16().to(self._absmax[name].device) for name in MODALITIES if name in found}
+        return {name: self._divided(rows.float()) for name, rows in on.items()}  # bfloat16 is what a file keeps
 
     def absmean(self) -> Tensor:
         """`mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
@@ -148,6 +166,15 @@ class GroupStats:
             result[name] = quadratic(dw, gram).sum().item() / size if size > 0 else 0.0
         return result
 
+    def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """What rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
+        `q` and `w` are `[out, in]`; `rounded` is `r`, of rows of the input as `rescaled` left it."""
+        found = {}
+        for name, x in self.sample().items():
+            size = float((x @ w.float().T).square().sum())
+            found[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
+        return found
+
     def state_dict(self) -> dict[str, Tensor]:
         """Everything, as named tensors that safetensors can store; of a Gram matrix the block upper triangle."""
         state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
@@ -158,6 +185,9 @@ class GroupStats:
             state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
         state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
+        plain = copy.copy(self)
+        plain._scale = None
+        state |= {f"rows.{name}": rows.bfloat16() for name, rows in plain.sample().items()}
         for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
             state |= {f"{kind}.{name}": value for name, value in values.items()}
         return state

@@ -11,8 +11,9 @@ The statistics may be those that the checkpoint was made from or of other sample
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.layer_errors import LayerErrors
 from vlmcompress.models import Group
-from vlmcompress.numerics import Scheme
+from vlmcompress.numerics import Scheme, round_activations
 from vlmcompress.statistics import Statistics
+from vlmcompress.stats import GroupStats
 
 _ROWS = 512  # of a weight, at most, as when quantizing
 _KEYS = ("config_sha256", "headers_sha256")
@@ -57,12 +59,12 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
         stats = statistics.load(layer)[0]
         if absent := next((group.linears[0] for group in groups if group.name not in stats), None):
             raise UserError(f"statistics {statistics.folder} have none of {absent}; calibrate again")
-        found = restored(groups, before, after) if smoothed else {}
+        found, inputs = restored(groups, before, after) if smoothed else ({}, {})
         own = {name: stats[group.name] for group in groups for name in group.linears if after.scheme(name)}
         for name, seen in own.items():
             w, q = before.weight(name), found[name] if smoothed else after.weight(name)
             step = math.ceil(len(w) / _ROWS)
-            errors[name] = seen.error((q - w)[::step], w[::step])
+            errors[name] = _error(q[::step], w[::step], seen, inputs.get(name), after.rounding(name))
     notes = [*manifest.read(folder).get("warnings", ()), *layer_errors.few(statistics.origin, folder)]
     return replace(recorded, errors=errors, basis=statistics.origin, notes=notes)
 
@@ -101,6 +103,15 @@ class Weights:
         stored = {name: tensorfile.read_tensor(self.entries[prefix + name]) for name in local}
         return compressed_tensors.dequantized(stored, scheme, (rows, columns))
 
+    def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
+        """What an engine does to the rows of a layer's input; None: nothing."""
+        scheme = self.scheme(linear)
+        if scheme is None or scheme.activations is None:
+            return None
+        key = self.names[f"{linear}.weight"].removesuffix("weight") + "input_scale"
+        scale = None if scheme.activations.dynamic else tensorfile.read_tensor(self.entries[key])
+        return functools.partial(round_activations, fmt=scheme.activations, scale=scale)
+
     def shape(self, linear: str) -> tuple[int, int]:
         """`[out, in]`."""
         rows, columns = self.skeleton.get_parameter(f"{linear}.weight").shape
@@ -116,8 +127,9 @@ class Weights:
         return any(not torch.equal(self.norm(name), original.norm(name)) for name in norms)
 
 
-def restored(groups: Sequence[Group], before: Weights, after: Weights) -> dict[str, Tensor]:
-    """A block's weights `[out, in]` by linear layer, smoothing taken back: what the original's would have to be."""
+def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[dict, dict]:
+    """A block's weights `[out, in]` by linear layer, smoothing taken back: what the original's would have to be; and by what
+    the layer's input `[in]` was divided, where it was."""
     found = {name: after.weight(name) for group in groups for name in group.linears}
     inputs: dict[str, Tensor] = {}  # linear layer -> by what its input was divided
     for group in groups:
@@ -131,7 +143,20 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> dict[s
             scale = _between(old, found[group.smooth], [(before.weight(n), found[n]) for n in group.linears])
             found[group.smooth] = found[group.smooth] * scale[:, None]
             inputs |= dict.fromkeys(group.linears, scale)
-    return {name: weight / inputs[name] if name in inputs else weight for name, weight in found.items()}
+    return {name: weight / inputs[name] if name in inputs else weight for name, weight in found.items()}, inputs
+
+
+def _error(
+    q: Tensor, w: Tensor, stats: GroupStats, scale: Tensor | None, rounded: Callable[[Tensor], Tensor] | None
+) -> dict[str, float]:
+    """Errors by modality of `q` for `w [rows, in]`, and what rounding inputs adds that were divided by `scale` before."""
+    error = stats.error(q - w, w)
+    if rounded is not None:
+        seen = stats if scale is None else stats.rescaled(scale)
+        q, w = (x if scale is None else x * scale for x in (q, w))
+        for modality, added in seen.rounding_error(q, w, rounded).items():
+            error[modality] += added
+    return error
 
 
 def _between(op: Tensor, rounded: Tensor, readers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.calibration.entropy import PAIRED, Reservoir, conditional_entropy
+from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
 from vlmcompress.calibration.sensitivity import accelerated
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import qvlm
+from vlmcompress.reservoir import Reservoir
 from vlmcompress.solve import Method
 
 Progress = Callable[[str, int, int], None]

@@ -37,41 +37,13 @@ from pydantic import ConfigDict, PrivateAttr
 from torch import Tensor, nn
 
 from vlmcompress.models import Group
+from vlmcompress.reservoir import Reservoir
 
 CLUSTERS = 100
 TOKENS = 8192
 PAIRED = 2048  # tokens that the conditional entropy is taken over
 _CODES = 16  # 4 bits, as in the paper's main setting
 _ROWS = 128  # tokens whose memberships are in memory at a time
-
-
-class Reservoir:
-    """A uniform sample of at most `size` rows of all that pass by, without keeping more than that and a batch.
-
-    Each row gets a random number and the smallest stay. The numbers hang on `seed` and on how many rows came before, so that
-    reservoirs that see the same tokens in the same order keep the same ones.
-    """
-
-    def __init__(self, size: int, seed: int):
-        self.random = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # of each place; infinite where it is free
-        self.kept = torch.empty(0)  # [size, in] once there was a batch
-
-    def update(self, x: Tensor) -> None:
-        """Offer the rows of `x [tokens, in]`."""
-        size = len(self.keys)
-        if not self.kept.numel():
-            self.kept = torch.empty(size, x.shape[1])
-        keys = torch.cat([self.keys, torch.rand(len(x), dtype=torch.float64, generator=self.random)])
-        stays = torch.zeros(len(keys), dtype=torch.bool)
-        stays[-1 - keys.flip(0).argsort(stable=True)[:size]] = True  # flipped, so that free places fill in order
-        places, new = (~stays[:size]).nonzero()[:, 0], stays[size:].nonzero()[:, 0]
-        self.keys[places] = keys[size + new]
-        self.kept[places] = x[new.to(x.device)].float().cpu()
-
-    def rows(self) -> Tensor:
-        """What was drawn so far, `[at most size, in]` in float32."""
-        return self.kept[self.keys.isfinite()]
 
 
 def cluster_entropy(x: Tensor, clusters: int = CLUSTERS) -> float:

@@ -142,7 +142,8 @@ class BlockModifier(BlockObserver):
     scales: dict[tuple[int, str], Tensor]
 
     def wanted(self) -> frozenset[str]:
-        return self.method.needs & NEEDS | {"gram"}
+        activations = self.method.scheme and self.method.scheme.activations
+        return self.method.needs & NEEDS | {"gram"} | ({"absmax"} if activations else set())
 
     def observed(
         self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]

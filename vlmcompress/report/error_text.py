@@ -10,9 +10,7 @@ from vlmcompress.layer_errors import Change, LayerErrors
 from vlmcompress.report import words
 from vlmcompress.terminal import table
 
-MEASURE = (
-    "squared error of a layer's output relative to the output, over the tokens of a modality; weights' rounding alone"
-)
+MEASURE = "squared error of a layer's output relative to the output, over the tokens of a modality"
 OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
 CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
 ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
@@ -45,6 +43,7 @@ def _described(found: LayerErrors) -> dict[str, Any]:
         "measured": found.measured,
         "calibration": dict(found.basis) or None,
         "notes": list(found.notes),
+        "maxima": {"mean": layer_errors.owners(found), "groups": dict(found.maxima)} if found.maxima else None,
         "kv_cache": dict(found.kv_cache) or None,
     }
 
@@ -87,7 +86,7 @@ def _one(found: LayerErrors) -> str:
         worst = facts["worst"]
         rows.append((label(kind), *map(percent, (facts["mean"], facts["median"], worst["error"])), worst["layer"]))
     lines = [f"{found.name}: {MEASURE if found.basis else OF_WEIGHTS}", f"Measured on {found.measured}.", table(rows)]
-    return "\n".join([*lines, *found.notes])
+    return "\n".join([*lines, *largest(found), *found.notes])
 
 
 def _two(first: LayerErrors, other: LayerErrors) -> str:
@@ -102,7 +101,14 @@ def _two(first: LayerErrors, other: LayerErrors) -> str:
     lines += dict.fromkeys(f"Measured on {one.measured}." for one in (first, other))
     notes = [f"Note: {line}." for line in layer_errors.differences(first, other)]
     notes += [f"{one.name}: {line}" for one in (first, other) for line in one.notes]
+    notes = [*largest(first), *notes] if first.maxima else [*largest(other), *notes]
     return "\n".join([*lines, table(rows), *notes])
+
+
+def largest(found: LayerErrors) -> list[str]:
+    """A line on whose the largest inputs are; none where nobody looked."""
+    shares = ", ".join(f"{share:.0%} {kind}" for kind, share in layer_errors.owners(found).items())
+    return [f"Largest inputs, by channel: {shares} tokens' (mean over {len(found.maxima)} groups)."] if shares else []
 
 
 def verdict(found: Change) -> str:

@@ -1,0 +1,35 @@
+"""A few of many rows, fairly drawn in one pass (the random-key form of Vitter's reservoir sampling)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Reservoir:
+    """A uniform sample of at most `size` rows of all that pass by, without keeping more than that and a batch.
+
+    Each row gets a random number and the smallest stay. The numbers hang on `seed` and on how many rows came before, so that
+    reservoirs that see the same tokens in the same order keep the same ones.
+    """
+
+    def __init__(self, size: int, seed: int):
+        self.random = torch.Generator().manual_seed(seed)
+        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # of each place; infinite where it is free
+        self.kept = torch.empty(0)  # [size, in] once there was a batch
+
+    def update(self, x: Tensor) -> None:
+        """Offer the rows of `x [tokens, in]`."""
+        size = len(self.keys)
+        if not self.kept.numel():
+            self.kept = torch.empty(size, x.shape[1])
+        keys = torch.cat([self.keys, torch.rand(len(x), dtype=torch.float64, generator=self.random)])
+        stays = torch.zeros(len(keys), dtype=torch.bool)
+        stays[-1 - keys.flip(0).argsort(stable=True)[:size]] = True  # flipped, so that free places fill in order
+        places, new = (~stays[:size]).nonzero()[:, 0], stays[size:].nonzero()[:, 0]
+        self.keys[places] = keys[size + new]
+        self.kept[places] = x[new.to(x.device)].float().cpu()
+
+    def rows(self) -> Tensor:
+        """What was drawn so far, `[at most size, in]` in float32."""
+        return self.kept[self.keys.isfinite()]
