@@ -10,6 +10,7 @@ Random weights have no salient channels, so the norms get a log-normal gain per 
 
     scripts/bench_compress.py                        0.3 B parameters, for a CPU
     scripts/bench_compress.py --shape 7b             for a GPU
+    scripts/bench_compress.py --contenders forward gptq gradients gptq-ratio gptq-auto      what a balance costs
     scripts/bench_compress.py --sweep                ours only: time against samples and against layers
 
 Stock AWQ pins host memory for an accelerator and dies without one; that step is switched off here. Nothing else is changed.
@@ -26,6 +27,7 @@ import tempfile
 from pathlib import Path
 
 CONTENDERS = ("forward", "stock-gptq", "gptq", "stock-awq", "awq")
+WEIGHTED = ("gradients", "gptq-ratio", "gptq-auto", "gptq-mbq", "mbq")
 
 
 def contender(*arguments: object) -> str:
@@ -61,7 +63,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
     print(f"\n{'':<12}{'seconds':>10}{'CPU s':>10}{'/forward':>10}{'peak MB':>10}{'output error':>15}")
     floor = table["forward"]["cpu_seconds"]
     for name, row in table.items():
-        error = "" if name == "forward" else f"{row['error']:.6f}"
+        error = "" if name in ("forward", "gradients") else f"{row['error']:.6f}"
         times = f"{row['seconds']:>10.1f}{row['cpu_seconds']:>10.1f}{row['cpu_seconds'] / floor:>10.1f}"
         print(f"{name:<12}{times}{row['peak_mb']:>10.0f}{error:>15}")
     summary = {
@@ -77,6 +79,8 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
             summary[f"{ours}_speedup"] = round(table[stock]["cpu_seconds"] / table[ours]["cpu_seconds"], 2)
             summary[f"{ours}_error_ratio"] = round(table[ours]["error"] / table[stock]["error"], 3)
             summary[f"{ours}_peak_ratio"] = round(table[ours]["peak_mb"] / table[stock]["peak_mb"], 3)
+    for name in set(WEIGHTED) & table.keys() if "gptq" in table else ():
+        summary[f"{name}_of_gptq"] = round(table[name]["cpu_seconds"] / table["gptq"]["cpu_seconds"], 3)
     return summary
 
 
@@ -101,7 +105,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per sample, two thirds of them visual")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS + WEIGHTED, default=list(CONTENDERS))
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -71,7 +71,7 @@ def build(shape: str, layers: int | None, folder: Path) -> None:
 
 
 def samples(count: int, tokens: int, seed: int) -> list[dict]:
-    """Encoded samples: one image of random patches each, about two thirds of the tokens visual."""
+    """Encoded samples: one image of random patches each, about two thirds of the tokens visual; the last four are an answer."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def samples(count: int, tokens: int, seed: int) -> list[dict]:
                 "mm_token_type_ids": (ids == 2).long(),
                 "pixel_values": torch.randn(side * side, 1176, generator=generator),
                 "image_grid_thw": torch.tensor([[1, side, side]]),
-                "modality": torch.where(ids == 2, 2, 1).to(torch.uint8),
+                "modality": torch.cat([torch.where(ids == 2, 2, 1)[:, :-4], torch.full((1, 4), 3)], 1).to(torch.uint8),
             }
         )
     return rows
@@ -199,8 +199,14 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
                 vlm.model.model(**{k: v.to(device) for k, v in row.items() if k != "modality"})
     elif contender.startswith("stock"):
         run_stock(vlm, rows, contender)
+    elif contender == "gradients":
+        from vlmcompress.calibration.sensitivity import gradients
+
+        gradients(vlm, rows)
     else:
-        run_ours(vlm, rows, contender, {"symmetric": False} if contender == "awq" else {})
+        method, _, balance = contender.partition("-")
+        options = {"symmetric": False} if method == "awq" else {}
+        run_ours(vlm, rows, method, options | ({"balance": balance} if balance else {}))
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     after = hidden()
@@ -222,7 +228,7 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
 def main() -> None:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=["build", "forward", "gptq", "awq", "stock-gptq", "stock-awq"])
+    parser.add_argument("what", help="build, forward, gradients, stock-METHOD, METHOD or METHOD-BALANCE")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import tiny
 from tests.calibration.kit import file_of, picture, refused
@@ -178,6 +179,25 @@ def test_statistics_without_gradients_are_refused(world, tmp_path):
         update={"calibrate": given.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})}
     )
     refused(lambda: pipeline.quantize(given), "the scheme needs gradient, too; calibrate again")
+
+
+def test_tokens_are_weighed_by_running_the_model(world, tmp_path):
+    """VLMQ's weights change attention's weights behind the first block, and can't come from statistics."""
+    found = {}
+    for tokens in ("off", "vlmq"):
+        work = recipe(world, tmp_path / tokens, "gptq", options={"bits": 3, "group_size": 64, "tokens": tokens})
+        found[tokens] = load_file(pipeline.quantize(work).out / "model.safetensors")
+    differ = {
+        n for n, q in found["off"].items() if n.endswith("weight_packed") and not torch.equal(q, found["vlmq"][n])
+    }
+    assert {name.split(".layers.")[1].split("_proj")[0] for name in differ} >= {f"1.self_attn.{x}" for x in "qkvo"}
+    assert not any(".layers.0." in name for name in differ)
+    stored = recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "tokens": "vlmq"})
+    refused(lambda: pipeline.quantize(stored), "leave out the statistics or use tokens 'off'")
+    shared = recipe(
+        world, tmp_path / "shared", "gptq", options={"group_size": 64, "tokens": "vlmq"}, bits={"budget": 4.5}
+    )
+    refused(lambda: pipeline.quantize(shared), "use options.tokens off")
 
 
 def test_damaged(world, tmp_path):

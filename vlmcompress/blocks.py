@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.models import VLM, Group
 from vlmcompress.resume import LayerStore
-from vlmcompress.sensitivity import sensitivities
 from vlmcompress.solve import Method, apply, solve_layer
 from vlmcompress.statistics import Statistics
 
@@ -41,13 +40,11 @@ def compress(
         return solve_blocks(vlm.model, blocks, method, store, progress=progress)
     from vlmcompress.calibration import block_clip
     from vlmcompress.calibration.block_search import search_blocks
-    from vlmcompress.calibration.sensitivity import kept_gradients
-    from vlmcompress.calibration.sequential import BlockModifier, attention_modules, run_oneshot
+    from vlmcompress.calibration.sensitivity import kept_sensitivities
+    from vlmcompress.calibration.sequential import BlockModifier, alike, attention_modules, run_oneshot
+    from vlmcompress.calibration.token_weights import token_weights
 
-    known = {}
-    if "gradient" in method.needs:
-        names = [{group.name: group.linears for group in groups} for groups in blocks]
-        known = sensitivities(kept_gradients(store, vlm, batches, progress), names)
+    known = kept_sensitivities(store, vlm, blocks, batches, progress) if "gradient" in method.needs else {}
     scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
     if method.joint:
         method = block_clip.search(vlm, blocks, batches, method, progress)
@@ -56,6 +53,7 @@ def compress(
         attention=attention_modules(vlm) if kv_cache else {},
         method=method,
         sensitivity=known,
+        token_weights=token_weights(vlm, blocks, method, alike(batches), progress) if method.by_token else [],
         scales=scales,
         store=store,
         batches=len(batches),

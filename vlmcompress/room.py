@@ -122,6 +122,8 @@ def measure(
         raise UserError(
             "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
         )
+    if any(method.by_token for method in table.values()):
+        raise UserError("bits is shared out by statistics, which know no single tokens; use options.tokens off")
     sizes: dict[Key, dict[str, int]] = {}
     for group in groups:
         weights = [stored[names[f"{name}.weight"]] for name in group.linears]

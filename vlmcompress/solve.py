@@ -60,6 +60,11 @@ class Method:
         return getattr(self.module, "JOINT", False)
 
     @property
+    def by_token(self) -> bool:
+        """Whether single tokens are weighed beforehand (`tokens: vlmq`)."""
+        return getattr(self.options, "tokens", "off") != "off"
+
+    @property
     def by_block(self) -> bool:
         """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
         return getattr(self.options, "objective", "gram") != "gram"

@@ -155,6 +155,10 @@ class Statistics:
 
     def _absent(self, method: Method, kv_cache: bool, blocks: Sequence[Sequence[Group]]) -> list[str]:
         found = []
+        if method.by_token:
+            found.append(
+                "tokens 'vlmq' weighs tokens with the model itself; leave out the statistics or use tokens 'off'"
+            )
         if method.by_block:
             found.append(
                 f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "

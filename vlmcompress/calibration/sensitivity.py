@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
+from vlmcompress.balance import Sensitivity
 from vlmcompress.calibration.encode import ANSWER
 from vlmcompress.errors import UserError
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, Group
 from vlmcompress.resume import BlockFiles
-from vlmcompress.sensitivity import Gradient, Gradients
+from vlmcompress.sensitivity import Gradient, Gradients, sensitivities
 from vlmcompress.stats import MODALITIES
 
 Progress = Callable[[str, int, int], None]
@@ -93,6 +94,18 @@ def kept_gradients(
     found = gradients(vlm, batches, progress)
     store.note("gradients", found.to_dict())
     return found
+
+
+def kept_sensitivities(
+    store: BlockFiles,
+    vlm: VLM,
+    blocks: Sequence[Sequence[Group]],
+    batches: Sequence[dict[str, Tensor]],
+    progress: Progress = silent,
+) -> dict[tuple[int, str], Sensitivity]:
+    """What balances by gradients read of each group of `blocks`, by block and group."""
+    names = [{group.name: group.linears for group in groups} for groups in blocks]
+    return sensitivities(kept_gradients(store, vlm, batches, progress), names)
 
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

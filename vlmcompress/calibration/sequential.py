@@ -12,6 +12,7 @@ each block is enough. The modality of each token travels in the field that llm-c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,9 +80,8 @@ class BlockObserver(Modifier):
                 linear = self._linears[group.linears[0]]
                 stats = GroupStats(linear.in_features, self.wanted())
                 self._stats[layer][group.name] = stats
-                self._observing[layer].add(
-                    self.register_hook(linear, _observer(stats, group.linears[0]), "forward_pre")
-                )
+                observe = _observer(stats, group.linears[0], partial(self.token_weight, (layer, group.name)))
+                self._observing[layer].add(self.register_hook(linear, observe, "forward_pre"))
             if layer in self.attention:
                 self._ranges[layer] = watch(state.model, state.model.get_submodule(self.attention[layer]), self)
 
@@ -106,6 +106,10 @@ class BlockObserver(Modifier):
     ) -> None:
         """A block has seen all samples. Must store what comes of it."""
         raise NotImplementedError
+
+    def token_weight(self, group: tuple[int, str], sample: int) -> Tensor | None:
+        """What to multiply the rows of a group's input by, `[tokens]`; None: nothing."""
+        return None
 
     def known(self, layer: int) -> None:
         """A block that the store has already was run."""
@@ -134,11 +138,13 @@ class BlockModifier(BlockObserver):
         method: scheme and options.
         sensitivity: what balances by gradients read, by block and group.
         store: a `LayerStore`.
+        token_weights: by sample, (block, group) -> what to multiply the input's rows by, `[tokens]`.
         scales: (block, group) -> smoothing scale `[in]`, where the method searches by block.
     """
 
     method: Method
     sensitivity: dict[tuple[int, str], Sensitivity]
+    token_weights: list[dict[tuple[int, str], Tensor]]
     scales: dict[tuple[int, str], Tensor]
 
     def wanted(self) -> frozenset[str]:
@@ -157,6 +163,9 @@ class BlockModifier(BlockObserver):
         result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)
+
+    def token_weight(self, group: tuple[int, str], sample: int) -> Tensor | None:
+        return self.token_weights[sample].get(group) if self.token_weights else None
 
     def known(self, layer: int) -> None:
         apply(self.store.load(layer), self._linears)
@@ -181,12 +190,14 @@ class BlockCollector(BlockObserver):
         self.store.save(layer, stats, kv_ranges)
 
 
-def _observer(stats: GroupStats, name: str) -> Callable:
+def _observer(stats: GroupStats, name: str, weigh: Callable[[int], Tensor | None]) -> Callable:
     def observe(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         state = active_session().state
         assert state.loss_masks is not None
         mask = state.loss_masks[state.current_batch_idx]
-        x = args[0]
+        x, weight = args[0], weigh(state.current_batch_idx)
+        if weight is not None:
+            x = x * weight.to(x.device).view(*x.shape[:-1], 1)
         try:
             stats.update(x, mask if x.shape[:-1] == mask.shape else None)
         except ValueError as error:

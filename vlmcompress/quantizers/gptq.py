@@ -18,6 +18,8 @@ damping alone says. That and damping beyond `damp` (ten times more until H can b
 damping, the closer to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`vlmcompress.balance`).
+`tokens: vlmq` weighs single tokens instead, in attention's layers (`calibration.token_weights`): H is then the Gram matrix of
+rows multiplied by their weights.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ PREPARED_BY = ("damp", "actorder", "balance")
 @dataclass(frozen=True)
 class Options:
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
-    update; `actorder`: "static" or null; `balance`: see `vlmcompress.balance`."""
+    update; `actorder`: "static" or null; `balance`: see `vlmcompress.balance`; `tokens`: "off"
+    or "vlmq"."""
 
     bits: int = 4
     group_size: int = 128
@@ -48,10 +51,16 @@ class Options:
     block: int = 128
     actorder: str | None = "static"
     balance: Any = "off"
+    tokens: Any = "off"  # YAML reads a bare `off` as False
 
     def __post_init__(self) -> None:
         scheme(self)
+        object.__setattr__(self, "tokens", "off" if self.tokens is False else self.tokens)
+        if self.tokens not in ("off", "vlmq"):
+            raise ValueError(f"tokens must be 'off' or 'vlmq', got {self.tokens!r}")
         object.__setattr__(self, "balance", check_balance(self.balance))
+        if self.tokens != "off" and self.balance != "off":
+            raise ValueError("tokens 'vlmq' weighs every token, so balance must be 'off'")
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
         if type(self.block) is not int or self.block < 1:
