@@ -10,7 +10,8 @@ which, in bits (at most log2 K = 6.64):
 
 As in the authors' script the tokens are those of the norm's output and scikit-learn's KMeans gets random_state 42; the paper
 speaks of the *output* of a block, which is the same tokens one norm earlier and one block later. It takes all tokens of 100
-samples; a sample of `TOKENS` biases H downwards by about K / (2 TOKENS ln 2) = 0.01 bits.
+samples; a sample of `TOKENS` biases H downwards by about K / (2 TOKENS ln 2) = 0.01 bits. It is a noisy measure: on the demo
+models another random_state moves H by 0.01 to 0.04 bits, and their blocks lie within 0.06.
 
 `qvlm` (Q-VLM, arXiv 2410.08119, eq. 4 and 5): how uncertain a block's quantized input is once that of the block before is
 known, the paper's proxy for how much two neighbours have to be searched together,
