@@ -24,7 +24,7 @@ from llmcompressor.core import active_session
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from vlmcompress import models
@@ -39,9 +39,13 @@ from vlmcompress.solve import Method
 
 
 class StockSearch(AWQModifier):
-    """AWQ's search, which keeps what it finds."""
+    """AWQ's search, which keeps what it finds and runs without an accelerator, too."""
 
     _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # op -> the scale that its output is divided by
+
+    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any = (), **kwargs: Any) -> None:
+        with _no_pinning():
+            super().on_sequential_epoch_end(state, event, **kwargs)
 
     def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
         scale = super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
@@ -49,26 +53,25 @@ class StockSearch(AWQModifier):
         return scale
 
 
-class BlockSearch(AWQModifier):
+class BlockSearch(StockSearch):
     """MBQ's search by block output. Tokens need their modality as `loss_mask`.
 
     Attributes:
         objective: "mae" or "mse", see `quantizers.mbq`.
-        rho: linear layer -> weight of visual tokens in the search for the scale of its input.
+        rho: weight of visual tokens: a number, or linear layer (or `re:` pattern) -> that for the scale of its input.
     """
 
     duo_scaling: bool | Literal["both"] = False
     objective: Literal["mae", "mse"] = "mae"
-    rho: dict[str, float] = Field(default_factory=dict)
+    rho: float | dict[str, float] | None = None
 
-    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
 
     def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
         total, count = self._smooth_activation_stats[mapping.smooth_name]
         device = mapping.balance_layers[0].weight.device
         scales = mbq.candidates((total / count).to(device), self.n_grid)
-        rho = self.rho[mapping.balance_names[0]]
+        rho = self.weight(mapping.balance_names[0])
         losses = []
         for scale in scales:
             with contextlib.ExitStack() as stack:
@@ -91,6 +94,16 @@ class BlockSearch(AWQModifier):
         )
         self._found[mapping.smooth_name] = scales[least].cpu()
         return scales[least].cpu()
+
+    def weight(self, linear: str) -> float:
+        """rho for the search of the scale of a linear layer's input."""
+        if not isinstance(self.rho, dict):
+            assert self.rho is not None
+            return self.rho
+        for target, rho in self.rho.items():
+            if linear == target or (target.startswith("re:") and re.match(target[3:], linear)):
+                return rho
+        raise UserError(f"rho names no weight for {linear}; add it, or a pattern `re:...` that matches it")
 
 
 def sums(
@@ -178,8 +191,8 @@ def search_blocks(
     """
     groups = [group for block in blocks for group in block]
     smoothed = [group for group in groups if group.smooth]
-    mappings = [AWQMapping(_exactly(group.smooth), [_exactly(name) for name in group.linears]) for group in smoothed]
-    search: StockSearch | BlockSearch
+    mappings = mappings_of(groups)
+    search: StockSearch
     if method.module is mbq:
         rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
         search = BlockSearch(mappings=mappings, n_grid=method.options.grid, objective=method.options.objective, rho=rho)
@@ -189,16 +202,17 @@ def search_blocks(
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
     own = replace(vlm, model=copy.deepcopy(vlm.model))
-    with _no_pinning():
-        run_oneshot(
-            own,
-            batches,
-            [search, QuantizationModifier(config_groups=config["config_groups"])],
-            models.layer_class(vlm.model, vlm.spec),
-        )
+    recipe = [search, QuantizationModifier(config_groups=config["config_groups"])]
+    run_oneshot(own, batches, recipe, models.layer_class(vlm.model, vlm.spec))
     return {
         (group.layer, group.name): search._found[group.smooth] for group in smoothed if group.smooth in search._found
     }
+
+
+def mappings_of(groups: Sequence[Group]) -> list[AWQMapping]:
+    """The groups that can be smoothed, as llm-compressor names them."""
+    pairs = [(group.smooth, group.linears) for group in groups if group.smooth]
+    return [AWQMapping(_exactly(op), [_exactly(name) for name in linears]) for op, linears in pairs]
 
 
 def _rho(group: Group, sensitivities: Mapping[tuple[int, str], Sensitivity]) -> float:
@@ -220,5 +234,5 @@ def _no_pinning() -> Iterator[None]:
         IntermediatesCache.pin_memory = original  # type: ignore[method-assign]
 
 
-def _exactly(name: str | None) -> str:
-    return f"re:^{re.escape(name or '')}$"
+def _exactly(name: str) -> str:
+    return f"re:^{re.escape(name)}$"

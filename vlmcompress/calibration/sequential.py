@@ -226,6 +226,12 @@ def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [batch if "pixel_values" in batch else extend(batch) for batch in batches]
 
 
+def loader(batches: list[dict[str, Tensor]]) -> DataLoader:
+    """Samples from `encode` as llm-compressor takes them: all with the same keys, modalities as `loss_mask`."""
+    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
+    return DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type]
+
+
 def attention_modules(vlm: VLM) -> dict[int, str]:
     """The attention module of each decoder block that has one."""
     names = {name for name, _ in vlm.model.named_modules()}
@@ -244,13 +250,12 @@ def run_oneshot(
         layer_class: class name of a decoder block.
         twice: run each block again after it was observed, as the modifiers change what it puts out.
     """
-    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
     oneshot(
         model=vlm.model,
         processor=vlm.processor,
         recipe=recipe,
-        dataset=DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0]),  # type: ignore[arg-type]
-        num_calibration_samples=len(items),
+        dataset=loader(batches),
+        num_calibration_samples=len(batches),
         sequential_targets=[layer_class],
         use_loss_mask=True,
         pipeline="sequential",

@@ -1,0 +1,161 @@
+"""Our methods in llm-compressor's recipes, for those who stay there.
+
+    import vlmcompress.modifiers as ours                    # also makes the names known to YAML recipes
+
+    oneshot(
+        model,
+        processor=processor,
+        recipe=[ours.MBQModifier(), QuantizationModifier(targets="Linear", scheme="W4A16_ASYM", ignore=[...])],
+        dataset=ours.dataloader(model, processor, "calib.jsonl", samples=128),
+        num_calibration_samples=128,
+        use_loss_mask=True,
+    )
+
+Both need to know what each token is: a `loss_mask [1, tokens]` in every sample with 0 ignored, 1 prompt text, 2 vision and 3
+answer, one sample a batch. `dataloader` makes such samples. Weights that come of gradients are measured when the recipe
+is initialized, with one backward pass per sample (`calibration.sensitivity`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmcompressor.core import active_session
+from llmcompressor.modifiers.factory import ModifierFactory
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from pydantic import PrivateAttr, field_validator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from vlmcompress import models
+from vlmcompress.balance import BY_GRADIENT, MODALITIES, Sensitivity, check_balance, shares
+from vlmcompress.calibrate import decoder_blocks
+from vlmcompress.calibration import encode, load_samples
+from vlmcompress.calibration.block_search import BlockSearch, mappings_of
+from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress.calibration.sequential import loader
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.sensitivity import sensitivities
+
+_MASK = "samples need a `loss_mask` of modalities and oneshot use_loss_mask=True; see vlmcompress.modifiers.dataloader"
+
+
+class MBQModifier(BlockSearch):
+    """MBQ (arXiv 2412.19509) as published: smooths the decoder for the modifier after it, which quantizes to nearest.
+
+    Attributes:
+        objective: "mae" or "mse", see `quantizers.mbq`.
+        rho: weight of visual tokens: a number; linear layer or `re:` pattern -> number; None: MBQ's ratio of gradients.
+        mappings: what is smoothed; None: what the decoder's family can have smoothed, and no vision tower.
+        n_grid: candidates for each scale.
+    """
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        vlm = _vlm(state.model)
+        groups = [group for block in decoder_blocks(vlm) for group in block]
+        if self.mappings is None:
+            self.mappings = mappings_of(groups)
+        if self.rho is None:
+            known = _sensitivities(vlm, state)
+            found = {(name, known[group.layer, group.name].rho) for group in groups for name in group.linears}
+            self.rho = {name: rho for name, rho in sorted(found) if rho is not None}
+        return super().on_initialize(state, **kwargs)
+
+
+class BalancedGPTQModifier(GPTQModifier):
+    """GPTQ with the tokens' shares in the Hessian set by a balance: `H = sum_m w_m X_m^T X_m`.
+
+    Attributes:
+        balance: "off", "ratio", "auto", "mbq" or {text, vision, answer} weights, see `vlmcompress.balance`.
+    """
+
+    balance: Any = "auto"
+
+    _sensitivity: dict[str, Sensitivity] = PrivateAttr(default_factory=dict)  # by linear layer
+    _weights: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)  # of mask values 0 to 3
+    _count: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    @field_validator("balance")
+    @classmethod
+    def _known(cls, balance: Any) -> Any:
+        return check_balance(balance)
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        if any(isinstance(other, AWQModifier) for other in active_session().lifecycle.recipe.modifiers):
+            raise UserError("GPTQ would see inputs from before they are smoothed; run oneshot twice, smoothing first")
+        if self.balance in BY_GRADIENT:
+            vlm = _vlm(state.model)
+            known = _sensitivities(vlm, state)
+            groups = [group for block in decoder_blocks(vlm) for group in block]
+            self._sensitivity = {name: known[group.layer, group.name] for group in groups for name in group.linears}
+        return super().on_initialize(state, **kwargs)
+
+    def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Any) -> None:
+        """Add a sample to the Hessian, its rows scaled by the square root of their modality's weight."""
+        state, x = active_session().state, args[0]
+        if not state.loss_masks:
+            raise UserError(_MASK)
+        mask = state.loss_masks[state.current_batch_idx]
+        if mask.shape == x.shape[:-1]:  # not so in vision towers and for tokens sent to experts
+            weights = self._weights_of(module)[mask.long().cpu()].to(x.device)
+            args = (x.float() * weights.sqrt()[..., None], *args[1:])
+        super().calibrate_module(module, args, _output)
+
+    def on_finalize(self, state: Any, **kwargs: Any) -> bool:
+        self._weights.clear()
+        self._count.clear()
+        return super().on_finalize(state, **kwargs)
+
+    def _weights_of(self, module: nn.Module) -> Tensor:
+        if not self._count:
+            codes = torch.cat([mask.flatten().cpu() for mask in active_session().state.loss_masks or ()]).tolist()
+            self._count = {name: codes.count(code) for code, name in enumerate(MODALITIES, start=1)}
+        if module not in self._weights:
+            try:
+                found = shares(self.balance, self._count, self._sensitivity.get(self._module_names[module]))
+            except ValueError as error:
+                raise UserError(f"{self._module_names[module]}: {error}") from error
+            total = sum(self._count.values())
+            pooled = {m: 1.0 for m in MODALITIES}
+            weights = pooled if found is None else {m: p * total / self._count[m] for m, p in found.items()}
+            self._weights[module] = torch.tensor([0.0, *(weights.get(m, 0.0) for m in MODALITIES)])
+        return self._weights[module]
+
+
+def dataloader(
+    model: Any, processor: Any, data: str | Path, *, samples: int = 128, seed: int = 0, max_length: int | None = None
+) -> DataLoader:
+    """Calibration samples for `oneshot`, with the modality of each token as `loss_mask`.
+
+    Args:
+        data: folder of images, .jsonl, .parquet or data set folder.
+        samples: how many of them; fewer if there are fewer, so pass `num_calibration_samples=len(...)` of the result.
+        max_length: refuse samples of more tokens; None: the model's context.
+    """
+    chosen = load_samples(str(data), samples=samples, seed=seed)
+    return loader(encode(chosen, _vlm(model, processor), max_length=max_length))
+
+
+def _vlm(model: Any, processor: Any = None) -> VLM:
+    spec = models.spec_for(model.config.to_dict())
+    return VLM(model, processor, spec, Path(model.config.name_or_path or "."))
+
+
+def _sensitivities(vlm: VLM, state: Any) -> dict[tuple[int, str], Sensitivity]:
+    """What balances by gradients read, from the samples that `oneshot` was given."""
+    batches = []
+    for batch in state.data.calib or ():
+        if "loss_mask" not in batch or len(batch["loss_mask"]) != 1:
+            raise UserError(f"gradients are measured sample by sample: one a batch, and {_MASK}")
+        batches.append({key: value for key, value in batch.items() if key != "loss_mask"})
+        batches[-1]["modality"] = batch["loss_mask"]
+    names = [{group.name: group.linears for group in groups} for groups in decoder_blocks(vlm)]
+    return sensitivities(gradients(vlm, batches), names)
+
+
+for _modifier in (MBQModifier, BalancedGPTQModifier):
+    ModifierFactory.register(_modifier.__name__, _modifier)
