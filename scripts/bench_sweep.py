@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Time of a sweep of some 50 settings next to that of one quantization, on a random-weight Qwen2.5-VL of 0.3 B parameters.
 
-The model has the shape of `bench_compress.py` and the processor of demo-qwen, so that the verbs run as users run them, on its
-bundled images: `calibrate` once, `sweep` on what it wrote, and `quantize` (GPTQ, without statistics). Each is a process of its
-own; compared are processor times, which other work on the machine disturbs less than the clock's. The last line is one JSON
-object.
+The model has the shape of `bench_compress.py` and the processor of demo-qwen, so that the verbs run as users run them:
+`calibrate` once, `sweep` on what it wrote, and `quantize` (GPTQ, without statistics), on random images of 256 visual tokens.
+Each is a process of its own, start included; compared are processor times, which other work on the machine disturbs less than
+the clock's. The last line is one JSON object.
 
-    scripts/bench_sweep.py                    24 blocks, 128 samples
+    scripts/bench_sweep.py                    24 blocks, 128 samples (as quantize takes by default)
     scripts/bench_sweep.py --layers 6
 """
 
@@ -46,6 +46,22 @@ def build(folder: Path, layers: int) -> None:
     model.save_pretrained(folder)
 
 
+def images(folder: Path, count: int, tokens: int) -> Path:
+    """Write calibration samples, each with an image of noise that becomes about so many visual tokens."""
+    import numpy as np
+    from PIL import Image
+
+    folder.mkdir()
+    side = 16 * round(tokens**0.5)
+    random = np.random.default_rng(0)
+    with (folder / "data.jsonl").open("w") as file:
+        for i in range(count):
+            Image.fromarray(random.integers(0, 256, (side, side, 3), np.uint8)).save(folder / f"{i}.png")
+            row = {"id": str(i), "image": f"{i}.png", "question": "What is at the top left?", "answer": "a red square"}
+            file.write(json.dumps(row) + "\n")
+    return folder / "data.jsonl"
+
+
 def timed(*arguments: object) -> dict[str, float]:
     """Run a verb: seconds, and seconds of processor time of the process and its children."""
     command = [sys.executable, "-m", "vlmcompress", *map(str, arguments)]
@@ -65,12 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256, help="visual tokens of a sample")
     args = parser.parse_args()
-    data = ("--calib", DEMO / "data" / "qwen" / "calibration.parquet", "--samples", args.samples)
     with tempfile.TemporaryDirectory() as place:
         model, stats = Path(place) / "model", Path(place) / "stats"
         build(model, args.layers)
-        found = {"layers": args.layers, "samples": args.samples}
+        data = ("--calib", images(Path(place) / "images", args.samples, args.tokens), "--samples", args.samples)
+        found: dict = {"layers": args.layers, "samples": args.samples, "visual_tokens": args.tokens}
         needs = "absmax,absmean,gram,gradient"
         found["calibrate"] = timed("calibrate", model, "-o", stats, "--needs", needs, *data)
         found["sweep"] = timed("sweep", stats, model, "--json")

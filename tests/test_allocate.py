@@ -137,6 +137,17 @@ def test_without_statistics_they_are_collected_first(world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
+    """A balance by gradients needs them for its own sake, too; those of the statistics serve it."""
+    from vlmcompress.calibration import sensitivity
+
+    calls, real = [], sensitivity.gradients
+    monkeypatch.setattr(sensitivity, "gradients", lambda *args: calls.append(1) or real(*args))
+    given = {"options": {"group_size": 32, "balance": "auto"}}
+    done = pipeline.quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **given))
+    assert done.manifest["allocation"]["unit"] == "nats" and calls == [1]
+
+
 def test_a_data_free_scheme_has_widths_from_data(world, tmp_path):
     done = pipeline.quantize(recipe(world, tmp_path / "out", {"budget": 4.0}, "rtn", stats=False))
     assert len({one["width"] for one in done.manifest["allocation"]["groups"]}) > 1

@@ -21,6 +21,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.plan import Plan
 from vlmcompress.predict import ROWS, Predictor
+from vlmcompress.resume import BlockFiles
 from vlmcompress.solve import Method
 
 if TYPE_CHECKING:
@@ -41,6 +42,16 @@ def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
     statistics = work.statistics or _collected(work, resume, progress)
     others, facts = decide(work, statistics, reader(work.recipe.model), progress)
     return replace(plan.build(work.recipe, others), room=work.room, allocation=facts)
+
+
+def hand_over(out: Path, store: BlockFiles) -> None:
+    """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
+    from vlmcompress import statistics
+
+    folder = _folder(out)
+    known = statistics.read(folder).facts.get("gradients") if (folder / statistics.NAME).is_file() else None
+    if known and store.noted("gradients") is None:
+        store.note("gradients", known)
 
 
 def clean(out: Path) -> None:

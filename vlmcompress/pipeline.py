@@ -65,6 +65,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
         store = LayerStore(folder, fingerprint(recipe, source, {"origin": origin, "bits": work.allocation}), resume)
+        allocate.hand_over(out, store)
         if work.statistics:
             solve_blocks(vlm.model, work.blocks, work.method, store, work.statistics, **more)
         else:
