@@ -49,6 +49,7 @@ RESULTS = ROOT / "eval" / "methods.json"
 MODELS = ("demo-llava", "demo-qwen")
 VARIANTS = ("plain", "all", "vision")
 GROUPS = 128
+BALANCES = ("ratio", "mbq", "auto")
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,28 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
     label = f"W{bits}" + ("" if group == GROUPS else " channel")
     given = {"bits": bits, "group_size": group, "symmetric": False}
 
-    def ours(method: str, scheme: str, seeds: bool = True, **more: Any) -> Setting:
-        return Setting(method, label, {"scheme": scheme, "options": given | more}, seeds=seeds)
+    def ours(method: str, scheme: str, **more: Any) -> Setting:
+        return Setting(method, label, {"scheme": scheme, "options": given | more}, seeds=scheme != "rtn")
 
-    yield ours("rtn", "rtn", seeds=False)
-    if group == GROUPS:
-        yield Setting("stock awq", label, stock="awq")
-        yield Setting("stock gptq", label, stock="gptq")
-        yield ours("awq", "awq")
-        yield ours("awq ratio", "awq", balance="ratio")
+    yield ours("rtn", "rtn")
     yield ours("gptq", "gptq")
-    yield ours("gptq ratio", "gptq", balance="ratio")
+    for balance in BALANCES:
+        yield ours(f"gptq {balance}", "gptq", balance=balance)
+    if group == GROUPS:
+        yield ours("awq", "awq")
+        yield ours("awq auto", "awq", balance="auto")
+        yield ours("mbq", "mbq", objective="gram")
+        yield ours("mbq mae", "mbq", objective="mae")
+        yield Setting("stock gptq", label, stock="gptq")
+        yield Setting("stock awq", label, stock="awq")
+
+
+def allocations() -> Iterator[Setting]:
+    """GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
+    given = {"scheme": "gptq", "options": {"group_size": GROUPS, "symmetric": False, "balance": "auto"}}
+    for rule in ("error", "luq", "luq_reverse", "qvlm"):
+        yield Setting(f"bits by {rule}", "3.25", given | {"bits": {"budget": 3.25, "among": [2, 3, 4, 8], "by": rule}})
+    yield Setting("bits by error", "3.15", given | {"bits": {"budget": 3.149, "among": [2, 3, 4, 8], "by": "error"}})
 
 
 def settings() -> list[Setting]:
@@ -92,8 +104,9 @@ def settings() -> list[Setting]:
     found = [Setting("bf16", "16", seeds=False)]
     for bits in (4, 3, 2):
         found += weight_settings(bits, GROUPS)
+    found += allocations()
     found += weight_settings(4, -1)
-    for balance in ("off", "ratio"):
+    for balance in ("off", "ratio", "auto"):
         name = "int8" if balance == "off" else f"int8 {balance}"
         found.append(Setting(name, "W8A8", {"scheme": "int8", "options": {"balance": balance}}))
     return found
@@ -150,10 +163,10 @@ class Bench:
     def _ours(self, setting: Setting, seed: int) -> tuple[VLM, dict[str, Any]]:
         out = self.args.work / "checkpoint"
         given = self._given(out, seed) | setting.recipe
-        if setting.seeds and not setting.recipe.get("calibrate"):
-            given["calibrate"] = {"stats": str(self.statistics(seed))}
-        elif not setting.seeds:
+        if not setting.seeds:
             given.pop("calibrate")
+        elif setting.recipe["options"].get("objective", "gram") == "gram":  # the others run the model themselves
+            given["calibrate"] = {"stats": str(self.statistics(seed))}
         start = time.process_time()
         manifest = pipeline.quantize(resolve(given).recipe, overwrite=True).manifest
         facts = {"seconds": round(time.process_time() - start, 2), "bytes": manifest["size"]["weights_after"]}

@@ -3,8 +3,9 @@
 A difference between two methods is paired: by question (and, where both were calibrated on data, by calibration seed). Its
 standard error has two parts, added in squares: that of the mean over questions, with questions about the same images as
 clusters, and that of the mean over seeds. `z` is the difference in standard errors; beyond 1.96 it counts as a verdict, and of
-forty comparisons of equal methods one will be beyond it on each side. Accuracy against BF16 has the interval of
-`vlmcompress eval` (`vlmcompress.evaluation.compare`), of the score averaged over seeds.
+forty comparisons of equal methods one will be beyond it on each side. The mean divergence (`path`) is ruled by the few questions
+of which the original itself is unsure; `typical` compares its logarithm, question by question. Accuracy against BF16 has the
+interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`), of the score averaged over seeds.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from vlmcompress.calibration import Sample
 from vlmcompress.evaluation.compare import compare
 
 BEYOND = 1.96
-COMPARED = ("exact", "kl", "path", "nll")
-BALANCES = ("ratio", "auto", "mbq")
-PAIRS = (("gptq", "rtn"), ("awq", "rtn"), ("gptq", "stock gptq"), ("awq", "stock awq"))
+COMPARED = ("exact", "path", "typical", "logit")
+BALANCES = ("ratio", "mbq", "auto")
+PAIRS = {  # what a method is compared with: methods at the same number of bits, or method and bits
+    "gptq": ["rtn", "stock gptq"],
+    "awq": ["rtn", "stock awq"],
+    "mbq": ["awq", "mbq mae"],
+    "bits by error 3.15": [("gptq auto", "W3")],
+    "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by luq_reverse", "bits by qvlm"],
+    "bits by luq 3.25": ["bits by luq_reverse"],
+}
+SMALLEST = 1e-7  # nats, added to divergences before their logarithm
 Key = tuple[str, str, str, str]  # model, variant, method, bits
 
 
@@ -65,6 +74,7 @@ def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     own = sorted(own, key=lambda row: row["seed"])
     loaded = [torch.load(work / "measures" / f"{row['key']}.pt") for row in own]
     stacked: dict[str, Any] = {name: torch.stack([one[name] for one in loaded]).double() for name in loaded[0]}
+    stacked["typical"] = (stacked["path"] + SMALLEST).log()
     return stacked | {"seeds": [row["seed"] for row in own]}
 
 
@@ -106,6 +116,7 @@ def _figures(
     row["families"] = {
         name: float(exact[torch.tensor([one == name for one in families])].mean()) for name in sorted(set(families))
     }
+    row["typical"] = float(found["typical"].mean().exp())
     original = measures.get((model, variant, "bf16", "16"))
     if original is not None and method != "bf16":
         against = compare(original["exact"][0].tolist(), exact.tolist(), clusters)
@@ -118,10 +129,11 @@ def _pairs(measures: Mapping[Key, Any]) -> Iterator[tuple[Key, Key]]:
     for one in measures:
         model, variant, method, bits = one
         base, _, last = method.rpartition(" ")
-        others = [base] if last in BALANCES else [name for first, name in PAIRS if first == method]
+        others = [base] if base and last in BALANCES else PAIRS.get(method, PAIRS.get(f"{method} {bits}", []))
         for other in others:
-            if (model, variant, other, bits) in measures:
-                yield one, (model, variant, other, bits)
+            key = (model, variant, other, bits) if isinstance(other, str) else (model, variant, *other)
+            if key in measures:
+                yield one, key
 
 
 def _comparison(one: Key, other: Key, measures: Mapping[Key, Any], clusters: Tensor) -> dict[str, Any]:
@@ -151,7 +163,7 @@ def difference(d: Tensor, clusters: Tensor) -> dict[str, float]:
 
 def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts, by bits: methods with a significant loss to BF16; balanced ones better or worse than unbalanced ones."""
-    found: dict[str, Any] = {"loses_to_bf16": {}, "balance": {}}
+    found: dict[str, Any] = {"loses_to_bf16": {}, "compared": {}}
     for row in figures:
         if "accuracy" in row:
             count = found["loses_to_bf16"].setdefault(f"{row['method']} {row['bits']}", {"yes": 0, "of": 0})
@@ -160,8 +172,8 @@ def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping
     for row in comparisons:
         of = "plain" if row["variant"] == "plain" else "planted"
         what = f"{row['method']} {row['bits']} than {row['than']} {row.get('than_bits', '')}, {of}".replace(" ,", ",")
-        for name, sign in (("exact", 1), ("path", -1)):
-            count = found["balance"].setdefault(what, {}).setdefault(name, {"better": 0, "worse": 0, "of": 0})
+        for name, sign in (("exact", 1), ("path", -1), ("typical", -1), ("logit", -1)):
+            count = found["compared"].setdefault(what, {}).setdefault(name, {"better": 0, "worse": 0, "of": 0})
             z = sign * row[name]["z"]
             count["better"] += z > BEYOND
             count["worse"] += z < -BEYOND
