@@ -98,7 +98,7 @@ def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
         positions = seen.get("position_ids")
         positions = torch.arange(len(ids)) if positions is None else positions[..., 0, :]
         shared = int(visual[-1]) + 1 if len(visual) else 0
-        questions.append(Question(seen["inputs_embeds"][0].clone(), positions, answers - 1, ids[answers], shared))
+        questions.append(Question(seen["inputs_embeds"][0].clone(), positions, answers, ids[answers + 1], shared))
     hook.remove()
     for tower in towers:
         del tower.forward

@@ -11,7 +11,12 @@ and maxima. It is one of
   `{text: 0, vision: rho, answer: 1}` with `rho`, block by block, from the ratio of the modalities' mean loss gradients.
 * `auto`: each token weighs its modality's mean squared gradient `f_m`, so `p_m ~ n_m f_m`. To second order, and with the
   diagonal Fisher matrix for the Hessian, an output error `D` costs `1/2 sum_t sum_c (dL/dY_tc)^2 D_tc^2`; `auto` keeps of the
-  gradients what depends on the modality. Unlike MBQ's it counts the prompt, whose last token predicts the answer's first.
+  gradients what depends on the modality. Unlike MBQ's it counts the prompt.
+
+An answer's tokens are those that predict it, from the prompt's last on (`calibration.encode`). The authors of MBQ count the
+tokens that are predicted instead. With captions of a hundred words that is nearly the same; with answers of a word or two it
+leaves out the very token that the answer is read from, and puts the one that ends it in its place, of which nothing is read:
+GPTQ's logit error was then 1.4 to 2 times that of `off`, and with the mask as it is here it is below it.
 
 `mbq` and `auto` need a backward pass over the calibration samples: their `Sensitivity`.
 """

@@ -59,7 +59,7 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
     for batch in batches:
         kept: dict[str, torch.Tensor] = {}
         hooks = [model.get_submodule(name).register_forward_hook(keeper(kept, name)) for name in names]
-        labels = batch["input_ids"].masked_fill(batch["modality"] != 3, -100)
+        labels = batch["input_ids"].masked_fill((batch["modality"] != 3).roll(1), -100)
         with torch.enable_grad():
             model(**{key: value for key, value in batch.items() if key != "modality"}, labels=labels).loss.backward()
         for hook in hooks:

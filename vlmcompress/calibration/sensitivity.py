@@ -54,7 +54,7 @@ def gradients(
     Raises:
         UserError: no sample has an answer, or a gradient is not finite.
     """
-    answered = [batch for batch in batches if (batch["modality"][:, 1:] == ANSWER).any()]
+    answered = [batch for batch in batches if (batch["modality"][:, :-1] == ANSWER).any()]
     if not answered:
         raise UserError(NO_ANSWER)
     blocks: list[list[str]] = [[] for _ in models.decoder_layers(vlm.model, vlm.spec)]
@@ -109,9 +109,9 @@ def kept_sensitivities(
 
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy of the answer tokens of one sample in nats, mean over them; each is predicted by the token before it."""
+    """Cross entropy in nats of the tokens that one sample's answer tokens predict, the next ones; mean over them."""
     inputs = {key: value for key, value in batch.items() if key != "modality"}
-    target = (batch["modality"][0, 1:] == ANSWER).nonzero().squeeze(1)  # positions whose next token is the answer's
+    target = (batch["modality"][0, :-1] == ANSWER).nonzero().squeeze(1)
     logits = model(**inputs, use_cache=False, logits_to_keep=target).logits[0]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(wide, batch["input_ids"][0, target + 1])
