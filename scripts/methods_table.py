@@ -3,9 +3,9 @@
 A difference between two methods is paired: by question (and, where both were calibrated on data, by calibration seed). Its
 standard error has two parts, added in squares: that of the mean over questions, with questions about the same images as
 clusters, and that of the mean over seeds. `z` is the difference in standard errors; beyond 1.96 it counts as a verdict, and of
-forty comparisons of equal methods one will be beyond it on each side. The mean divergence (`path`) is ruled by the few questions
-of which the original itself is unsure; `typical` compares its logarithm, question by question. Accuracy against BF16 has the
-interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`), of the score averaged over seeds.
+forty comparisons of equal methods one will be beyond it on each side. The mean divergence (`path`) is ruled by the few
+questions of which the original itself is unsure; `typical` compares its logarithm, question by question. Accuracy against BF16
+has the interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`), of the score averaged over seeds.
 """
 
 from __future__ import annotations
