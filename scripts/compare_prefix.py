@@ -33,7 +33,7 @@ SCHEMES: dict[str, tuple[str, dict]] = {
 
 
 def outputs(vlm, batches: list[dict]) -> list[dict]:
-    """For each sample the decoder's output `[tokens, hidden]` and, where an answer token is next, log-probabilities."""
+    """For each sample the decoder's output `[tokens, hidden]` and, where an answer token is next (modality 3), log-probabilities."""
     import torch
 
     found = []
@@ -42,7 +42,7 @@ def outputs(vlm, batches: list[dict]) -> list[dict]:
         modality = batch["modality"][0]
         with torch.no_grad():
             hidden = vlm.model.model(**inputs).last_hidden_state[0]
-            before_answer = (modality[1:] == 3).nonzero().squeeze(1)
+            before_answer = (modality == 3).nonzero().squeeze(1)
             logits = vlm.model.lm_head(hidden[before_answer]).float()
         found.append({"hidden": hidden.float(), "modality": modality, "log_p": logits.log_softmax(-1)})
     return found
