@@ -33,7 +33,7 @@ SCHEMES: dict[str, tuple[str, dict]] = {
 
 
 def outputs(vlm, batches: list[dict]) -> list[dict]:
-    """For each sample the decoder's output `[tokens, hidden]` and, where an answer token is next (modality 3), log-probabilities."""
+    """For each sample the decoder's output `[tokens, hidden]` and, where an answer token is next, log-probabilities."""
     import torch
 
     found = []

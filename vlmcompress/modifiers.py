@@ -11,9 +11,9 @@
         use_loss_mask=True,
     )
 
-Both need to know what each token is: a `loss_mask [1, tokens]` in every sample with 0 ignored, 1 text, 2 vision and 3
-where the answer is written (the token before each of its own), one sample a batch. `dataloader` makes such samples. Weights that come of gradients are measured when the recipe
-is initialized, with one backward pass per sample (`calibration.sensitivity`).
+Both need to know what each token is: a `loss_mask [1, tokens]` in every sample with 0 ignored, 1 text, 2 vision and 3 where
+the answer is written (the token before each of its own), one sample a batch. `dataloader` makes such samples. Weights that
+come of gradients are measured when the recipe is initialized, with one backward pass per sample (`calibration.sensitivity`).
 """
 
 from __future__ import annotations
