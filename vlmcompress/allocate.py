@@ -107,7 +107,7 @@ def predicted(
             predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
             found[layer, group.name] = {
                 name: scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
-                for name, method in work.room.widths.items()
+                for name, method in sorted(work.room.widths.items(), key=_balance)  # as predictors want it
                 if name in work.room.sizes[layer, group.name]
             }
         progress("predicting", layer + 1, len(work.blocks))
@@ -175,6 +175,10 @@ def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[s
             for key in sorted(picked)
         ],
     }
+
+
+def _balance(width: tuple[str, Method]) -> str:
+    return str(getattr(width[1].options, "balance", ""))
 
 
 def _folder(out: Path) -> Path:

@@ -44,7 +44,9 @@ Squares = Mapping[str, float]
 
 
 class Predictor:
-    """Predicts the errors of one group under any method. Keeps what methods share: matrices and their factors.
+    """Predicts the errors of one group under any method.
+
+    Methods share matrices and their factors, of which those of one balance are kept: ask for a balance's methods in a row.
 
     Args:
         weights: `[out_i, in]` of each layer of the group, any float dtype; only rows of them are kept.
@@ -68,6 +70,8 @@ class Predictor:
         self.stats, self.scale_dtype = stats, scale_dtype
         self.rows = [evenly(weight, rows * len(weight) / sum(map(len, weights))) for weight in weights]
         self.shares = [len(weight) / len(rows) for weight, rows in zip(weights, self.rows, strict=True)]
+        self._balance: Any = None  # the one asked for last, with the statistics of it and what is prepared from these
+        self._balanced = stats
         self._prepared: dict[Any, Any] = {}
         if squares is None:
             gram = stats.balanced(balance).gram()
@@ -94,7 +98,7 @@ class Predictor:
         scheme = module.scheme(options)
         if scheme is None:
             return 0.0
-        rows, stats, scale = self.rows, self.stats, None
+        rows, stats, scale = self.rows, self._of(module, options), None
         if smooths:
             scale = quantizers.smooth(module, list(rows), stats, options, self.scale_dtype)
         if scale is not None:
@@ -108,6 +112,15 @@ class Predictor:
             dw = dw if scale is None else dw / scale
             found += factor * (quadratic(dw, gram).sum().item() + float(noise))
         return found
+
+    def _of(self, module: Any, options: Any) -> GroupStats:
+        """The statistics with the Gram matrix that a method reads, if it does."""
+        if "gram" not in module.NEEDS:
+            return self.stats
+        if (balance := getattr(options, "balance", "off")) != self._balance:
+            self._balanced, self._prepared = self.stats, {}  # lets go of the last
+            self._balance, self._balanced = balance, self.stats.balanced(balance).merged()
+        return self._balanced
 
 
 def evenly(weight: Tensor, count: float) -> Tensor:

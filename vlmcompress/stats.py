@@ -58,6 +58,7 @@ class GroupStats:
         self._drawn: dict[str, Reservoir] = {}  # and while they are not
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
+        self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
         self.sensitivity: Sensitivity | None = None  # of the group's output; set by whoever knows it, not stored
 
     @torch.no_grad()
@@ -93,17 +94,20 @@ class GroupStats:
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
         """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or that of the balance."""
-        if weights is None and self._shares is not None:
-            tokens = sum(self.count.values())
-            weights = {name: share * tokens / self.count[name] for name, share in self._shares.items()}
-        chosen = _weights(self._seen(self._gram, "gram"), weights)
-        (first, weight), *others = chosen.items()
-        total = self._gram[first] * weight
-        for name, weight in others:
-            total.add_(self._gram[name], alpha=weight)
-        if self._scale is not None:
-            total.div_(self._scale).div_(self._scale[:, None])
-        return _mirror(total)
+        total = self._merged if weights is None else None
+        if total is None:
+            if weights is None and self._shares is not None:
+                weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
+            (first, weight), *others = _weights(self._seen(self._gram, "gram"), weights).items()
+            total = self._gram[first] * weight
+            for name, weight in others:
+                total.add_(self._gram[name], alpha=weight)
+            _mirror(total)
+        return total if self._scale is None else (total / self._scale).div_(self._scale[:, None])
+
+    def merged(self) -> GroupStats:
+        """The same (not `rescaled` yet) with the sum in `gram` made for good; nobody may write to what it gives out then."""
+        return self._with(_merged=self.gram())
 
     @property
     def tokens(self) -> int:
@@ -145,18 +149,14 @@ class GroupStats:
         found = shares(balance, self.count, self.sensitivity)
         if found == self._shares:
             return self
-        new = copy.copy(self)
-        new._shares = found
-        return new
+        return self._with(_shares=found, _merged=None)
 
     def rescaled(self, s: Tensor) -> GroupStats:
         """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
         s = s.float()
         if not (s.isfinite().all() and (s > 0).all()):
             raise ValueError("smoothing scales must be positive and finite")
-        new = copy.copy(self)
-        new._scale = s if self._scale is None else self._scale * s
-        return new
+        return self._with(_scale=s if self._scale is None else self._scale * s)
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
@@ -185,9 +185,7 @@ class GroupStats:
             state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
         state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
-        plain = copy.copy(self)
-        plain._scale = None
-        state |= {f"rows.{name}": rows.bfloat16() for name, rows in plain.sample().items()}
+        state |= {f"rows.{name}": rows.bfloat16() for name, rows in self._with(_scale=None).sample().items()}
         for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
             state |= {f"{kind}.{name}": value for name, value in values.items()}
         return state
@@ -207,6 +205,11 @@ class GroupStats:
                 whole = _unpack(value, stats.width, int(state["block"])) if kind == "gram" else value.clone()
                 getattr(stats, f"_{kind}")[name] = whole
         return stats
+
+    def _with(self, **changes: Any) -> GroupStats:
+        new = copy.copy(self)
+        new.__dict__.update(changes)
+        return new
 
     def _divided(self, x: Tensor) -> Tensor:
         """`x [..., in]` by the scale of the input."""
@@ -250,9 +253,8 @@ def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
     gram, cut = packed.new_empty(width, width), 0
     for a, b in _blocks(width, block):
         gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
-        gram[a:b, :a] = gram[:a, a:b].T
         cut += b * (b - a)
-    return gram
+    return _mirror(gram, block)
 
 
 def _accumulate(gram: Tensor, rows: Tensor) -> None:
@@ -262,9 +264,9 @@ def _accumulate(gram: Tensor, rows: Tensor) -> None:
         gram[:b, a:b].addmm_(rows[:, :b].T, rows[:, a:b])
 
 
-def _mirror(gram: Tensor) -> Tensor:
+def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
     """Fill the lower triangle from the upper one, in place."""
-    for a, b in _blocks(gram.shape[0]):
+    for a, b in _blocks(gram.shape[0], block):
         gram[a:b, :a] = gram[:a, a:b].T
     return gram
 
@@ -295,4 +297,4 @@ def _weights(seen: Mapping[str, Tensor], weights: Mapping[str, float] | None) ->
     chosen = {name: weights.get(name, 0.0) for name in seen}
     if not any(chosen.values()):
         raise ValueError(f"every modality that occurs ({', '.join(seen)}) has weight 0")
-    return chosen
+    return {name: weight for name, weight in chosen.items() if weight}

@@ -11,9 +11,10 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from vlmcompress import allocate, plan, targets
+from vlmcompress import allocate, plan, statistics, targets
 from vlmcompress.allocation import Candidate, error
 from vlmcompress.errors import UserError
 from vlmcompress.plan import Plan
@@ -95,11 +96,8 @@ def run(
         rows: of each group that errors are predicted on.
         budgets: bits per weight; those below what is reachable are left out.
     """
-    base = plan.survey(recipe)
-    if base.problems:
-        raise UserError(base.problems[0])
-    assert base.statistics is not None
-    facts = base.statistics.facts
+    assert recipe.calibrate.stats is not None
+    facts = statistics.read(Path(recipe.calibrate.stats)).facts
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]
     asked, left_out = settings(balances), []
@@ -114,10 +112,10 @@ def run(
         else:
             table[name] = method
     work = plan.survey(recipe, table=table)
-    if work.problems or work.room is None:
+    if work.problems or work.room is None or work.statistics is None:
         raise UserError(work.problems[0])
     read = allocate.reader(recipe.model)
-    errors = allocate.predicted(work, base.statistics, read, progress, rows, balance=balances[-1])
+    errors = allocate.predicted(work, work.statistics, read, progress, rows, balance=balances[-1])
     sizes, points = work.room.sizes, []
     for name in table:
         if any(name not in own for own in sizes.values()):

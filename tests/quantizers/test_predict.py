@@ -7,6 +7,7 @@ import torch
 from quant_data import inputs, weight
 
 from vlmcompress import quantizers
+from vlmcompress.balance import Sensitivity
 from vlmcompress.numerics import ActFormat, Format, fake_quantize, find_params
 from vlmcompress.predict import Predictor, evenly, input_noise
 from vlmcompress.quantizers import REGISTRY
@@ -101,8 +102,33 @@ def test_error_feedback_is_foreseen_and_shared():
         fed = predictor.error(gptq, gptq.Options(bits=bits, group_size=32))
         assert fed < 0.7 * predictor.error(rtn, rtn.Options(bits=bits, group_size=32))
     assert len(predictor._prepared) == 1
-    predictor.error(gptq, gptq.Options(bits=4, group_size=32, balance="ratio"))
-    assert len(predictor._prepared) == 2
+
+
+@pytest.mark.parametrize("squares", [None, [SQUARES, {"text": 1.0, "vision": 0.5, "answer": 0.1}]])
+def test_what_methods_share_changes_no_prediction(squares):
+    """Oracle: each method with statistics of its own, nothing kept; in an order that goes back and forth between balances."""
+    _, stats = observed()
+    stats.sensitivity = Sensitivity(SQUARES, 0.4)
+    weights = [weight(24, WIDTH, 1), weight(16, WIDTH, 2)]
+    predictor = Predictor(weights, stats, squares, rows=20)
+    asked = [("rtn", {"bits": 3}), ("mbq", {"group_size": 32})]
+    for balance in ("off", "auto", "ratio", "off"):
+        asked += [("gptq", {"bits": bits, "group_size": 32, "balance": balance}) for bits in (2, 4)]
+        asked += [("awq", {"group_size": 32, "balance": balance}), ("int8", {"balance": balance})]
+    for name, options in asked:
+        module = REGISTRY.get(name)
+        own, rows, used = module.Options(**options), predictor.rows, stats
+        scale = quantizers.smooth(module, rows, stats, own)
+        if scale is not None:
+            rows, used = [row * scale for row in rows], stats.rescaled(scale)
+        expected, input_noises = 0.0, module.scheme(own).activations
+        errors = quantizers.sketch(module, rows, used, own, torch.bfloat16, {})
+        for row, dw, gram, factor in zip(rows, errors, predictor.grams, predictor.factors, strict=True):
+            dw = dw if scale is None else dw / scale
+            expected += factor * float(torch.einsum("oi,ij,oj->", dw.double(), gram.double(), dw.double()))
+            if input_noises:
+                expected += factor * float(input_noise(input_noises, gram, scale) @ row.square().sum(0))
+        assert predictor.error(module, own) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])

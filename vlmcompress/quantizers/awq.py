@@ -91,12 +91,10 @@ def least_error(
     weights: list[Tensor], scales: list[Tensor], gram: Tensor, fmt: Format, scale_dtype: torch.dtype
 ) -> Tensor | None:
     """The one of `scales`, each `[in]`, under which the weights `[out_i, in]` err least; None when 1 does."""
-    losses = torch.zeros(1 + len(scales), dtype=torch.float64)
-    for w in sample(weights):
-        losses[0] += _loss(w, None, gram, fmt, scale_dtype)
-        for k, s in enumerate(scales, start=1):
-            losses[k] += _loss(w, s, gram, fmt, scale_dtype)
-    best = int(losses.argmin())
+    rows = torch.cat(sample(weights))
+    tried = torch.stack([torch.ones_like(scales[0]), *scales])
+    together = tried.split(max(1, _SAMPLE // len(rows)))  # one product for several candidates of few rows
+    best = int(torch.cat([_losses(rows, some, gram, fmt, scale_dtype) for some in together]).argmin())
     return None if best == 0 else scales[best - 1]
 
 
@@ -148,10 +146,11 @@ def _rounded(w: Tensor, fmt: Format, scale_dtype: torch.dtype, ratio: float | Te
     return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt)
 
 
-def _loss(w: Tensor, s: Tensor | None, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> float:
-    """`tr(D G D^T)` for `D = Q(W s) / s - W`; `w [out, in]` float32."""
-    d = _rounded(w, fmt, scale_dtype) if s is None else _rounded(w * s, fmt, scale_dtype).div_(s)
-    return quadratic(d.sub_(w), gram).sum().item()
+def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
+    """`tr(D G D^T)` for `D = Q(W s) / s - W` of each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
+    s = scales[:, None]
+    d = _rounded((w * s).flatten(0, 1), fmt, scale_dtype).view(-1, *w.shape).div_(s).sub_(w)
+    return quadratic(d.flatten(0, 1), gram).view(len(scales), -1).sum(1, dtype=torch.float64)
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:

@@ -89,15 +89,16 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
     damp = options.damp
     for _ in range(8):
         h = stats.gram()
-        diagonal = h.diagonal()
+        diagonal = h.diagonal().clone()
         dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
         diagonal.add_(damp * diagonal.mean())
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
-        h = h[order.flip(0)]
-        h = h[:, order.flip(0)]
+        visits = order.flip(0)
+        h = h.index_select(0, visits).index_select(1, visits)  # many times faster than h[visits][:, visits]
+        h.diagonal().copy_(diagonal[visits])
         factor = _factor(h)
         if factor is not None:
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
