@@ -29,7 +29,7 @@ def test_module_keeps_to_the_protocol(name):
     assert method.STAGE in ("pixels", "encoder", "projected", "llm") and method.COUNT in ("fixed", "adaptive")
     known = {field.name for field in dataclasses.fields(Signals)}
     assert known >= method.NEEDS and known >= getattr(method, "OPTIONAL", frozenset())
-    assert method.SERVED != bool(getattr(method, "WHY_NOT", ""))
+    assert bool(getattr(method, "WHY_NOT", "")) is not method.SERVED
     assert hasattr(method, "reduce") != hasattr(method, "merge")
     assert (method.budget((1, 6, 8), options(name)) is None) == (method.COUNT == "adaptive")
     if not hasattr(method, "mask"):
@@ -57,6 +57,17 @@ def test_outputs_are_in_raster_order_and_from_the_image(name, grid):
 @pytest.mark.parametrize("name", NAMES)
 def test_same_input_same_result(name):
     assert same(run(name, signals(), options(name)), run(name, signals(), options(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_finds_nothing_random_in_it(name):
+    """In this mode torch refuses operations whose order is not fixed, and fills new memory with NaN."""
+    wanted = run(name, signals(), options(name))
+    torch.set_deterministic_debug_mode("error")
+    try:
+        assert same(run(name, signals(), options(name)), wanted)
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -70,6 +70,17 @@ def test_means_of_means_weighted_by_size_are_plain_means():
     assert merged.sizes.tolist() == [196] and merged.weight.tolist() == [1.0] * 196
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_side_by_side_is_each_by_itself(scaled):
+    """A prompt: text, an image, text, another image."""
+    parts = [Reduction.identity(3), some(20, 8, 5, scaled), Reduction.identity(2), some(9, 4, 6)]
+    x = torch.randn(34, 2, dtype=torch.float64)
+    pieces = [part.apply(piece) for part, piece in zip(parts, x.split([3, 20, 2, 9]), strict=True)]
+    whole = Reduction.concat(parts).check()
+    assert torch.allclose(whole.apply(x), torch.cat(pieces))
+    assert torch.equal(whole.apply(x)[:3], x[:3]) and whole.anchor[11:13].tolist() == [23, 24]
+
+
 def test_expand_undoes_what_dropped_nothing():
     r = Reduction.join(torch.tensor([0, 0, 2, 0, 2]))
     assert r.expand(r.apply(torch.tensor([0.0, 1, 2, 5, 4]))).tolist() == [2, 2, 3, 2, 3]

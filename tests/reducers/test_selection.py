@@ -169,6 +169,7 @@ def test_uniform_leaves_no_hole(rows, columns, count):
 def test_uniform_spreads_over_frames():
     kept = run("uniform", signals((4, 3, 3)), uniform.Options(keep=10 / 36)).anchor
     assert sorted(torch.bincount(kept // 9, minlength=4).tolist()) == [2, 2, 3, 3]
+    assert run("uniform", signals((5, 3, 3)), uniform.Options(keep=1 / 45)).anchor.tolist() == [2 * 9 + 4]  # the centre
 
 
 def test_methods_that_drop_within_the_language_model_say_that_nothing_serves_them():

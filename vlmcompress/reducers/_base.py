@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ Grid = tuple[int, int, int]
 """Frames, rows and columns of an image's tokens (after any pixel merge of the encoder)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """What becomes of the `n` tokens of one image: `m` outputs in raster order.
 
@@ -63,6 +64,20 @@ class Reduction:
         target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
         weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
         return Reduction(target, kept.nonzero().squeeze(1), weight)
+
+    @staticmethod
+    def concat(parts: Sequence[Reduction]) -> Reduction:
+        """Side by side: of a whole prompt, from those of its images and identities for the text between."""
+        rows = tokens = 0
+        target, anchor = [], []
+        for part in parts:
+            target.append(torch.where(part.target < 0, part.target, part.target + rows))
+            anchor.append(part.anchor + tokens)
+            rows, tokens = rows + len(part.anchor), tokens + len(part.target)
+        scale = None
+        if any(part.scale is not None for part in parts):
+            scale = torch.cat([part._scale() for part in parts])
+        return Reduction(torch.cat(target), torch.cat(anchor), torch.cat([part.weight for part in parts]), scale)
 
     @property
     def sizes(self) -> Tensor:
@@ -113,7 +128,7 @@ class Reduction:
         weight = self.weight * outer / inner  # multiplied first: sizes stay whole numbers, so means of means stay exact
         if self.scale is None and other.scale is None:
             return Reduction(target, self.anchor[other.anchor], weight)
-        first = torch.ones(len(self.anchor), device=target.device) if self.scale is None else self.scale
+        first = self._scale()
         scale = other._sum(other.weight * first) / other._sum(other.weight)
         scale = scale if other.scale is None else scale * other.scale
         return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
@@ -137,17 +152,21 @@ class Reduction:
             raise ValueError("not a reduction: an anchor is no source of its own output")
         return self
 
+    def _scale(self) -> Tensor:
+        return torch.ones(len(self.anchor), device=self.anchor.device) if self.scale is None else self.scale
+
     def _sum(self, values: Tensor) -> Tensor:
         return _accumulate(values, self.target, len(self.anchor))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Signals:
     """What a method may look at, of one image; tensors `[n, ...]` have a row for each token (see `merged`).
 
     grid:       `(t, h, w)`, with `t * h * w` tokens in raster order.
     features:   `[n, d]`, the tokens themselves at the method's stage.
-    keys:       `[n, dk]`, the attention's keys of the tokens before RoPE, heads concatenated; `heads` says how many.
+    keys:       `[n, dk]`, the attention's keys of the tokens, heads concatenated, `heads` says how many; before RoPE in the
+                encoder, after it in the language model, as in the methods' own code.
     saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the last
                 token (language model).
     windowed:   `[n]`, the same in a shallow layer of the encoder (VScan's local scan).

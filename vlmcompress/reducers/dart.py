@@ -67,7 +67,7 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
     """
     pivots = pivots[:count]
     rows = unit(features)
-    likeness = torch.cat([rows[pivots], unit(query.to(features))]) @ rows.T  # [p + q, n] cosines
+    likeness = torch.cat([rows[pivots], unit(query.to(features.device))]) @ rows.T  # [p + q, n] cosines
     free = torch.ones(len(features), dtype=torch.bool, device=features.device)
     free[pivots] = False
     picks, turns = count - len(pivots), len(likeness)

@@ -50,9 +50,9 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     assert signals.features is not None and signals.query is not None
     scores = torch.zeros(signals.n, device=signals.features.device)
     if len(signals.query):
-        scores = (unit(signals.features) @ unit(signals.query.to(signals.features)).T).amax(1)
+        scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
     if signals.saliency is not None:
-        scores = scores + options.lexical * signals.saliency.float()
+        scores = scores + options.lexical * signals.saliency.to(scores)
     return Reduction.keep(top(scores, budget(signals.grid, options)), signals.n)
 
 

@@ -1,7 +1,7 @@
 """Variable level of detail: regions that matter for the question keep every token, the background one mean each. Ours.
 
-The image is cut into regions of 4 x 4 tokens, each shown at one of four levels: background, 1 token; low, 4 means of 2
-x 2; medium, 8 means of two neighbours; high, all 16 tokens. All start as background, and the budget goes step by step
+The image is cut into regions of 4 x 4 tokens, each shown at one of four levels: background, 1 token; low, 4 means of
+2 x 2; medium, 8 means of two neighbours; high, all 16 tokens. All start as background, and the budget goes step by step
 to whichever region's next level is worth most for each token that it costs, worth being exp(sharpness * relevance).
 Relevance of a token is its best cosine to a token of the question, of a region that of its most relevant token,
 stretched to 0...1 over the image. What is left for the last step shows only its region's first rows at the new level,
@@ -26,7 +26,6 @@ NEEDS = frozenset({"features", "query"})
 COUNT = "fixed"
 SERVED = True
 
-_SIDE = 4  # of a region
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
 
 
@@ -62,25 +61,30 @@ def reduce(signals: Signals, options: Options) -> Reduction:
         shown[order[:left]] = True
         return _joined(torch.where(shown[regions], regions, -1), signals)
     left -= len(order)
-    label, steps = regions.clone(), []
-    inside = [(regions == region).nonzero().squeeze(1) for region in range(len(worth))]
-    for region, tokens in enumerate(inside):
-        value = math.inf
-        for level in range(1, len(_CELLS)):
-            new = _split(cells[level - 1][tokens], cells[level][tokens])
-            if new:
-                value = min(
-                    value, worth[region] / len(new)
-                )  # in a cut-off region a finer level can be the cheaper step
-                steps.append((value, level, region, new))
-    for _, level, region, new in sorted(steps, key=lambda step: (-step[0], *step[1:3])):
-        tokens = inside[region]
-        chosen = torch.isin(cells[level][tokens], torch.tensor(new[:left], dtype=torch.int64))
-        label[tokens[chosen]] = len(label) * level + cells[level][tokens[chosen]]  # no two levels share a label
+    label = regions.clone()
+    for region, level, new in _steps(cells, worth):
+        apart = (regions == region) & torch.isin(cells[level], torch.tensor(new[:left]))
+        label[apart] = len(label) * level + cells[level][apart]  # no two levels share a label
         left -= len(new[:left])
         if left == 0:
             break
     return _joined(label, signals)
+
+
+def _steps(cells: list[Tensor], worth: list[float]) -> list[tuple[int, int, list[int]]]:
+    """Region, level and cells set apart (one token more each), in the order in which the budget should pay for them."""
+    steps = []
+    for region, value in enumerate(worth):
+        tokens, price = (cells[0] == region).nonzero().squeeze(1), math.inf
+        for level in range(1, len(_CELLS)):
+            new = _split(cells[level - 1][tokens], cells[level][tokens])
+            if new:
+                price = min(
+                    price, value / len(new)
+                )  # in a cut-off region a finer level may cost less: not before its turn
+                steps.append((price, level, region, new))
+    steps.sort(key=lambda step: (-step[0], *step[1:3]))
+    return [(region, level, new) for _, level, region, new in steps]
 
 
 def _worth(signals: Signals, regions: Tensor, sharpness: float) -> list[float]:
@@ -88,7 +92,7 @@ def _worth(signals: Signals, regions: Tensor, sharpness: float) -> list[float]:
     assert signals.features is not None and signals.query is not None
     if len(signals.query) == 0:
         return [1.0] * (int(regions.max()) + 1)
-    match = (unit(signals.features) @ unit(signals.query.to(signals.features)).T).amax(1).cpu()
+    match = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1).cpu()
     best = torch.full((int(regions.max()) + 1,), -torch.inf).scatter_reduce(0, regions, match, "amax")
     low, high = best.min().item(), best.max().item()
     return [math.exp(sharpness * (value - low) / (high - low)) if high > low else 1.0 for value in best.tolist()]
@@ -110,9 +114,9 @@ def _split(coarse: Tensor, fine: Tensor) -> list[int]:
 
 def _joined(label: Tensor, signals: Signals) -> Reduction:
     """Merge tokens of one label into the middle one; -1 drops."""
-    parent = torch.full_like(label, -1)
-    for value in label.unique().tolist():
-        if value >= 0:
-            tokens = (label == value).nonzero().squeeze(1)
-            parent[tokens] = tokens[len(tokens) // 2]
-    return Reduction.join(parent.to(signals.device))
+    ordered = label.sort(stable=True)
+    counts = ordered.values.unique_consecutive(return_counts=True)[1]
+    middle = ordered.indices[counts.cumsum(0) - counts + counts // 2]
+    parent = torch.empty_like(label)
+    parent[ordered.indices] = middle.repeat_interleave(counts)
+    return Reduction.join(parent.where(label >= 0, -1).to(signals.device))
