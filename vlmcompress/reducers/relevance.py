@@ -79,9 +79,8 @@ def _steps(cells: list[Tensor], worth: list[float]) -> list[tuple[int, int, list
         for level in range(1, len(_CELLS)):
             new = _split(cells[level - 1][tokens], cells[level][tokens])
             if new:
-                price = min(
-                    price, value / len(new)
-                )  # in a cut-off region a finer level may cost less: not before its turn
+                # In a region cut off by the edge a finer level may cost less; it still waits for its turn.
+                price = min(price, value / len(new))
                 steps.append((price, level, region, new))
     steps.sort(key=lambda step: (-step[0], *step[1:3]))
     return [(region, level, new) for _, level, region, new in steps]
