@@ -4,6 +4,7 @@ Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests
 """
 
 from vlmcompress.models._ignore import ignore_patterns
+from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import REGISTRY, VLM, all_specs, load, quiet, refuse_quantized, skeleton, spec_for
 from vlmcompress.models._names import disk_module, disk_names, linear_names, memory_names, tied_names
 from vlmcompress.models._read import read_config, shards, tensor_headers
@@ -14,8 +15,10 @@ __all__ = [
     "REGISTRY",
     "VLM",
     "Group",
+    "Layout",
     "LinearGroup",
     "ModelSpec",
+    "Piece",
     "all_specs",
     "decoder_layers",
     "disk_module",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vlmcompress.models._layout import Cut
+
 SmoothKind = Literal["norm", "linear"]
 
 
@@ -58,6 +60,7 @@ class ModelSpec:
         vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM cannot run
             the tower quantized.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
+        layout: which part of an image of some size each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
@@ -74,6 +77,7 @@ class ModelSpec:
     vision_layers: str
     vision_groups: tuple[LinearGroup, ...]
     image_token: str
+    layout: Cut
     lm_head: str = "lm_head"
     positions: Literal["1d", "mrope"] = "1d"
     norm_offset: float = 0.0

@@ -1,0 +1,85 @@
+"""Layouts against the real processors' placeholders, and against what a change of pixels changes in the features."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from tests.models.inputs import QUESTION
+from vlmcompress.models import VLM
+
+SIZES = [(80, 60), (60, 80), (56, 56), (57, 55), (200, 40), (31, 190), (300, 300), (113, 112), (1, 40), (151, 97)]
+# Settings of released models; image sizes there, and how many visual tokens those models are known to give them.
+REAL = {
+    "llava": ({"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}, {(640, 480): 576}),
+    "qwen2-vl": ({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}, {(1024, 768): 999, (28, 28): 4}),
+    "qwen2-5-vl": ({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}, {(644, 392): 322}),
+    "qwen3-vl": ({"size": {"shortest_edge": 65536, "longest_edge": 16777216}}, {(1024, 768): 768}),
+    "idefics3": ({"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}, {(1024, 768): 4 * 13}),
+    "internvl": ({"size": {"height": 448, "width": 448}, "max_patches": 12}, {(1024, 768): 4 * 13}),
+}
+
+
+def prompt(vlm: VLM, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Model inputs of a prompt with these images."""
+    content = [{"type": "image"}] * len(images) + [{"type": "text", "text": QUESTION}]
+    text = vlm.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return dict(vlm.processor(text=[text], images=[images], return_tensors="pt"))
+
+
+def placeholders(vlm: VLM, sizes: list[tuple[int, int]]) -> int:
+    inputs = prompt(vlm, [Image.new("RGB", size, "gray") for size in sizes])
+    return int((inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)).sum())
+
+
+@pytest.fixture
+def vlm(loaded, family) -> VLM:
+    return loaded(family)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_count(vlm, size):
+    assert vlm.spec.layout(vlm.processor, *size, 1).tokens == placeholders(vlm, [size])
+
+
+def test_count_of_sizes_drawn_at_random(vlm):
+    draw = random.Random(vlm.spec.family)
+    for _ in range(25):
+        size = (draw.randint(20, 400), draw.randint(20, 400))
+        assert vlm.spec.layout(vlm.processor, *size, 1).tokens == placeholders(vlm, [size]), size
+
+
+def test_count_of_several_images(vlm):
+    found = [vlm.spec.layout(vlm.processor, *size, len(SIZES[:3])) for size in SIZES[:3]]
+    assert sum(layout.tokens for layout in found) == placeholders(vlm, SIZES[:3])
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_settings_of_released_models(loaded, name):
+    vlm = copy.copy(loaded(name))
+    processor = copy.deepcopy(vlm.processor)
+    settings, counts = REAL[name]
+    processor.image_processor = type(processor.image_processor)(**{**vlm.processor.image_processor.to_dict(), **settings})
+    for size, count in counts.items():
+        assert vlm.spec.layout(processor, *size, 1).tokens == count
+        assert placeholders(VLM(vlm.model, processor, vlm.spec, vlm.path), [size]) == count
+
+
+def test_parts_belong_together(vlm):
+    for size in SIZES:
+        layout = vlm.spec.layout(vlm.processor, *size, 1)
+        cells = layout.cells()
+        assert len(cells) == layout.tokens
+        tokens = [token for _, index in layout.rasters() for token in index]
+        assert tokens == [token for token, cell in enumerate(cells) if cell is not None]
+        for (pieces, rows, columns), index in layout.rasters():
+            assert len(index) == pieces * rows * columns
+            boxes = [cells[token] for token in index]
+            for first in range(0, len(boxes), columns):  # a row of one piece: same height, left to right, no gaps
+                row = boxes[first : first + columns]
+                assert {box[1] for box in row} == {row[0][1]}
+                assert all(a[2] == pytest.approx(b[0]) for a, b in zip(row[:-1], row[1:], strict=True))
