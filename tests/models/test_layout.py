@@ -63,7 +63,9 @@ def test_settings_of_released_models(loaded, name):
     vlm = copy.copy(loaded(name))
     processor = copy.deepcopy(vlm.processor)
     settings, counts = REAL[name]
-    processor.image_processor = type(processor.image_processor)(**{**vlm.processor.image_processor.to_dict(), **settings})
+    processor.image_processor = type(processor.image_processor)(
+        **{**vlm.processor.image_processor.to_dict(), **settings}
+    )
     for size, count in counts.items():
         assert vlm.spec.layout(processor, *size, 1).tokens == count
         assert placeholders(VLM(vlm.model, processor, vlm.spec, vlm.path), [size]) == count
