@@ -31,7 +31,7 @@ RECIPE_KEYS = {
 }
 
 STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
-LISTED = ("schemes", "targets", "families", "recipes", "formats", "suites", "gates")
+LISTED = ("schemes", "targets", "families", "recipes", "formats", "reducers", "suites", "gates")
 
 
 class Parser(argparse.ArgumentParser):

@@ -166,6 +166,15 @@ def listing(args: argparse.Namespace) -> Outcome:
         lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in recipe.bundled().items()}
         return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
+    def reducers() -> list[dict[str, Any]]:
+        registry = Registry("vlmcompress.reducers", "reducer")
+        keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
+        return [
+            {"name": name, "about": registry.summary(name)}
+            | {key: registry.constant(name, constant) for key, constant in keys.items()}
+            for name in registry.names()
+        ]
+
     def gates() -> list[dict[str, Any]]:
         from vlmcompress.evaluation import gate
 
@@ -182,6 +191,7 @@ def listing(args: argparse.Namespace) -> Outcome:
         "families": lambda: registered(Registry("vlmcompress.models", "model family")),
         "recipes": recipes,
         "formats": lambda: registered(recipe.FORMATS),
+        "reducers": reducers,
         "suites": suites,
         "gates": gates,
     }

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
+from torch import nn
 
 from tests.models.inputs import QUESTION
 from vlmcompress.models import VLM
@@ -29,6 +30,36 @@ def prompt(vlm: VLM, images: list[Image.Image]) -> dict[str, torch.Tensor]:
     content = [{"type": "image"}] * len(images) + [{"type": "text", "text": QUESTION}]
     text = vlm.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     return dict(vlm.processor(text=[text], images=[images], return_tensors="pt"))
+
+
+def alone(vlm: VLM) -> VLM:
+    """A copy whose encoder does not attend, so that each token depends on what it shows and nothing else."""
+    model = copy.deepcopy(vlm.model).float()
+    for name, module in model.get_submodule(vlm.spec.vision[0]).named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(
+            ("attn.proj", "attn.out_proj", "attention.projection_layer")
+        ):
+            module.weight.zero_()
+            if module.bias is not None:
+                module.bias.zero_()
+    for name in vlm.spec.projector:
+        for parameter in model.get_submodule(name).parameters():
+            if not parameter.any():  # Gemma's projection starts as zeros
+                parameter.normal_()
+    return VLM(model, vlm.processor, vlm.spec, vlm.path)
+
+
+def features(vlm: VLM, image: Image.Image) -> torch.Tensor:
+    """`[tokens, d]`: the visual rows that the language model gets."""
+    inputs, rows = prompt(vlm, [image]), []
+    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+    hook = text.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["inputs_embeds"][0]), with_kwargs=True
+    )
+    with torch.no_grad():
+        vlm.model(**inputs)
+    hook.remove()
+    return rows[0][inputs["input_ids"][0] == getattr(vlm.model.config, vlm.spec.image_token)]
 
 
 def placeholders(vlm: VLM, sizes: list[tuple[int, int]]) -> int:
@@ -76,12 +107,42 @@ def test_parts_belong_together(vlm):
         layout = vlm.spec.layout(vlm.processor, *size, 1)
         cells = layout.cells()
         assert len(cells) == layout.tokens
-        tokens = [token for _, index in layout.rasters() for token in index]
+        tokens = [token for _, index in layout.grids() for token in index]
         assert tokens == [token for token, cell in enumerate(cells) if cell is not None]
-        for (pieces, rows, columns), index in layout.rasters():
-            assert len(index) == pieces * rows * columns
+        for (_, rows, columns), index in layout.grids():
+            assert len(index) == rows * columns
             boxes = [cells[token] for token in index]
             for first in range(0, len(boxes), columns):  # a row of one piece: same height, left to right, no gaps
                 row = boxes[first : first + columns]
                 assert {box[1] for box in row} == {row[0][1]}
                 assert all(a[2] == pytest.approx(b[0]) for a, b in zip(row[:-1], row[1:], strict=True))
+
+
+def test_a_token_shows_its_part_of_the_image_and_nothing_else(vlm):
+    """Change a spot: the tokens that change are those whose parts it touches, give or take what resizing blurs."""
+    vlm, draw = alone(vlm), random.Random(vlm.spec.family)
+    for width, height in [(224, 168), (100, 230)]:
+        noise = Image.frombytes("RGB", (width // 8, height // 8), draw.randbytes(width // 8 * (height // 8) * 3))
+        before = noise.resize((width, height), Image.Resampling.BICUBIC)
+        cells = vlm.spec.layout(vlm.processor, width, height, 1).cells()
+        plain = features(vlm, before)
+        assert len(plain) == len(cells)
+        for _ in range(3):
+            x, y = draw.randrange(0, width - 16), draw.randrange(0, height - 16)
+            after = before.copy()
+            after.paste((255, 0, 255), (x, y, x + 16, y + 16))
+            off = (features(vlm, after) - plain).abs().amax(1)
+            for cell, change in zip(cells, off.tolist(), strict=True):
+                if cell is None:
+                    assert change == 0
+                    continue
+                reach = max(8.0, (cell[2] - cell[0]) / 4, (cell[3] - cell[1]) / 4)  # of resizing
+                if x + 2 < cell[2] and cell[0] < x + 14 and y + 2 < cell[3] and cell[1] < y + 14:
+                    assert change > 0, (cell, x, y)
+                elif not (
+                    x - reach < cell[2]
+                    and cell[0] < x + 16 + reach
+                    and y - reach < cell[3]
+                    and cell[1] < y + 16 + reach
+                ):
+                    assert change == 0, (cell, x, y)

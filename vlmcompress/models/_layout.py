@@ -64,23 +64,14 @@ class Layout:
         """What each token shows; None for one that shows nothing."""
         return [cell for piece in self.pieces for cell in piece.cells()]
 
-    def rasters(self) -> list[tuple[tuple[int, int, int], list[int]]]:
-        """Grids `(pieces, rows, columns)` with the numbers of their tokens among the image's, for reducers.
-
-        Neighbouring pieces of one shape make one grid, as frames of a video do. Newlines are in none.
-        """
-        found: list[tuple[tuple[int, int, int], list[int]]] = []
-        start = 0
+    def grids(self) -> list[tuple[tuple[int, int, int], list[int]]]:
+        """Of each piece the grid `(1, rows, columns)` and the numbers of its tokens among the image's; newlines are in none."""
+        found, start = [], 0
         for piece in self.pieces:
-            index = [start + i for i, cell in enumerate(piece.cells()) if cell is not None]
-            start += piece.tokens
-            if not index:
-                continue
-            if found and found[-1][0][1:] == (piece.rows, piece.columns):
-                (count, *shape), earlier = found[-1]
-                found[-1] = (count + 1, shape[0], shape[1]), earlier + index
-            else:
+            index = [start + number for number, cell in enumerate(piece.cells()) if cell is not None]
+            if index:
                 found.append(((1, piece.rows, piece.columns), index))
+            start += piece.tokens
         return found
 
 

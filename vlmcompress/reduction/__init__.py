@@ -1,0 +1,1 @@
+"""Reducers on real models."""
