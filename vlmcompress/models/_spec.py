@@ -62,6 +62,10 @@ class ModelSpec:
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         layout: which part of an image of some size each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
+        visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
+            `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `anyres`, by `layout` from
+            `image_sizes`; None where they cannot be reduced.
+        vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
         engine_parts: path component -> its name in vLLM, wherever it stands below.
@@ -80,6 +84,8 @@ class ModelSpec:
     layout: Cut
     lm_head: str = "lm_head"
     positions: Literal["1d", "mrope"] = "1d"
+    visual_grid: Literal["patches", "thw", "tiles", "anyres"] | None = None
+    vision_cls: bool = False
     norm_offset: float = 0.0
     engine_prefixes: tuple[tuple[str, str], ...] = ()
     engine_parts: tuple[tuple[str, str], ...] = ()

@@ -16,4 +16,5 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_id",
     layout=split,
+    visual_grid="tiles",
 )

@@ -19,6 +19,7 @@ SPEC = ModelSpec(
     vision_groups=(),
     image_token="image_token_id",
     layout=tiled,
+    visual_grid="tiles",
     engine_prefixes=(
         ("model.language_model", "language_model.model"),
         ("model.vision_tower", "vision_tower"),

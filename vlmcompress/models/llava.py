@@ -16,5 +16,7 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_index",
     layout=square,
+    visual_grid="patches",
+    vision_cls=True,
     engine_prefixes=LLAVA_ENGINE,
 )

@@ -16,5 +16,6 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_index",
     layout=anyres,
+    visual_grid="anyres",
     engine_prefixes=LLAVA_ENGINE,
 )

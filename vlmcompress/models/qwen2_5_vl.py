@@ -22,5 +22,6 @@ SPEC = ModelSpec(
     image_token="image_token_id",
     layout=native,
     positions="mrope",
+    visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
 )

@@ -25,5 +25,6 @@ SPEC = ModelSpec(
     image_token="image_token_id",
     layout=native,
     positions="mrope",
+    visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
 )
