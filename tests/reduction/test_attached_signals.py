@@ -149,3 +149,20 @@ def test_grids_follow_the_images():
     with attach(vlm, "uniform", {"keep": 0.5}) as attached:
         vlm.model(**encode(vlm, TWO))
     assert [unit.grid for unit in attached.seen] == [(1, 3, 5), (1, 4, 3)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_images(family):
+    """Of all tokens of an image: units where they stand, newlines kept."""
+    vlm = tiny(family)
+    inputs = encode(vlm, ONE, TWO)
+    with attach(vlm, "relevance", given("relevance")) as attached:
+        vlm.model(**inputs)
+    images = [one.check() for one in attached.images()]
+    where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
+    assert sum(len(one.target) for one in images) == where.sum()
+    embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
+    kept = reference.merged(embeds, attached.seen)[reference.hidden_mask(where, attached.seen).bool()]
+    parts = embeds[where].split([len(one.target) for one in images])
+    rows = torch.cat([one.apply(part) for one, part in zip(images, parts, strict=True)])
+    torch.testing.assert_close(rows, kept, atol=1e-5, rtol=1e-5)

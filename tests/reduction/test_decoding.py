@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def test_a_second_turn_with_an_image_of_its_own(family, method):
         seen = attached.seen
         out = vlm.model(**second | {"attention_mask": both["attention_mask"]}, past_key_values=out.past_key_values)
         for unit in attached.seen:
-            seen.append(type(unit)(unit.row, unit.columns + length, unit.grid, unit.reduction))
+            seen.append(replace(unit, columns=unit.columns + length))
         last = vlm.model(input_ids=torch.tensor([[65]]), past_key_values=out.past_key_values)
     pixels = {"pixel_values": torch.cat([first["pixel_values"], second["pixel_values"]], int(family == "idefics3"))}
     if "pixel_attention_mask" in first:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,7 +83,7 @@ def test_visionzip_equals_merging_before_the_projector():
     arguments = reference.arguments(vlm, inputs)
     assert any(unit.reduction.scale is not None and unit.reduction.scale.max() == 2 for unit in attached.seen)
     for image, unit in enumerate(attached.seen):
-        local = type(unit)(0, torch.arange(len(unit.columns)), unit.grid, unit.reduction)
+        local = replace(unit, row=0, columns=torch.arange(len(unit.columns)))
         rows = base.multi_modal_projector(reference.merged(states[image : image + 1], [local]))[0]
         anchors = unit.reduction.anchor
         arguments["inputs_embeds"][unit.row, unit.columns[anchors]] = rows[anchors]

@@ -15,7 +15,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._units import Call, Reduced, Unit, prompt_text, units
+from vlmcompress.reduction._units import Call, Reduced, Unit, prompt_text, units, whole
 
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -54,6 +54,16 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
         _ATTACHED.discard(self.vlm.model)
+
+    def images(self) -> list[Reduction]:
+        """What became of the tokens of each image of the latest call, newlines among them, which are kept; on the CPU.
+
+        Of families that cut images into tiles (`visual_grid` "tiles"), of each tile.
+        """
+        grouped: dict[int, list[Reduced]] = {}
+        for unit in self.seen:
+            grouped.setdefault(unit.image, []).append(unit)
+        return [whole(units) for units in grouped.values()]
 
     def __enter__(self) -> Attachment:
         return self
@@ -126,7 +136,7 @@ class Attachment:
     def _decide(self, unit: Unit, signals: Signals) -> Reduction:
         """What becomes of one unit; remembered in `seen`."""
         result = reducers.reduce(self.module, signals, self.options)
-        self.seen.append(Reduced(unit.row, unit.columns, unit.grid, result))
+        self.seen.append(Reduced(**vars(unit), reduction=result))
         return result
 
     def _words(self, mask: Tensor) -> Tensor:

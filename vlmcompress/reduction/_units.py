@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +18,17 @@ from vlmcompress.reducers import Grid, Reduction
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """The visual tokens of one image or tile: `row` of the batch, its `columns [n]` there, and their grid."""
+    """The visual tokens of one image or tile: `row` of the batch, its `columns [n]` there, and their grid.
+
+    image: number of the image in the batch (of the tile, where tiles are told apart by text between or have one size).
+    span: first column of that image, and how many it has; more than its units' where newlines stand between.
+    """
 
     row: int
     columns: Tensor
     grid: Grid
+    image: int
+    span: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +69,13 @@ def units(vlm: VLM, call: Call) -> list[Unit]:
         raise UserError("images came with inputs_embeds; give input_ids, which say where the visual tokens are")
     where = (ids == getattr(vlm.model.config, vlm.spec.image_token)).nonzero()
     found, start = [], 0
-    for tokens, grids in _images(vlm, call, len(where)):
+    for number, (tokens, grids) in enumerate(_images(vlm, call, len(where))):
         part = where[start : start + tokens]
         start += len(part)
         if len(part) != tokens or (part[:, 0] != part[0, 0]).any():
             raise UserError("the prompts' image tokens do not fit the images; encode both with the model's processor")
-        found += [Unit(int(part[0, 0]), part[index, 1], grid) for grid, index in grids]
+        row, first = part[0].tolist()
+        found += [Unit(row, part[index, 1], grid, number, (first, tokens)) for grid, index in grids]
     if start != len(where):
         raise UserError("the prompts have more image tokens than the images; encode both with the model's processor")
     return found
@@ -112,6 +120,23 @@ def tile(config: Any) -> Grid:
     patch = patch[0] if isinstance(patch, list | tuple) else patch
     shrink = config.scale_factor if hasattr(config, "scale_factor") else round(1 / config.downsample_ratio)
     return (1, rows // patch // shrink, columns // patch // shrink)
+
+
+def whole(units: Sequence[Reduced]) -> Reduction:
+    """What became of all tokens of one image, from its units; a token of none of them, a newline, is kept."""
+    first, tokens = units[0].span
+    parent, weight = torch.arange(tokens), torch.ones(tokens)
+    scale = torch.ones(tokens)
+    for unit in units:
+        index, result = unit.columns.cpu() - first, unit.reduction
+        anchor = index[result.anchor.cpu()]
+        target = result.target.cpu()
+        parent[index] = torch.where(target < 0, -1, anchor[target.clamp(min=0)])
+        weight[index] = result.weight.cpu()
+        if result.scale is not None:
+            scale[anchor] = result.scale.cpu()
+    joined = Reduction.join(parent, weight)
+    return joined if (scale == 1).all() else replace(joined, scale=scale[joined.anchor])
 
 
 def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:
