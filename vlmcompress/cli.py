@@ -135,6 +135,20 @@ def report_error(args: argparse.Namespace) -> Outcome:
     return run_verb(args)
 
 
+def tokens(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress tokens`"""
+    from vlmcompress.reduction import verbs
+
+    return verbs.tokens(args)
+
+
+def inspect(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress inspect`"""
+    from vlmcompress.reduction import verbs
+
+    return verbs.inspect(args)
+
+
 def serve(args: argparse.Namespace) -> Outcome:
     """`vlmcompress serve`: this process becomes the server."""
     from vlmcompress.engines.vllm.serve import serve as run
@@ -208,6 +222,8 @@ VERBS = {
     "bench": bench,
     "report": report,
     "report-error": report_error,
+    "tokens": tokens,
+    "inspect": inspect,
     "serve": serve,
     "list": listing,
 }

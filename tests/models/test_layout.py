@@ -14,14 +14,43 @@ from tests.models.inputs import QUESTION
 from vlmcompress.models import VLM
 
 SIZES = [(80, 60), (60, 80), (56, 56), (57, 55), (200, 40), (31, 190), (300, 300), (113, 112), (1, 40), (151, 97)]
-# Settings of released models; image sizes there, and how many visual tokens those models are known to give them.
-REAL = {
-    "llava": ({"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}, {(640, 480): 576}),
-    "qwen2-vl": ({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}, {(1024, 768): 999, (28, 28): 4}),
-    "qwen2-5-vl": ({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}, {(644, 392): 322}),
-    "qwen3-vl": ({"size": {"shortest_edge": 65536, "longest_edge": 16777216}}, {(1024, 768): 768}),
-    "idefics3": ({"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}, {(1024, 768): 4 * 13}),
-    "internvl": ({"size": {"height": 448, "width": 448}, "max_patches": 12}, {(1024, 768): 4 * 13}),
+SQUARE = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+ANYRES = [[384 * row, 384 * column] for row in range(1, 7) for column in range(1, 7)]
+# Settings of released models: of the image processor, of the processor; visual tokens of some image sizes.
+REAL: dict[str, tuple[dict, dict, dict]] = {
+    "llava": ({"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}, {}, {(640, 480): 576}),
+    "llava-next": (
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": SQUARE},
+        {},
+        {(672, 672): 576 + 48 * 48 + 48, (1024, 768): 576 + 36 * 48 + 36},
+    ),
+    "llava-onevision": (
+        {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": ANYRES},
+        {"num_image_tokens": 729},
+        {(384, 384): 729 + 729 + 27, (1024, 768): 729 + 54 * 73 + 54, (2304, 2304): 729 + 81 * 81 + 81},
+    ),
+    "qwen2-vl": (
+        {"size": {"shortest_edge": 3136, "longest_edge": 12845056}},
+        {},
+        {(1024, 768): 27 * 37, (28, 28): 4},
+    ),
+    "qwen2-5-vl": ({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}, {}, {(644, 392): 14 * 23}),
+    "qwen3-vl": ({"size": {"shortest_edge": 65536, "longest_edge": 16777216}}, {}, {(1024, 768): 24 * 32}),
+    "idefics3": (
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+        {"image_seq_len": 169},
+        {(1024, 768): 169 * 13},
+    ),
+    "internvl": (
+        {"size": {"height": 448, "width": 448}, "max_patches": 12},
+        {"image_seq_length": 256},
+        {(1024, 768): 256 * 13, (448, 448): 256},
+    ),
+    "lfm2-vl": (
+        {"tile_size": 512, "max_tiles": 10, "min_image_tokens": 64, "max_image_tokens": 256},
+        {},
+        {(512, 512): 256, (1024, 768): 256 * 6 + 13 * 18},
+    ),
 }
 
 
@@ -91,15 +120,16 @@ def test_count_of_several_images(vlm):
 
 @pytest.mark.parametrize("name", REAL)
 def test_settings_of_released_models(loaded, name):
-    vlm = copy.copy(loaded(name))
+    vlm = loaded(name)
     processor = copy.deepcopy(vlm.processor)
-    settings, counts = REAL[name]
-    processor.image_processor = type(processor.image_processor)(
-        **{**vlm.processor.image_processor.to_dict(), **settings}
-    )
+    settings, own, counts = REAL[name]
+    old = vlm.processor.image_processor
+    processor.image_processor = type(old)(**{**old.to_dict(), **settings})
+    for key, value in own.items():
+        setattr(processor, key, value)
     for size, count in counts.items():
-        assert vlm.spec.layout(processor, *size, 1).tokens == count
-        assert placeholders(VLM(vlm.model, processor, vlm.spec, vlm.path), [size]) == count
+        assert vlm.spec.layout(processor, *size, 1).tokens == count, size
+        assert placeholders(VLM(vlm.model, processor, vlm.spec, vlm.path), [size]) == count, size
 
 
 def test_parts_belong_together(vlm):

@@ -112,7 +112,7 @@ def anyres(processor: Any, width: int, height: int, images: int) -> Layout:
     n = math.isqrt(processor.num_image_tokens) if aspect else side // processor.patch_size
     if aspect and images > 1:
         return Layout((Piece(n, n, whole, "end"),))
-    canvas = select_best_resolution([height, width], processor.image_processor.image_grid_pinpoints)
+    canvas = select_best_resolution((height, width), processor.image_processor.image_grid_pinpoints)
     rows, columns = n * (canvas[0] // side), n * (canvas[1] // side)
     scale = min(canvas[1] / width, canvas[0] / height)
     x, y = (min(math.ceil(length * scale), edge) for length, edge in ((width, canvas[1]), (height, canvas[0])))
@@ -129,7 +129,7 @@ def anyres(processor: Any, width: int, height: int, images: int) -> Layout:
     if aspect:
         ratio = math.sqrt(used[0] * used[1] / (int(aspect.removeprefix("anyres_max_")) * n**2))
         used = (int(used[0] // ratio), int(used[1] // ratio)) if ratio > 1.1 else used
-    return Layout((Piece(n, n, whole), Piece(*used, box, "rows")))
+    return Layout((Piece(n, n, whole), Piece(used[0], used[1], box, "rows")))
 
 
 def native(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -161,8 +161,9 @@ def tiled(processor: Any, width: int, height: int, images: int) -> Layout:
 
 def split(processor: Any, width: int, height: int, images: int) -> Layout:
     """Idefics3 and SmolVLM: scaled up to whole tiles, then the whole image."""
-    from transformers.models.idefics3 import image_processing_idefics3 as source
+    from transformers.models.idefics3 import image_processing_idefics3
 
+    source: Any = image_processing_idefics3
     images_of = processor.image_processor
     side, across, down = images_of.max_image_size["longest_edge"], 1, 1
     if images_of.do_image_splitting:
