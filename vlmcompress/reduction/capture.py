@@ -40,11 +40,11 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
         return [reducers.reduce(chosen.module, one, chosen.options) for one in pixels(vlm, inputs)]
     with attach(vlm, chosen.method, chosen.options) as attached:
         vlm.model(**_typed(vlm, inputs), logits_to_keep=1)
-    parts = [unit.reduction for unit in attached.seen]
+    parts = attached.images()  # or tiles, of which an image has several
     found = []
     for layout in layouts:
         own: list[Reduction] = []
-        while sum(len(part.target) for part in own) < layout.tokens:
+        while parts and sum(len(part.target) for part in own) < layout.tokens:
             own.append(parts.pop(0))
         found.append(Reduction.concat(own))
     if parts or [len(one.target) for one in found] != [layout.tokens for layout in layouts]:
