@@ -107,6 +107,20 @@ def doctor(args: argparse.Namespace) -> Outcome:
     return OK if fine else GATE, data, summary.looked_text(args.out, checks)
 
 
+def tokens(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress tokens`"""
+    from vlmcompress.reduction import verbs
+
+    return verbs.tokens(args)
+
+
+def inspect(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress inspect`"""
+    from vlmcompress.reduction import verbs
+
+    return verbs.inspect(args)
+
+
 def evaluate(args: argparse.Namespace) -> Outcome:
     """`vlmcompress eval`"""
     from vlmcompress.evaluation.options import run_verb
@@ -133,20 +147,6 @@ def report_error(args: argparse.Namespace) -> Outcome:
     from vlmcompress.report.error_options import run_verb
 
     return run_verb(args)
-
-
-def tokens(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress tokens`"""
-    from vlmcompress.reduction import verbs
-
-    return verbs.tokens(args)
-
-
-def inspect(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress inspect`"""
-    from vlmcompress.reduction import verbs
-
-    return verbs.inspect(args)
 
 
 def serve(args: argparse.Namespace) -> Outcome:
@@ -218,12 +218,12 @@ VERBS = {
     "quantize": quantize,
     "check": check,
     "doctor": doctor,
+    "tokens": tokens,
+    "inspect": inspect,
     "eval": evaluate,
     "bench": bench,
     "report": report,
     "report-error": report_error,
-    "tokens": tokens,
-    "inspect": inspect,
     "serve": serve,
     "list": listing,
 }

@@ -56,7 +56,9 @@ def features(family: str, images: list[Image.Image]) -> torch.Tensor:
     return rows[0][inputs["input_ids"][0] == getattr(one.model.config, one.spec.image_token)]
 
 
-@pytest.mark.parametrize("family", ["llava", "llava-next", "qwen2-5-vl", "internvl"])
+@pytest.mark.parametrize(
+    "family", ["llava", "llava-next", "llava-onevision", "qwen2-5-vl", "qwen3-vl", "internvl", "idefics3"]
+)
 @pytest.mark.parametrize("text", ["divprune:0.3", "uniform:0.3"])
 def test_each_image_as_the_method_decides_on_its_features(family, text):
     images, chosen = [noise(112, 84), noise(90, 150)], spec.parse(text)
