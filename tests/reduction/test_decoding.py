@@ -10,6 +10,7 @@ import torch
 from tests.reduction import reference
 from tests.reduction.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from tests.reduction.test_hiding import CASES, FAMILIES, given, layer
+from vlmcompress.errors import UserError
 from vlmcompress.reduction import attach
 
 STEPS = 4
@@ -114,3 +115,45 @@ def test_beams_and_no_cache(family):
         whole = vlm.model.generate(**inputs, **how, return_dict_in_generate=True, use_cache=False)
     assert torch.equal(cached.sequences, whole.sequences)
     torch.testing.assert_close(cached.sequences_scores, whole.sequences_scores, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["random", "fastv"])
+def test_caches_emptied_or_cut(method):
+    """An emptied cache starts over; one cut behind the prompt goes on; one cut within it is refused."""
+    vlm = tiny("llava")
+    inputs, words = encode(vlm, ONE), encode(vlm, NONE)
+    one, other = torch.tensor([[65]]), torch.tensor([[66]])
+    with attach(vlm, method, given(method)):
+        out = vlm.model(**inputs)
+        cache = out.past_key_values
+        expected = vlm.model(input_ids=one, past_key_values=cache).logits
+        vlm.model(input_ids=other, past_key_values=cache)
+        cache.crop(-2)
+        again = vlm.model(input_ids=one, past_key_values=cache).logits
+        torch.testing.assert_close(again, expected, atol=1e-9, rtol=1e-9)
+        cache.crop(-3)
+        with pytest.raises(UserError, match="cut within the prompt"):
+            vlm.model(input_ids=one, past_key_values=cache)
+        cache.crop(-cache.get_seq_length())
+        vlm.model(**words, past_key_values=cache)
+        last = vlm.model(input_ids=one, past_key_values=cache).logits
+    both = torch.cat([words["input_ids"], one], 1)
+    torch.testing.assert_close(last, vlm.model(input_ids=both).logits[:, -1:], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["random", "fastv"])
+def test_an_image_behind_a_cached_prefix(method):
+    """The cache of text alone is continued with a prompt with images."""
+    vlm = tiny("llava")
+    words, inputs = encode(vlm, NONE), encode(vlm, ONE)
+    length = words["input_ids"].shape[1]
+    ids = torch.cat([words["input_ids"], inputs["input_ids"], torch.tensor([[65]])], 1)
+    with attach(vlm, method, given(method)) as attached:
+        cache = vlm.model(**words).past_key_values
+        del inputs["attention_mask"]
+        vlm.model(**inputs, past_key_values=cache)
+        last = vlm.model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    seen = [replace(unit, columns=unit.columns + length) for unit in attached.seen]
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": inputs["pixel_values"]}
+    full = reference.logits(vlm, whole, seen, layer(method))
+    torch.testing.assert_close(last, full[:, -1:], atol=1e-9, rtol=1e-9)

@@ -104,6 +104,8 @@ class Attachment:
             return None
         cache = kwargs.get("past_key_values")
         slots = cache.get_seq_length() if cache is not None else 0
+        if cache is not None and not slots:
+            self._caches.pop(cache, None)  # emptied, and filled anew
         past = self._caches.get(cache) if slots else None
         found = self._units()
         if not found and past is None:

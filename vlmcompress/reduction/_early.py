@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._attach import Attachment, full_mask
 from vlmcompress.reduction._layout import Layout
@@ -39,6 +40,10 @@ class Early(Attachment):
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)
+        self._encoder, self._merged = {}, []
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
         self._encoder, self._merged = {}, []
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
@@ -78,6 +83,8 @@ class Early(Attachment):
         rows, tokens = embeds.shape[:2]
         slots = cache.get_seq_length() if cache is not None else 0
         held = past or Layout.identity(rows, slots, embeds.device)
+        if slots < held.width:
+            raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         before = held.full(slots)
         mask = full_mask(kwargs, before)
         real = mask[:, before:].bool()

@@ -39,6 +39,8 @@ def check(vlm: VLM, method: str, options: Any) -> None:
     """UserError unless this very model can have its tokens reduced so."""
     if reason := refusal(vlm.spec, method):
         raise UserError(reason)
+    if vlm.model.config.vision_config.model_type == "pixtral":
+        raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
     module = REGISTRY.get(method)
     text = vlm.model.config.get_text_config()
     if module.STAGE == "llm":

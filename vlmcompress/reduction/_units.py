@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +48,7 @@ class Call:
     @staticmethod
     def of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call:
         """The arguments of `module(*args, **kwargs)`."""
-        bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        bound = _signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         return Call({**bound, **bound.pop("kwargs", {})})
 
     def get(self, name: str) -> Any:
@@ -58,6 +59,11 @@ class Call:
     def has_images(self) -> bool:
         """Whether this call brings images, not only text or the next token."""
         return self.get("pixel_values") is not None
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def units(vlm: VLM, call: Call) -> list[Unit]:
