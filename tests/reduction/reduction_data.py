@@ -64,8 +64,3 @@ def encode(vlm: VLM, *prompts: tuple[list[Image.Image], str]) -> dict[str, torch
     given: Any = {"images": images} if any(images) else {}
     batch = vlm.processor(text=texts, padding=True, return_tensors="pt", **given)
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-
-
-def row(vlm: VLM, prompts: list, index: int) -> dict[str, torch.Tensor]:
-    """One prompt of a batch by itself."""
-    return encode(vlm, prompts[index])

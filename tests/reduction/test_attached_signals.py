@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -102,7 +100,6 @@ def test_states_within_the_language_model(family, monkeypatch):
     hook.remove()
     states = text.norm(entered[0])
     keys = cache.layers[0].keys.transpose(1, 2).flatten(2)
-    words = [chr(byte) for byte in range(32, 127)]
     for signals, unit in zip(found, attached.seen, strict=True):
         torch.testing.assert_close(signals.features, states[unit.row, unit.columns])
         torch.testing.assert_close(signals.keys, keys[unit.row, unit.columns])
@@ -110,7 +107,7 @@ def test_states_within_the_language_model(family, monkeypatch):
         behind = [
             i for i in range(int(unit.columns[-1]) + 1, len(ids)) if ids[i] < 256
         ]  # bytes; above are special tokens
-        assert len(behind) > len(words) // 10
+        assert len(behind) > 9
         torch.testing.assert_close(signals.query, states[unit.row, behind])
         torch.testing.assert_close(signals.query_keys, keys[unit.row, behind])
 
@@ -140,7 +137,6 @@ def test_projected(family, monkeypatch):
         ids = inputs["input_ids"][unit.row]
         torch.testing.assert_close(signals.query, embeds[unit.row, ids < 256])
         assert signals.grid == unit.grid
-    assert {field.name for field in dataclasses.fields(found[0])} >= {"features", "query"}
 
 
 def test_grids_follow_the_images():

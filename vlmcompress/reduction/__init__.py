@@ -2,7 +2,7 @@
 
     with attach(vlm, "dart", {"keep": 0.25}) as attached:
         vlm.model.generate(**inputs)
-    attached.seen    # what became of the tokens of each image
+    attached.images()    # what became of the tokens of each image
 
 `vlmcompress.reducers` decides, this package applies, by hooks: whatever calls the model (`forward`, `generate`) gets the
 reduced one until `detach`. The language model really gets fewer rows. Tokens that are kept stay where they were: positions

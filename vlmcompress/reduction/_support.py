@@ -9,13 +9,6 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.reducers import REGISTRY
 
-_OTHER = {
-    "pixels": "it chooses before the encoder, on pixels",
-    "merging": "it merges within the encoder's layers",
-    "while generating": "it drops tokens while generating",
-    "masking": "it restricts attention and drops no token",
-}
-
 
 def refusal(spec: ModelSpec, method: str) -> str | None:
     """Why `method` cannot be attached to a model of this family, in one line; None when it can. UserError: no such method."""
@@ -75,13 +68,13 @@ def _check_encoder(config: Any, options: Any) -> None:
 
 def _not_yet(method: str, module: ModuleType) -> str | None:
     if hasattr(module, "mask"):
-        return _OTHER["masking"]
+        return "it restricts attention and drops no token"
     if module.STAGE == "pixels":
-        return _OTHER["pixels"]
+        return "it chooses before the encoder, on pixels"
     if hasattr(module, "merge"):
-        return _OTHER["merging"]
+        return "it merges within the encoder's layers"
     if module.STAGE == "llm" and module.COUNT == "adaptive":
-        return _OTHER["while generating"]
+        return "it drops tokens while generating"
     return None
 
 
