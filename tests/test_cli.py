@@ -51,7 +51,7 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path):
     assert again.stderr.startswith("error: output ") and again.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["quantize", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "reducers"], ["quantize", "--help"]])
 def test_no_heavy_import(arguments):
     code = (
         "import sys; from vlmcompress.cli import main\n"
@@ -144,6 +144,20 @@ def test_list(capfd):
     assert {"h100", "a100", "cpu"} <= names["targets"]
     assert "qwen2-5-vl" in names["families"] and "awq-cpu" in names["recipes"]
     assert all(entry["about"] for entries in data.values() for entry in entries)
+
+
+def test_list_reducers_says_what_their_modules_say(capfd):
+    from vlmcompress.reducers import REGISTRY
+
+    assert cli.main(["list", "reducers", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["reducers"]
+    assert [entry["name"] for entry in found] == REGISTRY.names()
+    for entry in found:
+        module = REGISTRY.get(entry["name"])
+        assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
+        assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
+    assert cli.main(["list", "reducers"]) == 0
+    assert "\n  dart        projected  fixed count     servable      DART on the" in capfd.readouterr().out
 
 
 def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):

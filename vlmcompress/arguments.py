@@ -32,7 +32,7 @@ RECIPE_KEYS = {
 }
 
 STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
-LISTED = ("schemes", "targets", "families", "recipes", "formats", "suites", "gates")
+LISTED = ("schemes", "targets", "families", "recipes", "formats", "reducers", "suites", "gates")
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,6 +138,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     doctor = verb("doctor", "Examine a finished checkpoint.")
     doctor.add_argument("out", metavar="OUT")
     doctor.add_argument("--source", metavar="MODEL", help="compare with the original, too")
+    _tokens(verb("tokens", "Count what images cost before and after a reducer, without reading weights."))
+    _inspect(verb("inspect", "Draw which parts of an image reducers keep, merge and drop."))
     evaluation.options(verb("eval", "Ask the compressed and the original model the same questions and compare."))
     bench.options(verb("bench", "Measure speed and memory against the original; flags after -- go to vllm serve."))
     report.options(verb("report", "Put the reports of several runs on one page."))
@@ -207,6 +209,38 @@ def _quantize(parser: Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
+
+
+def _reducers(parser: Parser, required: bool) -> None:
+    parser.add_argument(
+        "--reduce",
+        metavar="METHOD:KEEP",
+        action="append",
+        default=[],
+        required=required,
+        help="e.g. dart:0.25 or dart:0.25,pivots=8; may be repeated; see vlmcompress list reducers",
+    )
+
+
+def _tokens(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder with config.json and the processor's files")
+    parser.add_argument(
+        "--image-size", metavar="WxH", action="append", required=True, help="may be repeated: images of one prompt"
+    )
+    _reducers(parser, required=False)
+    parser.add_argument("--question", metavar="Q", default="", help="text behind the images")
+    parser.add_argument("--kv-cache", metavar="TYPE", help="fp8 or bf16; default: the model's own type")
+    parser.epilog = (
+        "prefill and KV cache are the language model's; the encoder works on whole images whatever is dropped."
+    )
+
+
+def _inspect(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of the original")
+    parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
+    parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
+    _reducers(parser, required=True)
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the picture to write; .png")
 
 
 def _serve(parser: Parser) -> None:

@@ -107,6 +107,20 @@ def doctor(args: argparse.Namespace) -> Outcome:
     return OK if fine else GATE, data, summary.looked_text(args.out, checks)
 
 
+def tokens(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress tokens`"""
+    from vlmcompress.reduction import verbs
+
+    return verbs.tokens(args)
+
+
+def inspect(args: argparse.Namespace) -> Outcome:
+    """`vlmcompress inspect`"""
+    from vlmcompress.reduction import verbs
+
+    return verbs.inspect(args)
+
+
 def evaluate(args: argparse.Namespace) -> Outcome:
     """`vlmcompress eval`"""
     from vlmcompress.evaluation.options import run_verb
@@ -173,6 +187,15 @@ def listing(args: argparse.Namespace) -> Outcome:
         lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in recipe.bundled().items()}
         return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
+    def reducers() -> list[dict[str, Any]]:
+        registry = Registry("vlmcompress.reducers", "reducer")
+        keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
+        return [
+            {"name": name, "about": registry.summary(name)}
+            | {key: registry.constant(name, constant) for key, constant in keys.items()}
+            for name in registry.names()
+        ]
+
     def gates() -> list[dict[str, Any]]:
         from vlmcompress.evaluation import gate
 
@@ -189,6 +212,7 @@ def listing(args: argparse.Namespace) -> Outcome:
         "families": lambda: registered(Registry("vlmcompress.models", "model family")),
         "recipes": recipes,
         "formats": lambda: registered(recipe.FORMATS),
+        "reducers": reducers,
         "suites": suites,
         "gates": gates,
     }
@@ -201,6 +225,8 @@ VERBS = {
     "quantize": quantize,
     "check": check,
     "doctor": doctor,
+    "tokens": tokens,
+    "inspect": inspect,
     "eval": evaluate,
     "bench": bench,
     "report": report,

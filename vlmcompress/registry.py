@@ -15,6 +15,7 @@ import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from vlmcompress.errors import UserError, did_you_mean
 
@@ -59,12 +60,26 @@ class Registry:
 
     def summary(self, name: str) -> str:
         """The first sentence of an entry's docstring, read from its file without importing it."""
-        module = self._modules[name]
-        spec = importlib.util.find_spec(self.package)
-        if module.rpartition(".")[0] == self.package and spec and spec.submodule_search_locations:
-            file = Path(spec.submodule_search_locations[0], f"{module.rpartition('.')[2]}.py")
-            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-        else:
-            text = self.get(name).__doc__
+        tree = self._tree(name)
+        text = self.get(name).__doc__ if tree is None else ast.get_docstring(tree)
         paragraph = " ".join((text or "").strip().partition("\n\n")[0].split())
         return paragraph.partition(". ")[0].rstrip(".")
+
+    def constant(self, name: str, constant: str) -> Any:
+        """A literal that an entry's module defines, read in the same way; None when it does not."""
+        tree = self._tree(name)
+        if tree is None:
+            return getattr(self.get(name), constant, None)
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == [constant]:
+                return ast.literal_eval(node.value)
+        return None
+
+    def _tree(self, name: str) -> ast.Module | None:
+        """The source of an entry of the package's own; None for one that joined through an entry point."""
+        module = self._modules[name]
+        spec = importlib.util.find_spec(self.package)
+        if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:
+            return None
+        file = Path(spec.submodule_search_locations[0], f"{module.rpartition('.')[2]}.py")
+        return ast.parse(file.read_text(encoding="utf-8"))

@@ -192,9 +192,14 @@ def looked_text(title: str, findings: Sequence[Looked]) -> str:
 
 def list_text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
     """Everything that has a name."""
-    return "\n\n".join(
-        f"{what}\n{table([(entry['name'], entry['about']) for entry in found])}" for what, found in entries.items()
-    )
+    return "\n\n".join(f"{what}\n{table([_listed(entry) for entry in found])}" for what, found in entries.items())
+
+
+def _listed(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    if "stage" not in entry:
+        return entry["name"], entry["about"]
+    where = "servable" if entry["served"] else "not servable"
+    return entry["name"], entry["stage"], f"{entry['count']} count", where, entry["about"]
 
 
 def _ratio(plan: Plan) -> str:

@@ -4,7 +4,18 @@ Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests
 """
 
 from vlmcompress.models._ignore import ignore_patterns
-from vlmcompress.models._load import REGISTRY, VLM, all_specs, load, quiet, refuse_quantized, skeleton, spec_for
+from vlmcompress.models._layout import Layout, Piece
+from vlmcompress.models._load import (
+    REGISTRY,
+    VLM,
+    all_specs,
+    load,
+    load_processor,
+    quiet,
+    refuse_quantized,
+    skeleton,
+    spec_for,
+)
 from vlmcompress.models._names import disk_module, disk_names, linear_names, memory_names, tied_names
 from vlmcompress.models._read import read_config, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_layers, layer_class, resolve, vision_linears
@@ -14,8 +25,10 @@ __all__ = [
     "REGISTRY",
     "VLM",
     "Group",
+    "Layout",
     "LinearGroup",
     "ModelSpec",
+    "Piece",
     "all_specs",
     "decoder_layers",
     "disk_module",
@@ -24,6 +37,7 @@ __all__ = [
     "layer_class",
     "linear_names",
     "load",
+    "load_processor",
     "memory_names",
     "quiet",
     "read_config",

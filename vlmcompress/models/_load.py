@@ -61,9 +61,13 @@ def refuse_quantized(config: dict) -> None:
         raise UserError("the model is quantized already (config.json has quantization_config); give the original")
 
 
-def skeleton(path: str | Path) -> PreTrainedModel:
-    """The model of `path` on the meta device: names and shapes, no weights read."""
-    spec_for(read_config(path))
+def skeleton(path: str | Path, weights: bool = True) -> PreTrainedModel:
+    """The model of `path` on the meta device: names and shapes, no weights read.
+
+    Args:
+        weights: False: the folder need not have any.
+    """
+    spec_for(read_config(path, weights))
     try:
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -109,7 +113,7 @@ def load(
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"{path} does not load ({_first_line(error)}); download it again") from error
-        processor = _processor(path, trust_remote_code)
+        processor = load_processor(path, trust_remote_code)
     model, info = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
@@ -134,7 +138,8 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _processor(path: Path, trust_remote_code: bool) -> Any:
+def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError) as error:

@@ -22,8 +22,12 @@ def read_json(path: Path, what: str) -> dict:
     return content
 
 
-def read_config(path: str | Path) -> dict:
-    """config.json of the model in `path`, after checking that the folder holds whole safetensors files."""
+def read_config(path: str | Path, weights: bool = True) -> dict:
+    """config.json of the model in `path`, after checking that the folder holds whole safetensors files.
+
+    Args:
+        weights: False: they may be missing.
+    """
     path = Path(path)
     if not path.exists():
         raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
@@ -34,7 +38,8 @@ def read_config(path: str | Path) -> dict:
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = read_json(path / "config.json", "config")
-    tensor_headers(path)
+    if weights:
+        tensor_headers(path)
     return config
 
 

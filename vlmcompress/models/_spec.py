@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vlmcompress.models._layout import Cut
+
 SmoothKind = Literal["norm", "linear"]
 
 
@@ -58,7 +60,12 @@ class ModelSpec:
         vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM cannot run
             the tower quantized.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
+        layout: which part of an image of some size each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
+        visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
+            `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `anyres`, by `layout` from
+            `image_sizes`; None where they cannot be reduced.
+        vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
         engine_parts: path component -> its name in vLLM, wherever it stands below.
@@ -74,8 +81,11 @@ class ModelSpec:
     vision_layers: str
     vision_groups: tuple[LinearGroup, ...]
     image_token: str
+    layout: Cut
     lm_head: str = "lm_head"
     positions: Literal["1d", "mrope"] = "1d"
+    visual_grid: Literal["patches", "thw", "tiles", "anyres"] | None = None
+    vision_cls: bool = False
     norm_offset: float = 0.0
     engine_prefixes: tuple[tuple[str, str], ...] = ()
     engine_parts: tuple[tuple[str, str], ...] = ()

@@ -6,6 +6,7 @@ Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP r
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import pooled
 from vlmcompress.models._spec import ATTENTION_OUT, CLIP, DOWN, LLAVA_ENGINE, QKV, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -23,6 +24,7 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_index",
+    layout=pooled,
     norm_offset=1.0,
     engine_prefixes=LLAVA_ENGINE,
 )

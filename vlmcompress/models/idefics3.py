@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import split
 from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec
 
 SPEC = ModelSpec(
@@ -14,4 +15,6 @@ SPEC = ModelSpec(
     vision_layers="model.vision_model.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_id",
+    layout=split,
+    visual_grid="tiles",
 )

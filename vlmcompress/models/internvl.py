@@ -5,6 +5,7 @@ vLLM 0.32 builds this tower without a quantization config, so none of it can be 
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import tiled
 from vlmcompress.models._spec import LLAMA, ModelSpec
 
 SPEC = ModelSpec(
@@ -17,6 +18,8 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layer",
     vision_groups=(),
     image_token="image_token_id",
+    layout=tiled,
+    visual_grid="tiles",
     engine_prefixes=(
         ("model.language_model", "language_model.model"),
         ("model.vision_tower", "vision_tower"),

@@ -6,6 +6,7 @@ followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups 
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import adaptive
 from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -27,6 +28,7 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_id",
+    layout=adaptive,
     engine_prefixes=LLAVA_ENGINE,
     engine_parts=(("conv", "short_conv"),),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import anyres
 from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, ModelSpec
 
 SPEC = ModelSpec(
@@ -14,5 +15,7 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_index",
+    layout=anyres,
+    visual_grid="anyres",
     engine_prefixes=LLAVA_ENGINE,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import native
 from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -19,6 +20,8 @@ SPEC = ModelSpec(
         LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear"),
     ),
     image_token="image_token_id",
+    layout=native,
     positions="mrope",
+    visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
 )

@@ -5,6 +5,7 @@ The deepstack mergers are projectors: they stay as they are, even where the towe
 
 from __future__ import annotations
 
+from vlmcompress.models._layout import native
 from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -22,6 +23,8 @@ SPEC = ModelSpec(
         LinearGroup("fc2", ("mlp.linear_fc2",)),
     ),
     image_token="image_token_id",
+    layout=native,
     positions="mrope",
+    visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
 )

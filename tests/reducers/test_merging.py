@@ -1,0 +1,221 @@
+"""Methods that merge tokens, against the papers' definitions written as loops."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from reducer_data import LAYERS, options, rows, run, signals
+from test_selection import best, cosine
+
+from vlmcompress import reducers
+from vlmcompress.reducers import Reduction, dymu, tome, visionzip, vscan
+
+
+def head_mean(keys, heads):
+    return keys.double().view(len(keys), heads, -1).mean(1)
+
+
+def slow_visionzip(x, saliency, keys, dominant, contextual, merge):
+    """Rows by anchor: dominant ones, and targets plus the mean of the tokens assigned to them."""
+    out = {i: x[i] for i in best(saliency.tolist(), dominant)}
+    rest = [i for i in range(len(x)) if i not in out]
+    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
+    guests = {i: [] for i in targets}
+    for i in rest:
+        if i not in targets:
+            guests[max(targets, key=lambda t: cosine(keys[i], keys[t]))].append(x[i])
+    for target, own in guests.items():
+        out[target] = x[target] + torch.stack(own).mean(0) if own else x[target]
+        out[target] = out[target] / 2 if own and merge == "mean" else out[target]
+    return torch.stack([out[i] for i in sorted(out)]), sorted(out)
+
+
+@pytest.mark.parametrize("merge", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("keep", "contextual", "split"), [(0.5, 10 / 64, (20, 4)), (1 / 3, 0.5, (8, 8)), (0.9, 0.3, (30, 13))]
+)
+def test_visionzip(keep, contextual, split, merge):
+    s, x = signals(), torch.randn(48, 5, dtype=torch.float64)
+    got = run("visionzip", s, visionzip.Options(keep=keep, contextual=contextual, merge=merge))
+    rows, anchors = slow_visionzip(x, s.saliency, head_mean(s.keys, s.heads), *split, merge)
+    assert got.anchor.tolist() == anchors
+    assert torch.allclose(got.apply(x), rows, atol=1e-6)
+
+
+def test_visionzip_presets_of_the_paper():
+    """Of 576 tokens: 54 + 10, 108 + 20, 162 + 30."""
+    s = signals((1, 24, 24))
+    for dominant, contextual in ((54, 10), (108, 20), (162, 30)):
+        got = run("visionzip", s, visionzip.Options(keep=(dominant + contextual) / 576))
+        merged = (got.sizes > 1).sum().item()
+        assert len(got.anchor) == dominant + contextual and merged == contextual and got.sizes.sum() == 576
+
+
+def test_visionzip_without_contextual_tokens_drops_the_rest():
+    s = signals()
+    got = run("visionzip", s, visionzip.Options(keep=0.25, contextual=0))
+    assert got.anchor.tolist() == sorted(best(s.saliency.tolist(), 12)) and got.sizes.tolist() == [1] * 12
+    with pytest.raises(ValueError, match="contextual"):
+        visionzip.Options(contextual=1)
+    with pytest.raises(ValueError, match="merge"):
+        visionzip.Options(merge="max")
+
+
+def slow_vscan(s, count, side):
+    """Windows give in turns, the last turn by score; then the best of all; the dropped average into their nearest."""
+    (frames, height, width), local = s.grid, count // 2
+    turns = {}
+    for f in range(frames):
+        for top in range(0, height, side):
+            for left in range(0, width, side):
+                inside = [
+                    (f * height + r) * width + c
+                    for r in range(top, min(top + side, height))
+                    for c in range(left, min(left + side, width))
+                ]
+                for turn, i in enumerate(sorted(inside, key=lambda i: (-s.windowed[i].item(), i))):
+                    turns.setdefault(turn, []).append(i)
+    kept = []
+    for turn in sorted(turns):
+        kept += sorted(turns[turn], key=lambda i: (-s.windowed[i].item(), i))
+    kept = kept[:local]
+    others = sorted((i for i in range(s.n) if i not in kept), key=lambda i: (-s.saliency[i].item(), i))
+    kept = sorted(kept + others[: count - local])
+    groups = {i: [i] for i in kept}
+    for i in set(range(s.n)) - set(kept):
+        groups[max(kept, key=lambda k: cosine(s.features[i], s.features[k]))].append(i)
+    return kept, groups
+
+
+@pytest.mark.parametrize(("grid", "keep", "side"), [((1, 6, 8), 0.5, 3), ((1, 6, 8), 0.11, 4), ((2, 5, 4), 0.3, 3)])
+def test_vscan(grid, keep, side):
+    s, x = signals(grid), torch.randn(signals(grid).n, 5, dtype=torch.float64)
+    chosen = vscan.Options(keep=keep, window=side)
+    got = run("vscan", s, chosen)
+    kept, groups = slow_vscan(s, vscan.budget(grid, chosen), side)
+    assert got.anchor.tolist() == kept
+    assert torch.allclose(got.apply(x), torch.stack([x[groups[i]].mean(0) for i in kept]), atol=1e-6)
+
+
+def test_vscan_takes_as_many_from_each_window_as_published_where_that_divides():
+    """96 of 24 x 24: 48 local ones, 3 from each of 16 windows of 6 x 6."""
+    s = signals((1, 24, 24))
+    tiles = vscan.windows(s.grid, 6)
+    chosen = vscan.local(s.windowed, tiles, 48)
+    assert torch.bincount(tiles[chosen]).tolist() == [3] * 16
+
+
+def slow_tome_layer(x, size, keys, pairs):
+    """One layer: `pairs` edges of the even rows to the odd ones, best first, each merging size-weighted."""
+    n = len(x)
+    edges = []
+    for a in range(0, n, 2):
+        b = max(range(1, n, 2), key=lambda j: cosine(keys[a], keys[j]))
+        edges.append((cosine(keys[a], keys[b]), a, b))
+    x, size, gone = [row * s for row, s in zip(x, size, strict=True)], list(size), set()
+    for _, a, b in sorted(edges, key=lambda edge: (-edge[0], edge[1]))[:pairs]:
+        x[b], size[b] = x[b] + x[a], size[b] + size[a]
+        gone.add(a)
+    left = [i for i in range(n) if i not in gone]
+    return torch.stack([x[i] / size[i] for i in left]), [size[i] for i in left]
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.8])
+def test_tome(keep):
+    s, x = signals(), torch.randn(48, 5, dtype=torch.float64)
+    got = run("tome", s, tome.Options(keep=keep))
+    slow, size = x, [1] * 48
+    merged = Reduction.identity(48)
+    for layer, pairs in enumerate(tome.schedule(48, tome.budget(s.grid, tome.Options(keep=keep)), LAYERS)):
+        keys = head_mean(rows(s, merged).keys, s.heads)
+        now = dataclasses.replace(rows(s, merged), merged=merged)
+        slow, size = slow_tome_layer(slow, size, keys, pairs)
+        merged = merged.then(reducers.merge(tome, now, tome.Options(keep=keep), layer, LAYERS))
+        assert merged.sizes.tolist() == size
+        assert torch.allclose(merged.apply(x), slow, atol=1e-5)
+    assert torch.equal(merged.target, got.target)
+    assert merged.sizes.sum() == 48  # nothing is dropped
+
+
+@pytest.mark.parametrize(
+    ("n", "count", "layers"), [(576, 72, 24), (576, 64, 4), (49, 10, 3), (9, 9, 2), (7, 1, 3), (5, 3, 1)]
+)
+def test_tome_schedule_meets_the_budget(n, count, layers):
+    pairs = tome.schedule(n, count, layers)
+    assert len(pairs) == layers and sum(pairs) == n - count
+    for r in pairs:
+        assert 0 <= r <= n // 2
+        n -= r
+
+
+def test_tome_schedule_is_even_where_it_can_be():
+    assert tome.schedule(576, 72, 24) == [21] * 24  # as in the papers
+    with pytest.raises(ValueError, match="cannot be merged into 7 in 3 layers"):
+        tome.schedule(57, 7, 3)
+
+
+def test_proportional_attention_equals_attention_over_the_copies():
+    """Why log size is added to the logits: a token of size s then counts as s equal tokens."""
+    query, keys, values, sizes = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5, 2), torch.tensor([1, 3, 2, 1, 4])
+    r = Reduction.join(torch.tensor([0, 1, 1, 1, 4, 4, 6, 7, 7, 7, 7]))
+    assert torch.equal(r.sizes, sizes)
+    merged = (query @ keys.T + r.sizes.log()).softmax(-1) @ values
+    assert torch.allclose(merged, (query @ r.expand(keys).T).softmax(-1) @ r.expand(values), atol=1e-6)
+
+
+def test_dymu_merges_exactly_the_pairs_above_the_threshold():
+    s = signals()
+    keys, edges = head_mean(s.keys, s.heads), {}
+    for a in range(0, 48, 2):
+        b = max(range(1, 48, 2), key=lambda j: cosine(keys[a], keys[j]))
+        if cosine(keys[a], keys[b]) > 0.75:
+            edges[a] = b
+    assert 0 < len(edges) < 24
+    got = reducers.merge(dymu, s, dymu.Options(thresholds=(0.75,)), 0, 1)
+    assert got.anchor.tolist() == [i for i in range(48) if i not in edges]
+    assert all(got.target[a] == got.target[b] for a, b in edges.items())
+
+
+def test_dymu_keeps_more_of_a_rich_image_than_of_a_plain_one():
+    rich, chosen = signals(), options("dymu")
+    plain = dataclasses.replace(rich, keys=rich.keys[:1].expand(48, -1))
+    assert len(run("dymu", plain, chosen).anchor) == 3  # halved in each of four layers
+    assert len(run("dymu", rich, chosen).anchor) > 20
+
+
+def test_dymu_odd_count_merges_at_most_half():
+    flat = dataclasses.replace(signals((1, 1, 9)), keys=torch.ones(9, 16))
+    assert len(reducers.merge(dymu, flat, dymu.Options(thresholds=(0.0,)), 0, 1).anchor) == 5
+    one = signals((1, 1, 1))
+    assert len(reducers.merge(dymu, one, dymu.Options(thresholds=(-1.0,)), 0, 1).anchor) == 1
+
+
+def test_dymu_thresholds_merge_what_was_asked_for_on_average():
+    """On the batch that they are learnt from, exactly; the threshold is the best cosine that does not merge."""
+    images = [signals(seed=seed) for seed in range(6)]
+    scores = [dymu.best(image) for image in images]
+    (tau,) = dymu.learn([[scores]], r=7.5)
+    assert tau == sorted(torch.cat(scores).tolist(), reverse=True)[45]
+    kept = [len(reducers.merge(dymu, image, dymu.Options(thresholds=(tau,)), 0, 1).anchor) for image in images]
+    assert sum(48 - count for count in kept) == 45 and len(set(kept)) > 1
+
+
+def test_dymu_thresholds_are_means_over_batches_and_never_negative():
+    high, low, away = torch.tensor([0.75, 0.5]), torch.tensor([0.25, 0.125]), torch.tensor([-0.5, -0.75])
+    assert dymu.learn([[[high], [low]], [[low], [away]]], r=1) == (0.3125, 0.0625)
+    assert dymu.threshold([high, low], r=2) == 0.0  # everything may merge; what points away still does not
+    assert dymu.threshold([high], r=0) == 0.75
+    for wrong in ([], [[[high]], [[high], [low]]]):
+        with pytest.raises(ValueError, match="learnt from"):
+            dymu.learn(wrong, r=1)
+
+
+def test_dymu_refuses_thresholds_of_another_model():
+    with pytest.raises(ValueError, match="3 thresholds and 4 layers"):
+        run("dymu", signals(), dymu.Options(thresholds=(0.1, 0.2, 0.3)))
+    with pytest.raises(ValueError, match="learn them"):
+        run("dymu", signals(), dymu.Options())
+    with pytest.raises(ValueError, match="cosines"):
+        dymu.Options(thresholds=(1.5,))

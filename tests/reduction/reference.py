@@ -1,0 +1,95 @@
+"""What reduced models are compared with: the full forward, in which dropped tokens are hidden from attention.
+
+Nothing is shortened here, so positions, caches and padding are the model's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.models import VLM
+from vlmcompress.reduction import Reduced
+
+
+def logits(vlm: VLM, inputs: dict[str, Tensor], seen: list[Reduced], layer: int = 0) -> Tensor:
+    """`[b, s, vocab]` of the full sequence when from decoder block `layer` on only what `seen` kept can be attended to."""
+    text: Any = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+    given = arguments(vlm, inputs)
+    mask = hidden_mask(inputs["attention_mask"], seen)
+    hooks = []
+    if layer == 0:
+        given |= {"inputs_embeds": merged(given["inputs_embeds"], seen), "attention_mask": mask}
+        if given.get("deepstack_visual_embeds"):
+            given["deepstack_visual_embeds"] = deepstack(given, seen)
+    else:
+        s = mask.shape[1]
+        causal = torch.ones(s, s, dtype=torch.bool).tril()
+        square = (causal & mask.bool()[:, None, None, :]) | torch.eye(s, dtype=torch.bool)  # padding sees itself
+        for block in text.layers[layer:]:
+            hooks.append(
+                block.register_forward_pre_hook(
+                    lambda module, args, kwargs: (args, kwargs | {"attention_mask": square}), with_kwargs=True
+                )
+            )
+    try:
+        hidden = text(**given).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return vlm.model.lm_head(hidden)
+
+
+def arguments(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """What the model without a reducer hands to its language model."""
+    found: dict[str, Any] = {}
+    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+    hook = text.register_forward_pre_hook(lambda module, args, kwargs: found.update(kwargs), with_kwargs=True)
+    vlm.model(**inputs, use_cache=False)
+    hook.remove()
+    return found
+
+
+def hidden_mask(mask: Tensor, seen: list[Reduced]) -> Tensor:
+    """The attention mask without the dropped tokens."""
+    mask = mask.clone()
+    for unit in seen:
+        gone = torch.ones(len(unit.columns), dtype=torch.bool)
+        gone[unit.reduction.anchor] = False
+        mask[unit.row, unit.columns[gone]] = 0
+    return mask
+
+
+def merged(x: Tensor, seen: list[Reduced]) -> Tensor:
+    """`x [b, s, d]` with the weighted mean of each output's tokens where its anchor stands."""
+    out = x.clone()
+    for unit in seen:
+        target, weight, scale = unit.reduction.target, unit.reduction.weight.double(), unit.reduction.scale
+        for place, anchor in enumerate(unit.reduction.anchor):
+            own = (target == place).nonzero().flatten()
+            total = sum(weight[i] * x[unit.row, unit.columns[i]] for i in own) / weight[own].sum()
+            out[unit.row, unit.columns[anchor]] = total * (1 if scale is None else scale[place].double())
+    return out
+
+
+def deepstack(given: dict[str, Any], seen: list[Reduced]) -> list[Tensor]:
+    """The deepstack features with merged rows; those of dropped tokens stay, where nobody sees them."""
+    where, levels = given["visual_pos_masks"], []
+    for level in given["deepstack_visual_embeds"]:
+        full = level.new_zeros(*where.shape, level.shape[-1])
+        full[where] = level
+        levels.append(merged(full, seen)[where])
+    return levels
+
+
+def compare(reduced: Tensor, full: Tensor, mask: Tensor, seen: list[Reduced], right: bool = False) -> None:
+    """Reduced logits `[b, m, v]` equal the full ones wherever a real token is kept; to float32 where tokens were merged."""
+    close = 1e-5 if any((unit.reduction.sizes > 1).any() for unit in seen) else 1e-9
+    kept = hidden_mask(mask, seen).bool()
+    assert reduced.shape[1] == kept.sum(1).max()
+    for row, own in enumerate(kept):
+        count = int(own.sum())
+        got = reduced[row, :count] if right else reduced[row, reduced.shape[1] - count :]
+        torch.testing.assert_close(got, full[row, own], atol=close, rtol=close)

@@ -1,0 +1,151 @@
+"""Attaching and detaching, refusals, and what cannot be done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
+from tests.reduction.test_hiding import CASES, given
+from vlmcompress.errors import UserError
+from vlmcompress.models import all_specs
+from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import attach, refusal
+from vlmcompress.reduction.spec import parse
+
+
+def traces(model: torch.nn.Module) -> list:
+    """All that attaching might leave behind: hooks, and attributes by identity."""
+    found: list = []
+    for name, module in model.named_modules():
+        found.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))
+        own = {
+            key: id(value) for key, value in vars(module).items() if key != "rope_deltas"
+        }  # the latest call's, in Qwen
+        found.append(sorted(own.items()))
+    return found
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_detaching_restores_the_model(family, method):
+    vlm = tiny(family)
+    inputs = encode(vlm, ONE, TWO)
+    plain = vlm.model(**inputs).logits
+    before = traces(vlm.model)
+    attached = attach(vlm, method, given(method))
+    assert vlm.model(**inputs).logits.shape != plain.shape
+    attached.detach()
+    attached.detach()  # once is enough, twice does no harm
+    assert traces(vlm.model) == before
+    assert torch.equal(vlm.model(**inputs).logits, plain)
+
+
+def test_one_at_a_time():
+    vlm = tiny("llava")
+    with attach(vlm, "random"), pytest.raises(ValueError, match="detach"):
+        attach(vlm, "fastv", {"layer": 1})
+    before = traces(vlm.model)
+    with pytest.raises(UserError, match="layer 3"):
+        attach(vlm, "fastv", {"layer": 3})
+    assert traces(vlm.model) == before
+    attach(vlm, "random").detach()
+
+
+def test_an_error_within_the_model_leaves_nothing_behind():
+    vlm = tiny("llava")
+    inputs = encode(vlm, ONE)
+    with attach(vlm, "random", {"keep": 0.5}) as attached:
+        with pytest.raises(ValueError, match="do not match"):
+            vlm.model(**inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)})
+        assert attached._call is None
+        assert vlm.model(**inputs).logits.shape[1] < inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_text_alone_is_untouched(family, method):
+    vlm = tiny(family)
+    inputs = encode(vlm, NONE)
+    how = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain, answer = vlm.model(**inputs).logits, vlm.model.generate(**inputs, **how)
+    with attach(vlm, method, given(method)) as attached:
+        assert torch.equal(vlm.model(**inputs).logits, plain)
+        again = vlm.model.generate(**inputs, **how)
+    assert torch.equal(torch.stack(answer.logits), torch.stack(again.logits)) and not attached.seen
+
+
+@pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.family)
+@pytest.mark.parametrize("method", REGISTRY.names())
+def test_refusals_are_one_line(spec, method):
+    reason = refusal(spec, method)
+    if reason is None:
+        assert spec.visual_grid is not None
+    else:
+        assert "\n" not in reason and len(reason) < 300 and (method in reason or spec.family in reason)
+
+
+def test_what_is_refused_and_what_is_not():
+    works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
+    inside = ["dart-llm", "fastv"]
+    after = ["dart", "divprune", "random", "relevance", "uniform"]
+    assert works["llava"] == sorted([*after, *inside, "visionzip", "vscan"])
+    assert not works["gemma3"] and not works["lfm2-vl"]
+    assert all(works[family] == sorted([*after, *inside]) for family in {*works} - {"llava", "gemma3", "lfm2-vl"})
+    with pytest.raises(UserError, match="CLS"):
+        attach(tiny("qwen2-5-vl"), "visionzip")
+    with pytest.raises(UserError, match="yet.*use dart, "):
+        attach(tiny("llava"), "tome")
+
+
+def test_options():
+    vlm = tiny("llava")
+    kind = REGISTRY.get("dart").Options
+    for method, options in (("dart", {"keep": 0.25}), ("dart", kind(keep=0.25)), (parse("dart:0.25"), None)):
+        with attach(vlm, method, options) as attached:
+            assert attached.options == kind(keep=0.25)
+    with pytest.raises(UserError, match="no option 'kep'; did you mean 'keep'"):
+        attach(vlm, "dart", {"kep": 0.5})
+
+
+def test_calls_that_cannot_be_reduced():
+    vlm = tiny("llava")
+    inputs = encode(vlm, ONE, TWO)
+    with attach(vlm, "random", {"keep": 0.5}):
+        with pytest.raises(UserError, match="labels"):
+            vlm.model(**inputs, labels=inputs["input_ids"])
+        with pytest.raises(UserError, match="static cache"):
+            vlm.model(**inputs, past_key_values=StaticCache(vlm.model.config, max_cache_len=200))
+        with pytest.raises(UserError, match="static cache"):
+            vlm.model.generate(**inputs, max_new_tokens=2, cache_implementation="static")
+        with pytest.raises(UserError, match="input_ids"):
+            embeds = vlm.model.get_input_embeddings()(inputs["input_ids"])
+            vlm.model(inputs_embeds=embeds, pixel_values=inputs["pixel_values"])
+        out = vlm.model(**inputs)
+        with pytest.raises(UserError, match="full sequence"):
+            short = torch.ones(2, out.logits.shape[1] + 1, dtype=torch.long)
+            vlm.model(input_ids=torch.tensor([[1], [1]]), past_key_values=out.past_key_values, attention_mask=short)
+    window = vlm.model.config.text_config.sliding_window = 50
+    try:
+        with attach(vlm, "random", {"keep": 0.5}), pytest.raises(UserError, match=f"window of {window}"):
+            vlm.model(**inputs)
+    finally:
+        del vlm.model.config.text_config.sliding_window
+    qwen = tiny("qwen2-vl")
+    with attach(qwen, "random", {"keep": 0.5}), pytest.raises(UserError, match="videos"):
+        qwen.model(
+            **encode(qwen, ONE), pixel_values_videos=torch.zeros(4, 1176), video_grid_thw=torch.tensor([[1, 2, 2]])
+        )
+
+
+def test_attention_that_cannot_be_read():
+    vlm = tiny("llava")
+    vlm.model.set_attn_implementation("eager")
+    try:
+        before = traces(vlm.model)
+        with pytest.raises(UserError, match="attn_implementation='sdpa'"):
+            attach(vlm, "fastv", {"layer": 1})
+        assert traces(vlm.model) == before
+        with attach(vlm, "random", {"keep": 0.5}):  # looks at no attention
+            assert vlm.model(**encode(vlm, ONE)).logits.shape[1] < encode(vlm, ONE)["input_ids"].shape[1]
+    finally:
+        vlm.model.set_attn_implementation("sdpa")

@@ -1,0 +1,85 @@
+"""`--reduce` and a recipe's `reduce`: what is understood, what is refused and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlmcompress import reducers
+from vlmcompress.errors import UserError
+from vlmcompress.reduction import spec
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 4, "text_pivots": 4}),
+        ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 4}),
+        ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 4}),
+        ("random:1", {"method": "random", "keep": 1, "seed": 0}),
+        ("fastv:5e-1,layer=3", {"method": "fastv", "keep": 0.5, "layer": 3}),
+        ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),
+        ("dymu:thresholds=[0.9, 0.8],keep=0.5", {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8)}),
+        ("pixelprune", {"method": "pixelprune", "tolerance": 0.0}),
+    ],
+)
+def test_understood(text, plain):
+    chosen = spec.parse(text)
+    assert chosen.plain() == plain
+    assert spec.read(plain).plain() == plain
+    assert isinstance(chosen.options, reducers.REGISTRY.get(plain["method"]).Options)
+
+
+@pytest.mark.parametrize("method", reducers.REGISTRY.names())
+def test_defaults_and_back(method):
+    chosen = spec.parse(method)
+    assert chosen.options == reducers.REGISTRY.get(method).Options()
+    assert spec.read({"method": method, **({"keep": "auto"} if hasattr(chosen.options, "keep") else {})}) == chosen
+    assert spec.parse(str(chosen)) == chosen
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dart:0.25", "dart:1/3,pivots=8", "random:1", "dymu:0.07,thresholds=[0.9, 0.8]", "visionzip:0.5,merge=mean"],
+)
+def test_written_as_read(text):
+    assert str(spec.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dort:0.5", "--reduce dort:0.5: unknown reducer 'dort'; did you mean 'dart'?"),
+        (":0.5", "unknown reducer ''; choose from"),
+        ("dart:0", "--reduce dart:0: 'dart': keep must be a number above 0 and at most 1, got 0"),
+        ("dart:1.5", "keep must be a number above 0 and at most 1, got 1.5"),
+        ("dart:-0.5", "keep must be a number above 0"),
+        ("dart:.nan", "keep must be a number above 0 and at most 1, got nan"),
+        ("dart:half", "keep is 'half', should be a number"),
+        ("dart:50%", "keep is '50%', should be a number"),
+        ("dart:true", "keep is True, should be a number"),
+        ("dart:1/0", "keep is '1/0', should be a number"),
+        ("dart:0.5,pivot=3", "has no option 'pivot'; did you mean 'pivots'?"),
+        ("dart:0.5,pivots=2.5", "pivots is 2.5, should be a whole number"),
+        ("dart:0.5,8", "'8' is no setting; write METHOD:KEEP,OPTION=VALUE"),
+        ("dart:0.5,keep=0.3", "'keep' is given twice"),
+        ("dyrate:0.5", "'dyrate' has no share to keep; its options are factor, least, layer"),
+        ("visionzip:0.5,merge=max", "merge must be 'sum' or 'mean', got 'max'"),
+        ("dymu:thresholds=[a]", "thresholds is ['a'], should be a list of numbers"),
+        ("dart:[0.5", "is not valid YAML"),
+    ],
+)
+def test_refused(text, message):
+    with pytest.raises(UserError) as raised:
+        spec.parse(text)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
+def test_recipes_that_say_no_method(given):
+    with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
+        spec.read(given)
+
+
+def test_too_small():
+    assert spec.parse("dart:0.1").too_small((1, 2, 2)) and not spec.parse("dart:0.1").too_small((1, 2, 3))
+    assert not spec.parse("dymu:0.01").too_small((1, 1, 1)) and not spec.parse("pevlm").too_small((1, 1, 1))

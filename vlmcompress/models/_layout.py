@@ -1,0 +1,222 @@
+"""Which part of an image each of its visual tokens shows, computed from the image's size alone.
+
+The functions at the end are what `ModelSpec.layout` is: one for each way of cutting an image up. They compute what the
+family's processor and model in transformers do, without opening an image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vlmcompress.errors import UserError
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, in pixels of the original image; outside of it where padding is shown."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an image that the encoder sees as a picture of its own: `rows x columns` tokens in raster order.
+
+    newlines: a token that shows nothing ends each row ("rows"), or the piece ("end"), or there is none ("").
+    Of a very narrow image LLaVA-NeXT leaves a piece without columns, newlines alone.
+    """
+
+    rows: int
+    columns: int
+    box: Box
+    newlines: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens, newlines among them."""
+        return self.rows * self.columns + {"": 0, "end": 1, "rows": self.rows}[self.newlines]
+
+    def cells(self) -> Iterator[Box | None]:
+        """What each token shows; None for a newline."""
+        left, top, right, bottom = self.box
+        wide, high = (right - left) / max(self.columns, 1), (bottom - top) / max(self.rows, 1)
+        for row in range(self.rows):
+            for column in range(self.columns):
+                x, y = left + column * wide, top + row * high
+                yield x, y, x + wide, y + high
+            if self.newlines == "rows":
+                yield None
+        if self.newlines == "end":
+            yield None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The visual tokens of one image, in the order of the prompt: those of each piece in turn."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens of the image."""
+        return sum(piece.tokens for piece in self.pieces)
+
+    def cells(self) -> list[Box | None]:
+        """What each token shows; None for one that shows nothing."""
+        return [cell for piece in self.pieces for cell in piece.cells()]
+
+    def grids(self) -> list[tuple[tuple[int, int, int], list[int]]]:
+        """Of each piece the grid `(1, rows, columns)` and the numbers of its tokens among the image's; newlines are in none."""
+        found, start = [], 0
+        for piece in self.pieces:
+            index = [start + number for number, cell in enumerate(piece.cells()) if cell is not None]
+            if index:
+                found.append(((1, piece.rows, piece.columns), index))
+            start += piece.tokens
+        return found
+
+
+Cut = Callable[[Any, int, int, int], Layout]
+"""`(processor, width, height, images)`: the layout of an image of that size in a prompt with so many images."""
+
+
+def square(processor: Any, width: int, height: int, images: int) -> Layout:
+    """LLaVA-1.5: resized and cropped to one size."""
+    if processor.num_additional_image_tokens != (processor.vision_feature_select_strategy == "default"):
+        raise UserError("a LLaVA that keeps the CLS token is not supported; use one whose features are patches alone")
+    images_of = processor.image_processor
+    box, (wide, high) = (0.0, 0.0, float(width), float(height)), (width, height)
+    if getattr(images_of, "do_pad", False):
+        side = max(width, height)
+        x, y = (width - side) / 2, (height - side) / 2
+        box, (wide, high) = (x, y, x + side, y + side), (side, side)
+    if images_of.do_resize:
+        if short := images_of.size.get("shortest_edge"):
+            scale = short / min(wide, high)
+            wide, high = (short, int(high * scale)) if wide <= high else (int(wide * scale), short)
+        else:
+            wide, high = images_of.size["width"], images_of.size["height"]
+    if images_of.do_center_crop:
+        crop = images_of.crop_size
+        box = _cut(box, (wide, high), ((wide - crop["width"]) / 2, (high - crop["height"]) / 2), crop)
+        wide, high = crop["width"], crop["height"]
+    return Layout((Piece(high // processor.patch_size, wide // processor.patch_size, box),))
+
+
+def anyres(processor: Any, width: int, height: int, images: int) -> Layout:
+    """LLaVA-NeXT and OneVision: the whole image, then tiles of it put together, without the padding, row by row."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    whole = (0.0, 0.0, float(width), float(height))
+    size, aspect = processor.image_processor.size, getattr(processor, "vision_aspect_ratio", None)
+    side = size.get("shortest_edge") or size["height"]
+    n = math.isqrt(processor.num_image_tokens) if aspect else side // processor.patch_size
+    if aspect and images > 1:
+        return Layout((Piece(n, n, whole, "end"),))
+    canvas = select_best_resolution((height, width), processor.image_processor.image_grid_pinpoints)
+    rows, columns = n * (canvas[0] // side), n * (canvas[1] // side)
+    scale = min(canvas[1] / width, canvas[0] / height)
+    x, y = (min(math.ceil(length * scale), edge) for length, edge in ((width, canvas[1]), (height, canvas[0])))
+    unit = (x / width, y / height)  # pixels of the canvas for each of the image, across and down
+    left, top = -((canvas[1] - x) // 2) / unit[0], -((canvas[0] - y) // 2) / unit[1]
+    box = (left, top, left + canvas[1] / unit[0], top + canvas[0] / unit[1])
+    used = (rows, columns)
+    if width / height > columns / rows:
+        used = (rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns)
+    else:
+        used = (rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2)
+    start = ((columns - used[1]) / 2, (rows - used[0]) / 2)
+    box = _cut(box, (columns, rows), start, {"width": used[1], "height": used[0]})
+    if aspect:
+        ratio = math.sqrt(used[0] * used[1] / (int(aspect.removeprefix("anyres_max_")) * n**2))
+        used = (int(used[0] // ratio), int(used[1] // ratio)) if ratio > 1.1 else used
+    return Layout((Piece(n, n, whole), Piece(used[0], used[1], box, "rows")))
+
+
+def native(processor: Any, width: int, height: int, images: int) -> Layout:
+    """The Qwen family: one grid in the image's own shape."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    images_of = processor.image_processor
+    unit = images_of.patch_size * images_of.merge_size
+    low, high = images_of.size["shortest_edge"], images_of.size["longest_edge"]
+    rows, columns = (side // unit for side in smart_resize(height, width, unit, min_pixels=low, max_pixels=high))
+    return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
+
+
+def pooled(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Gemma 3: resized to a square whatever its shape (its pan and scan is off unless a call asks for it)."""
+    n = math.isqrt(processor.image_seq_length)
+    return Layout((Piece(n, n, (0.0, 0.0, float(width), float(height))),))
+
+
+def tiled(processor: Any, width: int, height: int, images: int) -> Layout:
+    """InternVL: tiles in the best fitting arrangement, then the whole image."""
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+    images_of = processor.image_processor
+    side = (images_of.size["height"], images_of.size["width"])
+    across, down = get_optimal_tiled_canvas((height, width), side, images_of.min_patches, images_of.max_patches)
+    return _tiles(math.isqrt(processor.image_seq_length), across, down, width, height)
+
+
+def split(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Idefics3 and SmolVLM: scaled up to whole tiles, then the whole image."""
+    from transformers.models.idefics3 import image_processing_idefics3
+
+    source: Any = image_processing_idefics3
+    images_of = processor.image_processor
+    side, across, down = images_of.max_image_size["longest_edge"], 1, 1
+    if images_of.do_image_splitting:
+        if images_of.do_resize:
+            size = source._resize_output_size_rescale_to_max_len(height, width, max_len=images_of.size["longest_edge"])
+            high, wide = source._resize_output_size_scale_below_upper_bound(*size, max_len=source.MAX_IMAGE_SIZE)
+        else:
+            high, wide = height, width
+        if wide >= high:
+            across = math.ceil(wide / side)
+            down = math.ceil(int(across * side / (wide / high)) / side)
+        else:
+            down = math.ceil(high / side)
+            across = math.ceil(int(down * side * (wide / high)) / side)
+    return _tiles(math.isqrt(processor.image_seq_len), across, down, width, height)
+
+
+def adaptive(processor: Any, width: int, height: int, images: int) -> Layout:
+    """LFM2-VL: one grid in the image's own shape, behind tiles of it where it is large."""
+    images_of = processor.image_processor
+    unit, factor = images_of.encoder_patch_size, images_of.downsample_factor
+    limits = {"max_image_tokens": images_of.max_image_tokens, "encoder_patch_size": unit, "downsample_factor": factor}
+    across = down = 1
+    large = images_of._is_image_too_large(
+        height=height, width=width, max_pixels_tolerance=images_of.max_pixels_tolerance, **limits
+    )
+    if large and images_of.do_image_splitting and not images_of.min_tiles == images_of.max_tiles == 1:
+        across, down, *_ = images_of._get_grid_layout(
+            height, width, images_of.min_tiles, images_of.max_tiles, images_of.tile_size
+        )
+    wide, high = images_of.smart_resize(
+        height=height, width=width, min_image_tokens=images_of.min_image_tokens, **limits
+    )
+    columns, rows = (math.ceil(side // unit / factor) for side in (wide, high))
+    whole = Piece(rows, columns, (0.0, 0.0, float(width), float(height)))
+    n = math.ceil(images_of.tile_size // unit / factor)
+    pieces = _tiles(n, across, down, width, height).pieces[:-1]
+    return Layout((*pieces, whole) if images_of.use_thumbnail or not pieces else pieces)
+
+
+def _tiles(n: int, across: int, down: int, width: int, height: int) -> Layout:
+    """`across x down` tiles of `n x n` tokens that fill the image, row by row, then the whole of it as one more."""
+    whole = Piece(n, n, (0.0, 0.0, float(width), float(height)))
+    if across * down == 1:
+        return Layout((whole,))
+    xs = [width * i / across for i in range(across + 1)]
+    ys = [height * i / down for i in range(down + 1)]
+    tiles = [Piece(n, n, (xs[c], ys[r], xs[c + 1], ys[r + 1])) for r in range(down) for c in range(across)]
+    return Layout((*tiles, whole))
+
+
+def _cut(box: Box, size: tuple[float, float], start: tuple[float, float], part: dict) -> Box:
+    """The box of a part of what `box` shows, drawn `size` (width, height) large; `start` (x, y) in the same unit."""
+    x, y = (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]
+    left, top = box[0] + start[0] * x, box[1] + start[1] * y
+    return left, top, left + part["width"] * x, top + part["height"] * y

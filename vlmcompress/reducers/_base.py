@@ -1,0 +1,254 @@
+"""What all reducers share: the signals that they read, the reduction that they decide on, and exact arithmetic of
+budgets.
+
+Deciding is apart from applying: a method looks at the signals of one image and says for each of its `n` tokens which
+output row it goes to; `Reduction.apply` then does that to any tensor with a row a token (features, deepstack levels,
+positions). Tokens of an image stand in raster order of their grid `(t, h, w)`, and so do the outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of an image's tokens (after any pixel merge of the encoder)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """What becomes of the `n` tokens of one image: `m` outputs in raster order.
+
+    target: `[n]` int64, output row of each token, -1 for a dropped one.
+    anchor: `[m]` int64, strictly ascending; the token whose position the output keeps, one of its sources.
+    weight: `[n]` float32, positive; what a token counts in the mean that its output is.
+    scale:  `[m]` float32 or None; outputs are that multiple of their mean (VisionZip's sums), None: the mean itself.
+    """
+
+    target: Tensor
+    anchor: Tensor
+    weight: Tensor
+    scale: Tensor | None = None
+
+    @staticmethod
+    def identity(n: int, device: Any = None) -> Reduction:
+        """Every token is kept."""
+        rows = torch.arange(n, device=device)
+        return Reduction(rows, rows, torch.ones(n, device=device))
+
+    @staticmethod
+    def keep(index: Tensor, n: int) -> Reduction:
+        """Keep the tokens `index [m]` (in any order, each once) of `n` and drop the others."""
+        anchor = index.sort().values
+        target = torch.full((n,), -1, dtype=torch.int64, device=index.device)
+        target[anchor] = torch.arange(len(anchor), device=index.device)
+        return Reduction(target, anchor, torch.ones(n, device=index.device))
+
+    @staticmethod
+    def join(parent: Tensor, weight: Tensor | None = None) -> Reduction:
+        """Merge each token into the token `parent [n]`; one that is its own parent is kept, -1 drops a token.
+
+        `weight [n]` is what tokens count in the means; default 1 each.
+        """
+        n = len(parent)
+        kept = parent == torch.arange(n, device=parent.device)
+        if not kept[parent[parent >= 0]].all():
+            raise ValueError("a token is merged into one that is not kept")
+        row = kept.cumsum(0) - 1  # of the kept tokens
+        target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
+        weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
+        return Reduction(target, kept.nonzero().squeeze(1), weight)
+
+    @staticmethod
+    def concat(parts: Sequence[Reduction]) -> Reduction:
+        """Side by side: of a whole prompt, from those of its images and identities for the text between."""
+        rows = tokens = 0
+        target, anchor = [], []
+        for part in parts:
+            target.append(torch.where(part.target < 0, part.target, part.target + rows))
+            anchor.append(part.anchor + tokens)
+            rows, tokens = rows + len(part.anchor), tokens + len(part.target)
+        scale = None
+        if any(part.scale is not None for part in parts):
+            scale = torch.cat([part._scale() for part in parts])
+        return Reduction(torch.cat(target), torch.cat(anchor), torch.cat([part.weight for part in parts]), scale)
+
+    @property
+    def sizes(self) -> Tensor:
+        """`[m]` int64: how many tokens each output stands for."""
+        return self._sum(torch.ones_like(self.target))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[n, ...] -> [m, ...]` in `x`'s dtype, computed in float32 (float64 stays). What was not merged is bit for bit."""
+        if len(x) != len(self.target):
+            raise ValueError(f"the reduction is of {len(self.target)} tokens, not of {len(x)}")
+        anchor = self.anchor.to(x.device)
+        out = x[anchor]
+        sizes = self.sizes.to(x.device)
+        merged = sizes > 1 if self.scale is None else (sizes > 1) | (self.scale.to(x.device) != 1)
+        if not merged.any():
+            return out
+        if not x.is_floating_point():
+            raise ValueError("whole numbers have no mean; positions are those of the anchors")
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        wide = wide.reshape(len(x), -1)
+        total = _accumulate(wide * self.coefficients.to(wide)[:, None], self.target.to(x.device), len(anchor))
+        out[merged] = total[merged].reshape(-1, *x.shape[1:]).to(x.dtype)
+        return out
+
+    def expand(self, x: Tensor) -> Tensor:
+        """`[m, ...] -> [n, ...]`: every token gets its output's row, DyMU's virtual unmerging. Nothing may be dropped."""
+        if (self.target < 0).any():
+            raise ValueError("a reduction that drops tokens cannot be undone")
+        return x[self.target.to(x.device)]
+
+    @property
+    def coefficients(self) -> Tensor:
+        """`[n]` float32: output row r is the sum of `coefficients_i x_i` over the tokens i whose target is r."""
+        safe = self.target.clamp(min=0)
+        factor = self.weight / self._sum(self.weight)[safe]
+        factor = factor if self.scale is None else factor * self.scale[safe]
+        return factor.masked_fill(self.target < 0, 0.0)
+
+    def then(self, other: Reduction) -> Reduction:
+        """First this reduction, then `other` on its outputs: one reduction of the original tokens."""
+        if len(other.target) != len(self.anchor):
+            raise ValueError(
+                f"the second reduction is of {len(other.target)} tokens, the first leaves {len(self.anchor)}"
+            )
+        safe = self.target.clamp(min=0)
+        target = torch.where(self.target < 0, self.target, other.target[safe])
+        inner, outer = self._sum(self.weight)[safe], other.weight[safe]
+        weight = self.weight * outer / inner  # multiplied first: sizes stay whole numbers, so means of means stay exact
+        if self.scale is None and other.scale is None:
+            return Reduction(target, self.anchor[other.anchor], weight)
+        first = self._scale()
+        scale = other._sum(other.weight * first) / other._sum(other.weight)
+        scale = scale if other.scale is None else scale * other.scale
+        return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
+
+    def check(self) -> Reduction:
+        """Itself, or ValueError saying what is wrong with it."""
+        n, m = len(self.target), len(self.anchor)
+        rows = torch.arange(m, device=self.target.device)
+        for right, text in (
+            (m >= 1, "nothing is kept"),
+            (self.weight.shape == self.target.shape == (n,), "target and weight differ in length"),
+            (self.scale is None or self.scale.shape == (m,), "scale has another length than anchor"),
+            (bool((self.target >= -1).all() and (self.target < m).all()), "a target is out of range"),
+            (bool((self.anchor[1:] > self.anchor[:-1]).all()), "anchors do not ascend"),
+            (bool((self.anchor >= 0).all() and (self.anchor < n).all()), "an anchor is out of range"),
+            (bool((self.weight > 0).all() and self.weight.isfinite().all()), "weights must be positive"),
+        ):
+            if not right:
+                raise ValueError(f"not a reduction: {text}")
+        if not torch.equal(self.target[self.anchor], rows):
+            raise ValueError("not a reduction: an anchor is no source of its own output")
+        return self
+
+    def _scale(self) -> Tensor:
+        return torch.ones(len(self.anchor), device=self.anchor.device) if self.scale is None else self.scale
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return _accumulate(values, self.target, len(self.anchor))
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What a method may look at, of one image; tensors `[n, ...]` have a row for each token (see `merged`).
+
+    grid:       `(t, h, w)`, with `t * h * w` tokens in raster order.
+    features:   `[n, d]`, the tokens themselves at the method's stage.
+    keys:       `[n, dk]`, the attention's keys of the tokens, heads concatenated, `heads` says how many; before RoPE in the
+                encoder, after it in the language model, as in the methods' own code.
+    saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the last
+                token (language model).
+    windowed:   `[n]`, the same in a shallow layer of the encoder (VScan's local scan).
+    query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
+    pixels:     `[n, ...]`, pixels of each token, in units of the method's tolerance.
+    merged:     what earlier layers made of the grid's tokens; rows are then its outputs.
+    """
+
+    grid: Grid
+    features: Tensor | None = None
+    keys: Tensor | None = None
+    heads: int | None = None
+    saliency: Tensor | None = None
+    windowed: Tensor | None = None
+    query: Tensor | None = None
+    query_keys: Tensor | None = None
+    pixels: Tensor | None = None
+    merged: Reduction | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.grid) != 3 or any(type(side) is not int or side < 1 for side in self.grid):
+            raise ValueError(f"the grid must be three positive whole numbers, got {self.grid!r}")
+        if self.merged is not None and len(self.merged.target) != math.prod(self.grid):
+            raise ValueError(f"{len(self.merged.target)} tokens were merged on a grid of {math.prod(self.grid)}")
+        for name in ("features", "keys", "saliency", "windowed", "pixels"):
+            value = getattr(self, name)
+            if value is not None and len(value) != self.n:
+                raise ValueError(f"{name} has {len(value)} rows for {self.n} tokens")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                raise ValueError(f"{field.name} holds NaN or Inf")
+        if self.keys is not None and self.heads is not None and self.keys.shape[1] % self.heads:
+            raise ValueError(f"keys of width {self.keys.shape[1]} do not divide into {self.heads} heads")
+
+    @property
+    def n(self) -> int:
+        """Rows of the signals: the grid's tokens, or what is left of them."""
+        return math.prod(self.grid) if self.merged is None else len(self.merged.anchor)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the signals are."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def check_keep(keep: Any) -> None:
+    """ValueError unless `keep` is a number above 0 and at most 1."""
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"keep must be a number above 0 and at most 1, got {keep!r}")
+
+
+def check_whole(name: str, value: Any, least: int = 0) -> None:
+    """ValueError unless `value` is a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def share(grid: Grid, keep: float) -> int:
+    """Tokens that a share `keep` of the grid comes to, rounded half up; all, when that would be none."""
+    n = math.prod(grid)
+    return math.floor(keep * n + 0.5) or n
+
+
+def top(scores: Tensor, k: int) -> Tensor:
+    """`[k]` indices of the highest scores, best first; among equals the lower index comes first, on every device."""
+    return scores.sort(descending=True, stable=True).indices[:k]
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows of `x [n, d]` with length 1, float32, zero rows staying zero. The largest entry is divided out first.
+
+    So tiny and huge rows are exact too, and a scale of 2^k changes no bit.
+    """
+    x = x.float()
+    x = x / x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
+    """`[n, ...] -> [m, ...]`: rows summed by target, in the order of the tokens; a target of -1 is left out."""
+    out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
+    rows = target % (m + 1)  # -1 becomes the row behind the last
+    return out.index_put_((rows,), values, accumulate=True)[:m]

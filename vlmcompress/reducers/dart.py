@@ -1,0 +1,82 @@
+"""DART on the projected tokens: keep a few pivots and what resembles them least (arXiv 2502.11494).
+
+Duplication, not importance, decides. The pivots are the tokens with the largest L1 norm; each pivot in turn adds those
+of the tokens still free that have the lowest cosine to it. Needs no attention map, so it goes with any attention
+kernel.
+
+Published, DART works within the language model, whose states no engine opens up between layers (`dart-llm` is that
+form); this is the same rule on the rows that the language model would get, as TensorRT Edge-LLM serves it, with the
+norm of the rows in place of that of the keys. Text pivots are used when the text's embeddings are given, at the price
+that the result of an image depends on the question. Two things the paper leaves open are fixed here: pivots take their
+turns by falling norm, those of the image first (the code iterates a Python set), and the count is exactly the budget:
+the first turns take one token more when the picks do not divide, where the code's count is 4 + 8 floor(keep n / 8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top, unit
+
+STAGE = "projected"
+NEEDS = frozenset({"features"})
+OPTIONAL = frozenset({"query"})
+COUNT = "fixed"
+SERVED = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text, when it is given."""
+
+    keep: float = 0.5
+    pivots: int = 4
+    text_pivots: int = 4
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_whole("pivots", self.pivots, least=1)
+        check_whole("text_pivots", self.text_pivots)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """The share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Pivots by the L1 norm of the features."""
+    assert signals.features is not None
+    query = signals.features[:0] if signals.query is None else signals.query
+    lead = top(_size(signals.features), options.pivots)
+    ask = top(_size(query), options.text_pivots)
+    return Reduction.keep(select(signals.features, query[ask], lead, budget(signals.grid, options)), signals.n)
+
+
+def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tensor:
+    """`count` indices of tokens.
+
+    Args:
+        features: `[n, d]` tokens of the image.
+        query: `[q, d]` text pivots in the order of their turns.
+        pivots: `[p]` indices of the image's pivots in the order of their turns.
+        count: how many to keep; with fewer than `p`, the first pivots.
+    """
+    pivots = pivots[:count]
+    rows = unit(features)
+    likeness = torch.cat([rows[pivots], unit(query.to(features.device))]) @ rows.T  # [p + q, n] cosines
+    free = torch.ones(len(features), dtype=torch.bool, device=features.device)
+    free[pivots] = False
+    picks, turns = count - len(pivots), len(likeness)
+    for turn, cosine in enumerate(likeness):
+        quota = picks // turns + (turn < picks % turns)
+        order = cosine.masked_fill(~free, torch.inf).sort(stable=True).indices
+        free[order[:quota]] = False
+    return (~free).nonzero().squeeze(1)
+
+
+def _size(x: Tensor) -> Tensor:
+    return x.float().abs().sum(-1)

@@ -1,0 +1,47 @@
+"""DART as published, within the language model (arXiv 2502.11494): before its layer K = 2 only pivots and what they
+lack go on.
+
+`features` and `query` are the output of layer K - 1 through the model's final norm, of the image's tokens and of the
+text behind it; `keys` and `query_keys` are that layer's keys with heads concatenated, and the L1 norm of the keys
+chooses the pivots. Order of turns and count as in `dart`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole, share, top
+from vlmcompress.reducers.dart import Options as _Options
+from vlmcompress.reducers.dart import select
+
+STAGE = "llm"
+NEEDS = frozenset({"features", "keys", "query", "query_keys"})
+COUNT = "fixed"
+SERVED = False
+WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers; use dart"
+
+
+@dataclass(frozen=True)
+class Options(_Options):
+    """As of `dart`; `layer`: number of the decoder block, from 0, whose input is reduced."""
+
+    layer: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("layer", self.layer, least=1)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """The share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Pivots by the L1 norm of the keys, image and text."""
+    assert signals.features is not None and signals.query is not None
+    assert signals.keys is not None and signals.query_keys is not None
+    lead = top(signals.keys.float().abs().sum(-1), options.pivots)
+    ask = top(signals.query_keys.float().abs().sum(-1), options.text_pivots)
+    count = budget(signals.grid, options)
+    return Reduction.keep(select(signals.features, signals.query[ask], lead, count), signals.n)

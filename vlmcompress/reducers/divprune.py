@@ -1,0 +1,58 @@
+"""DivPrune: the tokens that are farthest apart (arXiv 2503.02175), max-min diversity by cosine distance.
+
+Greedy, as published: first the token whose nearest neighbour is farthest, then always the token whose nearest kept one
+is farthest. The smallest distance among those kept is at least half the best possible one (as chords; a quarter, as 1 -
+cosine). Whatever is rare stays, also when it does not matter. Costs `n^2 d` multiply-adds, `4 n^2` bytes and one step
+for each token kept. Unlike the published code, a token is never chosen twice when only duplicates are left, so the
+count is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, unit
+
+STAGE = "projected"
+NEEDS = frozenset({"features"})
+COUNT = "fixed"
+SERVED = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """`keep`: share of the tokens."""
+
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """The share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the most diverse tokens."""
+    assert signals.features is not None
+    return Reduction.keep(select(signals.features, budget(signals.grid, options)), signals.n)
+
+
+def select(features: Tensor, count: int) -> Tensor:
+    """`[count]` indices in the order in which they are chosen, of rows `[n, d]`."""
+    rows = unit(features)
+    distance = 1 - rows @ rows.T
+    alone = distance.clone().fill_diagonal_(torch.inf)
+    nearest = alone.amin(0).nan_to_num(posinf=0.0)  # of a single token there is no neighbour
+    chosen = torch.empty(count, dtype=torch.int64, device=features.device)
+    taken = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
+    for i in range(count):
+        chosen[i] = nearest.masked_fill(taken, -torch.inf).argmax()
+        taken[chosen[i]] = True
+        nearest = distance[chosen[i]] if i == 0 else torch.minimum(nearest, distance[chosen[i]])
+    return chosen

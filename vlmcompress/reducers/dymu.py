@@ -1,0 +1,98 @@
+"""DyMU's dynamic token merging: ToMe with learnt thresholds, so that simple images become fewer tokens (arXiv
+2504.17040).
+
+In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). `learn` finds
+the thresholds that merge r pairs an image on average over a calibration set. How many tokens an image keeps is known
+only behind the encoder. Matching, order and means as in `tome`; the layers behind should attend in proportion to size,
+by adding `merged.sizes.log()` to the logits of the keys (before the softmax; the published code's slow path adds it
+behind).
+
+Virtual token unmerging, for evaluation: `merged.expand` gives every token of the grid its output's row and
+`merged.apply` takes the means back, so attention within the language model can run on all positions. It saves no
+attention and no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep
+from vlmcompress.reducers.tome import join, match
+
+STAGE = "encoder"
+NEEDS = frozenset({"keys", "heads"})
+COUNT = "adaptive"
+SERVED = False
+WHY_NOT = "the count is known only behind the encoder, and engines reserve an image's tokens before it runs"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt."""
+
+    keep: float = 1 / 3
+    thresholds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        if self.thresholds is not None:
+            object.__setattr__(self, "thresholds", tuple(self.thresholds))
+            if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):
+                raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
+
+
+def budget(grid: Grid, options: Options) -> None:
+    """Not known beforehand."""
+    return None
+
+
+def merge(signals: Signals, options: Options, layer: int, layers: int) -> Reduction:
+    """Merge the pairs whose cosine is above the layer's threshold."""
+    assert signals.keys is not None and signals.heads is not None
+    if options.thresholds is None:
+        raise ValueError("dymu has no thresholds; learn them on calibration images first")
+    if len(options.thresholds) != layers:
+        raise ValueError(
+            f"there are {len(options.thresholds)} thresholds and {layers} layers that merge: another model's"
+        )
+    scores, partner = match(signals.keys, signals.heads)
+    pairs = int((scores > options.thresholds[layer]).sum())
+    return join(scores.sort(descending=True, stable=True).indices[: min(pairs, signals.n // 2)], partner, signals)
+
+
+def best(signals: Signals) -> Tensor:
+    """`[a]`: the cosine of each possible pair of an image in one layer; what thresholds are learnt from."""
+    assert signals.keys is not None and signals.heads is not None
+    return match(signals.keys, signals.heads)[0]
+
+
+def threshold(scores: Sequence[Tensor], r: float) -> float:
+    """The threshold of one layer for a batch, such that `r` pairs an image merge on average: the highest cosine that does not.
+
+    Args:
+        scores: for each image of the batch, what `best` gave in this layer.
+        r: pairs an image, at least 0; may be a fraction.
+
+    Never below 0, so that tokens that point away from each other stay apart however many are asked for.
+    """
+    falling = torch.cat(list(scores)).float().sort(descending=True).values
+    pairs = round(r * len(scores))
+    return max(0.0, falling[pairs].item()) if pairs < len(falling) else 0.0
+
+
+def learn(batches: Iterable[Sequence[Sequence[Tensor]]], r: float) -> tuple[float, ...]:
+    """The thresholds of all layers: the mean over the batches of each one's own, for `Options.thresholds`.
+
+    Args:
+        batches: for each batch, for each layer, for each image, what `best` gave. The images of a batch must go through each
+            layer with that batch's own threshold (`threshold`), for the layers behind see what it left.
+        r: pairs an image merges in a layer, on average: `(n - keep * n) / layers`.
+    """
+    found = [[threshold(layer, r) for layer in batch] for batch in batches]
+    if not found or len({len(values) for values in found}) != 1:
+        raise ValueError("thresholds are learnt from at least one batch, with the same layers in each")
+    return tuple(sum(column) / len(found) for column in zip(*found, strict=True))

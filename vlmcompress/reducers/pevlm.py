@@ -1,0 +1,69 @@
+"""PEVLM: blocks of a long video that do not see each other, so that the prompt is encoded in parallel (arXiv
+2506.19651).
+
+Not a reducer of tokens: all stay, at their original positions, and `mask` says which may attend to which. The text
+before the images and the first frames are a sink that all see; a block of frames sees the sink and itself; the question
+behind sees everything; all of it causally. Attention then costs `t / frames` times less on the blocks and the cache
+nothing less. Equal to full attention as long as there is one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole
+
+STAGE = "llm"
+NEEDS: frozenset[str] = frozenset()
+COUNT = "fixed"
+SERVED = False
+WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`sink`: frames that all see; `frames`: in a block."""
+
+    sink: int = 1
+    frames: int = 8
+
+    def __post_init__(self) -> None:
+        check_whole("sink", self.sink)
+        check_whole("frames", self.frames, least=1)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """All."""
+    return math.prod(grid)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """All tokens stay."""
+    return Reduction.identity(signals.n, signals.device)
+
+
+def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
+    """Lengths for `mask` of one video between `before` and `after` tokens of text: the sink, each block, the question."""
+    frames, tokens = grid[0], grid[1] * grid[2]
+    sink = min(options.sink, frames)
+    starts = range(sink, frames, options.frames)
+    return [before + sink * tokens, *(min(options.frames, frames - start) * tokens for start in starts), after]
+
+
+def mask(lengths: Sequence[int]) -> Tensor:
+    """`[s, s]` bool, true where the row's token may attend to the column's.
+
+    Args:
+        lengths: tokens of the sink, of each block, and of the question, in the order of the sequence; their sum is `s`.
+    """
+    if len(lengths) < 2 or any(type(length) is not int or length < 0 for length in lengths):
+        raise ValueError(f"lengths are those of the sink, the blocks and the question, got {list(lengths)!r}")
+    part = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    query, key = part[:, None], part[None, :]
+    seen = (key == 0) | (key == query) | (query == len(lengths) - 1)
+    return seen & torch.ones_like(seen).tril()

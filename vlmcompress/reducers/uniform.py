@@ -1,0 +1,56 @@
+"""An even grid of tokens, the other baseline: lower resolution without asking what is in the image.
+
+The budget is spread evenly over the frames, within a frame over about as many rows as give square cells, and within a
+row over the columns; counts that do not divide differ by one. Exact for every budget, and every token for `keep: 1`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share
+
+STAGE = "projected"
+NEEDS: frozenset[str] = frozenset()
+COUNT = "fixed"
+SERVED = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """`keep`: share of the tokens."""
+
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """The share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the tokens of the even grid."""
+    frames, rows, columns = signals.grid
+    index = []
+    for frame, count in enumerate(_spread(budget(signals.grid, options), frames)):
+        used = min(rows, count, max(math.ceil(count / columns), round(math.sqrt(count * rows / columns))))
+        for row, wanted in zip(_centres(used, rows), _spread(count, used), strict=True):
+            start = (frame * rows + row) * columns
+            index += [start + column for column in _centres(wanted, columns)]
+    return Reduction.keep(torch.tensor(index, device=signals.device), signals.n)
+
+
+def _spread(total: int, parts: int) -> list[int]:
+    """`total` in whole numbers that differ by at most one, the larger ones spread evenly."""
+    return [((i + 1) * total + parts // 2) // parts - (i * total + parts // 2) // parts for i in range(parts)]
+
+
+def _centres(count: int, cells: int) -> list[int]:
+    """`count` of `cells` places, in the middle of equal parts."""
+    return [(2 * i + 1) * cells // (2 * count) for i in range(count)]

@@ -1,0 +1,48 @@
+"""Attach visual-token reducers to transformers models.
+
+    with attach(vlm, "dart", {"keep": 0.25}) as attached:
+        vlm.model.generate(**inputs)
+    attached.images()    # what became of the tokens of each image
+
+`vlmcompress.reducers` decides, this package applies, by hooks: whatever calls the model (`forward`, `generate`) gets the
+reduced one until `detach`. The language model really gets fewer rows. Tokens that are kept stay where they were: positions
+(1-D and M-RoPE), text behind an image, and every generated token have the position that they have without a reducer.
+Reducing to a selection is therefore the same as hiding the dropped tokens from attention, and is tested to be.
+
+Logits and hidden states have the reduced length. A batch is padded on the left, on the right if it was. Each image, or tile
+where a family cuts images into tiles, is reduced on its own; videos are not. The caches hold what is kept, and a model
+continues them only while the reducer that filled them is attached. Methods that look at the text see all of the prompt's
+words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmcompress.models import VLM
+from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction._attach import Attachment
+from vlmcompress.reduction._early import Early
+from vlmcompress.reduction._inside import Inside
+from vlmcompress.reduction._support import check, refusal
+from vlmcompress.reduction._units import Reduced
+from vlmcompress.reduction.spec import Chosen, choose
+
+__all__ = ["Attachment", "Chosen", "Reduced", "attach", "refusal"]
+
+
+def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
+    """Reduce the visual tokens of `vlm` from now on.
+
+    Args:
+        vlm: the model; one reducer at a time (ValueError).
+        method: name of a reducer, or one with its options (`reduction.spec`).
+        options: its `Options`, or a mapping of them; default: its defaults.
+
+    UserError when this model and this method do not go together (see `refusal`) or an option is wrong.
+    """
+    if isinstance(method, str):
+        ready = isinstance(options, REGISTRY.get(method).Options)
+        method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
+    check(vlm, method.method, method.options)
+    return (Inside if method.module.STAGE == "llm" else Early)(vlm, method.module, method.options)

@@ -1,0 +1,161 @@
+"""What all stages share: hooks on the model, the call in progress, and what has been left out of which cache."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import reducers
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.reducers import Reduction, Signals
+from vlmcompress.reduction._layout import Layout
+from vlmcompress.reduction._units import Call, Reduced, Unit, prompt_text, units, whole
+
+_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Attachment:
+    """A reducer on a model. Use as a context manager, or call `detach`.
+
+    `seen`: the units of the latest call with images, with what became of their tokens.
+    """
+
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any):
+        if vlm.model in _ATTACHED:
+            raise ValueError("the model has a reducer attached already; detach it first")
+        self.vlm, self.module, self.options = vlm, module, options
+        self.seen: list[Reduced] = []
+        self._call: Call | None = None
+        self._new: Layout | None = None  # of the cache, once this call is done
+        self._caches: weakref.WeakKeyDictionary[Any, Layout] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+        self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+        base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
+        _ATTACHED.add(vlm.model)
+        try:
+            self._before(vlm.model, self._no_labels)
+            self._before(base, self._begin)
+            self._before(self.text, self._enter)
+            self._after(self.text, self._leave)
+            self._after(base, self._end)
+            self._hook()
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Take all hooks away. The model is what it was; caches filled with the reducer on cannot be continued."""
+        while self._undo:
+            self._undo.pop()()
+        _ATTACHED.discard(self.vlm.model)
+
+    def images(self) -> list[Reduction]:
+        """What became of the tokens of each image of the latest call, newlines among them, which are kept; on the CPU.
+
+        Of families that cut images into tiles (`visual_grid` "tiles"), of each tile.
+        """
+        grouped: dict[int, list[Reduced]] = {}
+        for unit in self.seen:
+            grouped.setdefault(unit.image, []).append(unit)
+        return [whole(units) for units in grouped.values()]
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _hook(self) -> None:
+        """More hooks of a stage."""
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+        """The language model's arguments, reduced. `past`: layout of the cache, None when nothing has been left out of it."""
+        raise NotImplementedError
+
+    def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        self._undo.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True).remove)
+
+    def _no_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None and kwargs.get("pixel_values") is not None:
+            raise UserError("labels do not fit a reduced prompt; take the loss of the answer's tokens from the logits")
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        call = Call.of(module, args, kwargs)
+        if call.get("pixel_values_videos") is not None:
+            raise UserError("visual tokens of videos are not reduced yet; give images, or detach the reducer")
+        self._call = call
+
+    def _end(self, *_: object) -> None:
+        self._call = None
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Before the language model runs."""
+        self._new = None
+        if self._call is None:
+            return None
+        cache = kwargs.get("past_key_values")
+        slots = cache.get_seq_length() if cache is not None else 0
+        if cache is not None and not slots:
+            self._caches.pop(cache, None)  # emptied, and filled anew
+        past = self._caches.get(cache) if slots else None
+        found = self._units()
+        if not found and past is None:
+            return None
+        self._check_window(slots + kwargs["inputs_embeds"].shape[1])
+        mask = kwargs.get("attention_mask")
+        if getattr(cache, "is_compileable", False) or (mask is not None and getattr(mask, "ndim", 0) != 2):
+            raise UserError("a static cache or a mask of one's own does not go with a reducer; use the default cache")
+        return args, self._reduce(kwargs, found, past)
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """After the language model: remember what its cache lacks."""
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and self._new is not None:
+            self._caches[cache] = self._new
+        self._new = None
+
+    def _check_window(self, slots: int) -> None:
+        """A window counts slots, so as soon as it matters, dropped tokens would widen it."""
+        window = getattr(self.text.config, "sliding_window", None)
+        if isinstance(window, int) and slots > window:
+            raise UserError(
+                f"{slots} tokens exceed the attention window of {window}, which dropped tokens widen; shorten them"
+            )
+
+    def _units(self) -> list[Unit]:
+        assert self._call is not None
+        return units(self.vlm, self._call)
+
+    def _decide(self, unit: Unit, signals: Signals) -> Reduction:
+        """What becomes of one unit; remembered in `seen`."""
+        result = reducers.reduce(self.module, signals, self.options)
+        self.seen.append(Reduced(**vars(unit), reduction=result))
+        return result
+
+    def _words(self, mask: Tensor) -> Tensor:
+        """`[b, s]` bool: words of the prompt, where `mask [b, s]` is of this call's tokens."""
+        assert self._call is not None
+        return prompt_text(self.vlm, self._call.get("input_ids"), mask)
+
+
+def full_mask(kwargs: dict[str, Any], before: int) -> Tensor:
+    """`[b, before + s]`: the mask of the whole sequence, ones where none is given."""
+    embeds = kwargs["inputs_embeds"]
+    shape = (embeds.shape[0], before + embeds.shape[1])
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        return torch.ones(shape, dtype=torch.long, device=embeds.device)
+    if tuple(mask.shape) != shape:
+        raise UserError(
+            f"the attention mask covers {mask.shape[1]} tokens, cache and prompt {shape[1]}; pass that of the full sequence"
+        )
+    return mask

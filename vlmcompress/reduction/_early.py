@@ -1,0 +1,166 @@
+"""Reducers of stages "encoder" and "projected": the language model never sees what they drop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.errors import UserError
+from vlmcompress.reducers import Reduction, Signals
+from vlmcompress.reduction._attach import Attachment, full_mask
+from vlmcompress.reduction._layout import Layout
+from vlmcompress.reduction._support import needs_encoder
+from vlmcompress.reduction._tap import joined, received, tap
+from vlmcompress.reduction._units import Unit
+
+
+class Early(Attachment):
+    """Shortens what goes into the language model: embeddings, mask, positions, and deepstack features."""
+
+    def _hook(self) -> None:
+        self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
+        self._merged: list[Reduction] = []  # what was merged before the projector
+        if not needs_encoder(self.module):
+            return
+        config = self.vlm.model.config
+        layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
+        last = config.vision_feature_layer  # of the hidden states, of which there is one more than layers
+        last = last - 1 if last >= 0 else len(layers) + last
+        self._undo.append(tap(layers[last].self_attn, self._last))
+        shallow = getattr(self.options, "shallow", None)
+        if shallow is not None and shallow != last:
+            self._undo.append(tap(layers[shallow].self_attn, self._shallow))
+        self._same = shallow == last
+        if self.module.STAGE == "encoder":
+            projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
+            self._before(projector, self._merge)
+            self._after(projector, self._place)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        self._encoder, self._merged = {}, []
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._encoder, self._merged = {}, []
+
+    def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
+        """In the layer whose output is used: what CLS, the first token, attends to, and the patches' keys."""
+        saliency = received(query[:, :, 0], key, scale)[:, 1:]
+        self._encoder |= {"saliency": saliency, "keys": joined(key)[:, 1:], "heads": key.shape[1]}
+        if self._same:
+            self._encoder["windowed"] = saliency
+
+    def _shallow(self, query: Tensor, key: Tensor, scale: float) -> None:
+        self._encoder["windowed"] = received(query[:, :, 0], key, scale)[:, 1:]
+
+    def _merge(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Before the projector: its input `[images, n, c]` with merged rows."""
+        found = self._units() if self._call is not None else []
+        if not found:
+            return None
+        self.seen = []
+        rows = []
+        for number, (unit, features) in enumerate(zip(found, args[0], strict=True)):
+            result = self._decide(unit, self._signals(unit, number, features, None))
+            self._merged.append(result)
+            rows.append(result.apply(features))
+        return (torch.stack(rows), *args[1:]), kwargs
+
+    def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Behind the projector: its rows back at their anchors, so that they go where the placeholders are."""
+        if not self._merged or not isinstance(output, Tensor):
+            return None
+        full = output.new_zeros(len(output), len(self._merged[0].target), *output.shape[2:])
+        for image, rows, result in zip(full, output, self._merged, strict=True):
+            image[result.anchor] = rows
+        return full
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+        embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")
+        rows, tokens = embeds.shape[:2]
+        slots = cache.get_seq_length() if cache is not None else 0
+        held = past or Layout.identity(rows, slots, embeds.device)
+        if slots < held.width:
+            raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
+        before = held.full(slots)
+        mask = full_mask(kwargs, before)
+        real = mask[:, before:].bool()
+        embeds, changes = self._apply(embeds, units, real)
+        keep = torch.ones_like(real)
+        for unit, result in changes:
+            keep[unit.row, unit.columns] = False
+            keep[unit.row, unit.columns[result.anchor]] = True
+        dropped = not keep.all()
+        if not dropped and past is None:
+            return kwargs
+        new = Layout.of(keep, real) if dropped else Layout.identity(rows, tokens, embeds.device)
+        layout = held.then(before - held.length, new)
+        self._new = layout if dropped else past
+        positions = self._positions(kwargs, before, slots)
+        return (
+            kwargs
+            | self._deepstack(kwargs, changes, new)
+            | {
+                "inputs_embeds": new.pick(embeds),
+                "attention_mask": layout.mask(mask),
+                "position_ids": new.pick(positions, positions.ndim - 1),
+            }
+        )
+
+    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
+        """`embeds [b, s, d]` with merged rows at the anchors, and for each unit what is kept."""
+        if not units:
+            return embeds, []
+        if self.module.STAGE == "encoder":  # merged already
+            return embeds, list(zip(units, self._merged, strict=True))
+        self.seen = []
+        words = (
+            self._words(real)
+            if {"query"} & (self.module.NEEDS | getattr(self.module, "OPTIONAL", frozenset()))
+            else None
+        )
+        out, changes = embeds.clone(), []
+        for number, unit in enumerate(units):
+            features = embeds[unit.row, unit.columns]
+            query = None if words is None else embeds[unit.row, words[unit.row]]
+            result = self._decide(unit, self._signals(unit, number, features, query))
+            out[unit.row, unit.columns[result.anchor]] = result.apply(features)
+            changes.append((unit, result))
+        return out, changes
+
+    def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
+        """Of the unit that is the encoder's image `number`."""
+        found = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
+        query = None if query is None else query.detach()
+        return Signals(unit.grid, features=features.detach(), query=query, **found)
+
+    def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
+        """`[..., b or 1, s]`: positions of this call's tokens in the full sequence."""
+        tokens, device = kwargs["inputs_embeds"].shape[1], kwargs["inputs_embeds"].device
+        given = kwargs.get("position_ids")
+        if given is None:
+            return torch.arange(before, before + tokens, device=device)[None]
+        assert self._call is not None
+        if self._call.get("position_ids") is not None:
+            return given
+        # The model counted them itself: from the mask of the full sequence, or from its cache, which is shorter.
+        return given[..., -tokens:] if given.shape[-1] > tokens else given + (before - slots)
+
+    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Layout) -> dict[str, Any]:
+        """Qwen3-VL's features for the first layers, rows `[visual tokens, d]`, reduced as the embeddings are."""
+        where, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+        if where is None or not levels:
+            return {}
+        kept = new.pick(where) & new.valid
+        reduced = []
+        for level in levels:
+            full = level.new_zeros(*where.shape, level.shape[-1])
+            full[where] = level
+            out = full.clone()
+            for unit, result in changes:
+                out[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])
+            reduced.append(new.pick(out)[kept])
+        return {"visual_pos_masks": kept, "deepstack_visual_embeds": reduced}

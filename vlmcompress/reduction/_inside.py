@@ -1,0 +1,127 @@
+"""Reducers of stage "llm": from decoder block K on, the language model goes on with fewer rows and shorter caches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask
+
+from vlmcompress.errors import UserError
+from vlmcompress.reducers import Signals
+from vlmcompress.reduction._attach import Attachment, full_mask
+from vlmcompress.reduction._layout import Layout
+from vlmcompress.reduction._tap import joined, received, tap
+from vlmcompress.reduction._units import Unit
+
+
+class Inside(Attachment):
+    """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind."""
+
+    def _hook(self) -> None:
+        self._pending: tuple[list[Unit], Tensor, Layout, int] | None = None  # of this call, until block K
+        self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
+        self._rows: Layout | None = None  # of this call's tokens, from block K on
+        self._mask: Any = None  # of these blocks
+        blocks: Any = self.text.get_submodule("layers")
+        first = self.options.layer
+        self._undo.append(tap(blocks[first - 1].self_attn, self._listen))
+        for number in range(first, len(blocks)):
+            self._before(blocks[number], functools.partial(self._shorten, number == first))
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        self._pending = self._states = self._rows = self._mask = None
+
+    def _end(self, *_: object) -> None:
+        super()._end()
+        self._pending = self._states = self._rows = self._mask = None
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        if self._pending is not None and self._pending[0]:
+            self._states = query, key, scale
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+        """Nothing yet: the first blocks get everything. What block K needs to know is kept."""
+        cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
+        before = cache.get_seq_length() if cache is not None else 0  # of block 0, which lacks nothing
+        held = past or Layout.identity(len(embeds), before, embeds.device)
+        if before < held.length:
+            raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
+        self._pending = units, full_mask(kwargs, before), held, before
+        self._new = past
+        return kwargs
+
+    def _shorten(
+        self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """Before block K and each behind it."""
+        if first and self._pending is not None:
+            args, kwargs = self._decide_all(args, kwargs)
+        if self._rows is None:
+            return None
+        rotations = tuple(self._rows.pick(part, part.ndim - 2) for part in kwargs["position_embeddings"])
+        positions = kwargs.get("position_ids")
+        if positions is not None:
+            positions = self._rows.pick(positions, positions.ndim - 1)
+        changed = {"position_embeddings": rotations, "position_ids": positions, "attention_mask": self._mask}
+        return args, kwargs | changed
+
+    def _decide_all(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Block K's arguments with the rows of its hidden states `[b, s, d]` that are kept."""
+        assert self._pending is not None
+        (units, mask, held, before), hidden = self._pending, args[0]
+        config: Any = self.text.config
+        real = mask[:, before:].bool()
+        keep = torch.ones_like(real)
+        if units:
+            self.seen, states = [], hidden
+            hidden = hidden.clone()
+            for unit, signals in zip(units, self._signals(units, states, mask.bool(), before), strict=True):
+                result = self._decide(unit, signals)
+                keep[unit.row, unit.columns] = False
+                keep[unit.row, unit.columns[result.anchor]] = True
+                hidden[unit.row, unit.columns[result.anchor]] = result.apply(states[unit.row, unit.columns])
+        self._pending = self._states = None
+        dropped = not keep.all()
+        if not dropped and self._new is None:
+            return args, kwargs
+        new = Layout.of(keep, real) if dropped else Layout.identity(hidden.shape[0], hidden.shape[1], hidden.device)
+        layout = held.then(before - held.length, new)
+        self._new = layout if dropped else self._new
+        self._rows, hidden = new, new.pick(hidden)
+        self._mask = create_causal_mask(
+            config=config,
+            inputs_embeds=hidden,
+            attention_mask=layout.mask(mask),
+            past_key_values=kwargs.get("past_key_values"),
+            layer_idx=self.options.layer,
+        )
+        return (hidden, *args[1:]), kwargs
+
+    def _signals(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> list[Signals]:
+        """What the methods of this stage look at, from the block before: attention, keys, and states through the final norm."""
+        assert self._states is not None
+        query, key, scale = self._states
+        rows = torch.arange(len(hidden), device=hidden.device)
+        tokens = hidden.shape[1]
+        last = (mask[:, before:] * torch.arange(1, tokens + 1, device=mask.device)).argmax(1)
+        seen = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
+        saliency = received(query[rows, :, last], key, scale, seen)[:, before:]
+        keys = joined(key)[:, before:]
+        needs = self.module.NEEDS
+        states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
+        words = self._words(mask[:, before:]) if "query" in needs else None
+        found = []
+        for unit in units:
+            row, columns = unit.row, unit.columns
+            more = {}
+            if states is not None and words is not None:
+                behind = words[row] & (torch.arange(tokens, device=words.device) > columns[-1])
+                more = {"features": states[row, columns], "query": states[row, behind], "query_keys": keys[row, behind]}
+            found.append(
+                Signals(unit.grid, saliency=saliency[row, columns], keys=keys[row, columns], heads=key.shape[1], **more)
+            )
+        return found

@@ -1,0 +1,69 @@
+"""Which columns of a batch's sequences are left, and how tensors with a column a token follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The slots that are left of a batch of sequences.
+
+    columns: `[b, m]` int64, the column of the full sequence that each slot holds, ascending among the valid ones.
+    valid:   `[b, m]` bool, false for padding (whose column is any that was dropped).
+    length:  columns of the full sequences, padding included.
+    """
+
+    columns: Tensor
+    valid: Tensor
+    length: int
+
+    @staticmethod
+    def of(keep: Tensor, mask: Tensor) -> Layout:
+        """What `keep [b, s]` leaves of the tokens that `mask [b, s]` calls real. Rows are padded to the longest.
+
+        On the left, unless the full sequences are padded on the right.
+        """
+        left = keep & mask
+        width = max(1, int(left.sum(1).max()))
+        right = not bool(mask[:, -1].all())
+        order = left.int().sort(dim=1, descending=right, stable=True).indices
+        columns = order[:, :width] if right else order[:, -width:]
+        return Layout(columns, left.gather(1, columns), left.shape[1])
+
+    @staticmethod
+    def identity(rows: int, length: int, device: Any = None) -> Layout:
+        """Everything is left."""
+        columns = torch.arange(length, device=device).expand(rows, -1)
+        return Layout(columns, torch.ones_like(columns, dtype=torch.bool), length)
+
+    @property
+    def width(self) -> int:
+        """Slots, padding included."""
+        return self.columns.shape[1]
+
+    def full(self, slots: int) -> int:
+        """How long the full sequence is when this layout and tokens behind it, none dropped, fill `slots`."""
+        return slots - self.width + self.length
+
+    def pick(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`x` with its `length` columns at `dim` reduced to the slots; the batch (or 1) is the dimension before."""
+        shape = [1] * (dim - 1) + list(self.columns.shape) + [1] * (x.ndim - dim - 1)
+        return torch.take_along_dim(x, self.columns.to(x.device).view(shape), dim)
+
+    def mask(self, full: Tensor) -> Tensor:
+        """An attention mask `[b, length + t]` of the full sequence as one of the slots, `[b, m + t]`."""
+        held = full[:, : self.length].gather(1, self.columns) * self.valid.to(full.dtype)
+        return torch.cat([held, full[:, self.length :]], 1)
+
+    def then(self, tokens: int, other: Layout) -> Layout:
+        """This layout, `tokens` columns behind it that are all kept, and `other` behind those."""
+        between = Layout.identity(len(self.columns), tokens, self.columns.device)
+        parts = (self, between, other)
+        starts = (0, self.length, self.length + tokens)
+        columns = torch.cat([part.columns + start for part, start in zip(parts, starts, strict=True)], 1)
+        return Layout(columns, torch.cat([part.valid for part in parts], 1), starts[2] + other.length)

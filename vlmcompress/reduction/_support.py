@@ -1,0 +1,87 @@
+"""Which reducer goes with which family, and why not."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.models import VLM, ModelSpec, all_specs
+from vlmcompress.reducers import REGISTRY
+
+
+def refusal(spec: ModelSpec, method: str) -> str | None:
+    """Why `method` cannot be attached to a model of this family, in one line; None when it can. UserError: no such method."""
+    module = REGISTRY.get(method)
+    if spec.visual_grid is None:
+        families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
+        return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
+    if reason := _not_yet(method, module):
+        return f"'{method}' cannot be attached to a transformers model yet ({reason}); use {_attachable(spec)}"
+    if needs_encoder(module) and not spec.vision_cls:
+        return f"'{method}' reads attention from CLS, which the encoder of {spec.family} does not have; use {_attachable(spec)}"
+    return None
+
+
+def needs_encoder(module: ModuleType) -> bool:
+    """Whether the method's signals come from within the encoder."""
+    return module.STAGE == "encoder" or "windowed" in module.NEEDS
+
+
+def check(vlm: VLM, method: str, options: Any) -> None:
+    """UserError unless this very model can have its tokens reduced so."""
+    if reason := refusal(vlm.spec, method):
+        raise UserError(reason)
+    if vlm.model.config.vision_config.model_type == "pixtral":
+        raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
+    module = REGISTRY.get(method)
+    text = vlm.model.config.get_text_config()
+    if module.STAGE == "llm":
+        _check_layer(text.num_hidden_layers, vlm, options.layer)
+    if needs_encoder(module):
+        _check_encoder(vlm.model.config, options)
+
+
+def _check_layer(layers: int, vlm: VLM, layer: int) -> None:
+    if layer >= layers:
+        raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
+    deep = len(getattr(vlm.model.config.vision_config, "deepstack_visual_indexes", None) or ())
+    if layer < deep:
+        raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
+
+
+def _check_encoder(config: Any, options: Any) -> None:
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        raise UserError(
+            "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
+        )
+    if config.vision_config.model_type != "clip_vision_model":
+        raise UserError(
+            f"the encoder is a {config.vision_config.model_type}, without CLS; attach a reducer of the projected tokens"
+        )
+    layers = config.vision_config.num_hidden_layers
+    if getattr(options, "shallow", 0) >= layers:
+        raise UserError(
+            f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
+        )
+
+
+def _not_yet(method: str, module: ModuleType) -> str | None:
+    if hasattr(module, "mask"):
+        return "it restricts attention and drops no token"
+    if module.STAGE == "pixels":
+        return "it chooses before the encoder, on pixels"
+    if hasattr(module, "merge"):
+        return "it merges within the encoder's layers"
+    if module.STAGE == "llm" and module.COUNT == "adaptive":
+        return "it drops tokens while generating"
+    return None
+
+
+def _attachable(spec: ModelSpec) -> str:
+    fit = [
+        name
+        for name in REGISTRY.names()
+        if not _not_yet(name, module := REGISTRY.get(name)) and (spec.vision_cls or not needs_encoder(module))
+    ]
+    return did_you_mean("", fit).removeprefix("; choose from ")

@@ -1,0 +1,73 @@
+"""Queries and keys of an attention module, read as it runs, whatever kernel it runs.
+
+transformers' attention modules look up their kernel by the name in their config. A tapped module gets a config of its
+own that names a function which hands queries and keys on to us and calls the kernel; detaching gives it its own config
+back. No attention map is made, and nothing else in the model changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from vlmcompress.errors import UserError
+
+Listener = Callable[[Tensor, Tensor, float], None]
+"""Gets queries `[b, heads, s, d]` and keys `[b, key heads, t, d]`, with positions, and the scale of their products."""
+
+_NAME = "vlmcompress_tap"
+_LISTENERS: weakref.WeakKeyDictionary[nn.Module, tuple[Listener, str]] = weakref.WeakKeyDictionary()
+
+
+def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
+    """Call `listener` whenever `attention` runs. Returns what undoes it."""
+    own: Any = attention.config
+    kernel = own._attn_implementation
+    if kernel not in AttentionInterface():
+        raise UserError(f"attention '{kernel}' cannot be read; load the model with attn_implementation='sdpa'")
+    AttentionInterface.register(_NAME, _run)
+    config: Any = copy.copy(own)
+    config._attn_implementation = _NAME
+    _LISTENERS[attention] = (listener, kernel)
+    attention.config = config
+
+    def undo() -> None:
+        attention.config = own
+        _LISTENERS.pop(attention, None)
+
+    return undo
+
+
+def _run(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    listener, kernel = _LISTENERS[module]
+    listener(query.detach(), key.detach(), kwargs["scaling"])
+    return AttentionInterface()[kernel](module, query, key, value, mask, **kwargs)
+
+
+def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """`[b, t]`: the attention that keys get from one query each, mean over heads.
+
+    Args:
+        query: `[b, heads, d]`, one for each row of the batch.
+        key: `[b, key heads, t, d]`; heads share a key head in equal groups.
+        scale: of the products.
+        mask: `[b, t]` bool, keys that can be seen.
+    """
+    b, heads, d = query.shape
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    grouped = query.to(wide).view(b, key.shape[1], heads // key.shape[1], d)
+    logits = torch.einsum("bkgd,bktd->bkgt", grouped, key.to(wide)) * scale
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None, None, :], -torch.inf)
+    return logits.softmax(-1).mean((1, 2))
+
+
+def joined(key: Tensor) -> Tensor:
+    """Keys `[b, heads, t, d]` with heads concatenated: `[b, t, heads * d]`."""
+    return key.transpose(1, 2).flatten(2)

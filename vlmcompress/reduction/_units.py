@@ -1,0 +1,153 @@
+"""Where the visual tokens of a batch stand: one unit for each image, or each tile where a family encodes tiles."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.reducers import Grid, Reduction
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """The visual tokens of one image or tile: `row` of the batch, its `columns [n]` there, and their grid.
+
+    image: number of the image in the batch (of the tile, where tiles are told apart by text between or have one size).
+    span: first column of that image, and how many it has; more than its units' where newlines stand between.
+    """
+
+    row: int
+    columns: Tensor
+    grid: Grid
+    image: int
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced(Unit):
+    """A unit and what became of its tokens."""
+
+    reduction: Reduction
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the model with images and text: its arguments by name."""
+
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """The arguments of `module(*args, **kwargs)`."""
+        bound = _signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        return Call({**bound, **bound.pop("kwargs", {})})
+
+    def get(self, name: str) -> Any:
+        """The argument, or None."""
+        return self.arguments.get(name)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether this call brings images, not only text or the next token."""
+        return self.get("pixel_values") is not None
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def units(vlm: VLM, call: Call) -> list[Unit]:
+    """The units of all rows in the order of the encoder's rows; none for a call without images."""
+    if not call.has_images:
+        return []
+    ids = call.get("input_ids")
+    if ids is None:
+        raise UserError("images came with inputs_embeds; give input_ids, which say where the visual tokens are")
+    where = (ids == getattr(vlm.model.config, vlm.spec.image_token)).nonzero()
+    found, start = [], 0
+    for number, (tokens, grids) in enumerate(_images(vlm, call, len(where))):
+        part = where[start : start + tokens]
+        start += len(part)
+        if len(part) != tokens or (part[:, 0] != part[0, 0]).any():
+            raise UserError("the prompts' image tokens do not fit the images; encode both with the model's processor")
+        row, first = part[0].tolist()
+        found += [Unit(row, part[index, 1], grid, number, (first, tokens)) for grid, index in grids]
+    if start != len(where):
+        raise UserError("the prompts have more image tokens than the images; encode both with the model's processor")
+    return found
+
+
+_Image = tuple[int, list[tuple[Grid, Any]]]
+"""How many tokens an image has, and the grids among them: shape, and which of the image's tokens (an index)."""
+
+
+def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
+    config, kind = vlm.model.config, vlm.spec.visual_grid
+    if kind == "anyres":
+        return _anyres(vlm, call)
+    if kind == "thw":
+        side = config.vision_config.spatial_merge_size
+        grids = [(t, h // side, w // side) for t, h, w in call.get("image_grid_thw").tolist()]
+        return [(math.prod(grid), [(grid, slice(None))]) for grid in grids]
+    if kind == "patches":
+        pixels, patch = call.get("pixel_values"), config.vision_config.patch_size
+        grid = (1, pixels.shape[-2] // patch, pixels.shape[-1] // patch)
+    else:
+        grid = tile(config)
+    return [(math.prod(grid), [(grid, slice(None))])] * -(-tokens // math.prod(grid))
+
+
+def _anyres(vlm: VLM, call: Call) -> list[_Image]:
+    """The whole image, and tiles put together; newlines are in no grid, so they always stay."""
+    sizes, counts = call.get("image_sizes").tolist(), call.get("batch_num_images")
+    together = [1] * len(sizes) if counts is None else [n for n in counts.tolist() for _ in range(n)]
+    layouts = [
+        vlm.spec.layout(vlm.processor, width, height, images)
+        for (height, width), images in zip(sizes, together, strict=True)
+    ]
+    return [(layout.tokens, layout.grids()) for layout in layouts]
+
+
+def tile(config: Any) -> Grid:
+    """The grid of one tile behind the pixel shuffle."""
+    vision = config.vision_config
+    size, patch = vision.image_size, vision.patch_size
+    rows, columns = size if isinstance(size, list | tuple) else (size, size)
+    patch = patch[0] if isinstance(patch, list | tuple) else patch
+    shrink = config.scale_factor if hasattr(config, "scale_factor") else round(1 / config.downsample_ratio)
+    return (1, rows // patch // shrink, columns // patch // shrink)
+
+
+def whole(units: Sequence[Reduced]) -> Reduction:
+    """What became of all tokens of one image, from its units; a token of none of them, a newline, is kept."""
+    first, tokens = units[0].span
+    parent, weight = torch.arange(tokens), torch.ones(tokens)
+    scale = torch.ones(tokens)
+    for unit in units:
+        index, result = unit.columns.cpu() - first, unit.reduction
+        anchor = index[result.anchor.cpu()]
+        target = result.target.cpu()
+        parent[index] = torch.where(target < 0, -1, anchor[target.clamp(min=0)])
+        weight[index] = result.weight.cpu()
+        if result.scale is not None:
+            scale[anchor] = result.scale.cpu()
+    joined = Reduction.join(parent, weight)
+    return joined if (scale == 1).all() else replace(joined, scale=scale[joined.anchor])
+
+
+def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:
+    """`[b, s]` bool: words of the prompt; no padding, placeholder or other special token."""
+    tokenizer = vlm.processor.tokenizer
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= {*tokenizer.all_special_ids, getattr(vlm.model.config, vlm.spec.image_token)}
+    return mask & ~torch.isin(ids, torch.tensor(sorted(special), device=ids.device))
