@@ -25,6 +25,7 @@ from vlmcompress.evaluation.compare import compare
 
 BEYOND = 1.96
 COMPARED = ("exact", "path", "typical", "logit")
+BITS = ("16", "W8A8", "W4", "W4 channel", "3.25", "3.15", "W3", "W2")
 BALANCES = ("ratio", "mbq", "auto")
 PAIRS = {  # what a method is compared with: methods at the same number of bits, or method and bits
     "gptq": ["rtn", "stock gptq"],
@@ -182,9 +183,11 @@ def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """README's table: difference to BF16 in points of exact match, and divergence per answer token in thousandths of a nat."""
+    """README's table: exact match less that of BF16, in points (* beyond chance), and in brackets the divergence per answer
+    token in thousandths of a nat, the mean over questions and the geometric mean."""
     columns = list(dict.fromkeys((row["model"], row["variant"]) for row in found["methods"]))
-    methods = list(dict.fromkeys((row["bits"], row["method"]) for row in found["methods"]))
+    order = sorted(found["methods"], key=lambda row: (BITS.index(row["bits"]), row["method"]))
+    methods = list(dict.fromkeys((row["bits"], row["method"]) for row in order))
     cells = {(row["model"], row["variant"], row["bits"], row["method"]): row for row in found["methods"]}
     lines = ["| | | " + " | ".join(f"{model.removeprefix('demo-')} {variant}" for model, variant in columns) + " |"]
     lines.append("|---|---|" + "---|" * len(columns))
@@ -201,4 +204,4 @@ def _cell(row: Mapping[str, Any] | None) -> str:
         return f"{100 * row['exact']['all']:.1f}%"
     against = row["accuracy"]
     mark = "*" if against["high"] < 0 or against["low"] > 0 else ""
-    return f"{100 * against['difference']:+.1f}{mark} ({1000 * row['path']['all']:.1f})"
+    return f"{100 * against['difference']:+.1f}{mark} ({1000 * row['path']['all']:.2g}, {1000 * row['typical']:.2g})"
