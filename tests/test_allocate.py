@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import allocate, check, cli, doctor, manifest, models, pipeline, plan, statistics
 from vlmcompress.calibrate import KINDS, calibrate
 from vlmcompress.errors import UserError
@@ -27,13 +26,7 @@ DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def world(tmp_path_factory) -> Path:
     """A tiny model, calibration data and the model's statistics."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(4):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            file.write(
-                json.dumps({"id": str(i), "image": f"{i}.png", "question": "what is it", "answer": "red"}) + "\n"
-            )
+    calibration_rows.write(folder, 4)
     tiny.build("llava", folder / "llava")
     given = {"model": str(folder / "llava"), "out": str(folder / "stats"), "scheme": "none"}
     given["calibrate"] = {"data": str(folder / "calib.jsonl"), "samples": 4}

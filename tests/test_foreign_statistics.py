@@ -9,13 +9,12 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import arguments, cli, models, pipeline, statistics, terminal
 from vlmcompress.calibrate import KINDS, calibrate, decoder_blocks, gram_bytes
 from vlmcompress.errors import UserError
@@ -27,12 +26,7 @@ from vlmcompress.stats import GroupStats
 def world(tmp_path_factory) -> Path:
     """A tiny model, calibration data and the model's statistics."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(5):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            row = {"id": str(i), "image": f"{i}.png", "question": "what is it", "answer": "red"}
-            file.write(json.dumps(row) + "\n")
+    calibration_rows.write(folder, 5)
     tiny.build("llava", folder / "llava")
     calibrate(recipe(folder, folder / "llava-stats", kv_cache="fp8"))
     return folder

@@ -11,13 +11,11 @@ import time
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import doctor, models, pipeline
 from vlmcompress.calibration import sequential
 from vlmcompress.errors import UserError
@@ -39,13 +37,7 @@ SCHEMES = {
 def world(tmp_path_factory) -> Path:
     """A folder with tiny models and calibration data."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(6):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            images = [] if i == 0 else [f"{i}.png", f"{i - 1}.png"] if i == 1 else f"{i}.png"
-            row = {"id": str(i), "image": images, "question": "what is it", "answer": "red"}
-            file.write(json.dumps(row) + "\n")
+    calibration_rows.write(folder, 6, lambda i: [] if i == 0 else ["1.png", "0.png"] if i == 1 else f"{i}.png")
     tiny.build("qwen2-5-vl", folder / "qwen")
     tiny.build("llava", folder / "llava")
     return folder

@@ -10,13 +10,11 @@ import sys
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import cli, doctor, models, pipeline, statistics, terminal
 from vlmcompress.blocks import solve_blocks
 from vlmcompress.calibrate import calibrate, collect, decoder_blocks
@@ -34,12 +32,7 @@ NAMES = ("llava", "qwen2-5-vl")
 def world(tmp_path_factory) -> Path:
     """Tiny models, calibration data (with a sample of text alone), and the models' statistics."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(5):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            row = {"id": str(i), "image": [] if i == 0 else f"{i}.png", "question": "what is it", "answer": "red"}
-            file.write(json.dumps(row) + "\n")
+    calibration_rows.write(folder, 5, lambda i: f"{i}.png" if i else [])
     for name in NAMES:
         tiny.build(name, folder / name)
         calibrate(recipe(folder, name, folder / f"{name}-stats", kv_cache="fp8"))

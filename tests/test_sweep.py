@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import allocate, cli, pipeline, plan, sweep
 from vlmcompress.calibrate import calibrate
 from vlmcompress.errors import UserError
@@ -22,13 +20,7 @@ from vlmcompress.sweep import Point
 def world(tmp_path_factory) -> Path:
     """A tiny model and its statistics, with gradients and without."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(4):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            file.write(
-                json.dumps({"id": str(i), "image": f"{i}.png", "question": "what is it", "answer": "red"}) + "\n"
-            )
+    calibration_rows.write(folder, 4)
     tiny.build("llava", folder / "llava")
     for name, needs in (("stats", {"gram", "absmax", "absmean", "gradient"}), ("plain", {"gram", "absmean"})):
         given = {"model": str(folder / "llava"), "out": str(folder / name), "scheme": "none"}

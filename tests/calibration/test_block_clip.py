@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import doctor, models, pipeline
 from vlmcompress.calibrate import calibrate, decoder_blocks
 from vlmcompress.calibration import block_clip, encode, load_samples
@@ -33,12 +30,7 @@ FAMILIES = (
 def world(tmp_path_factory):
     """Tiny models and a few samples, one of them text alone."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(3):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            row = {"id": str(i), "image": [] if i == 0 else f"{i}.png", "question": "what is it", "answer": "red"}
-            file.write(json.dumps(row) + "\n")
+    calibration_rows.write(folder, 3, lambda i: f"{i}.png" if i else [])
     for name in FAMILIES:
         tiny.build(name, folder / name)
     return folder

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import models, statistics
 from vlmcompress.calibrate import calibrate, collect, decoder_blocks
 from vlmcompress.calibration import encode, load_samples
@@ -24,12 +21,7 @@ from vlmcompress.recipe import resolve
 def world(tmp_path_factory):
     """A tiny model and a few samples, one of them text alone."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(4):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            row = {"id": str(i), "image": [] if i == 0 else f"{i}.png", "question": "what is it", "answer": "red"}
-            file.write(json.dumps(row) + "\n")
+    calibration_rows.write(folder, 4, lambda i: f"{i}.png" if i else [])
     tiny.build("llava", folder / "llava")
     return folder
 

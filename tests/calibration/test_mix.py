@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import models, pipeline, statistics, summary
 from vlmcompress.calibrate import calibrate, decoder_blocks
 from vlmcompress.calibration import data_hash, load_mixed, load_samples
@@ -21,11 +19,7 @@ from vlmcompress.recipe import resolve
 def world(tmp_path_factory):
     """A tiny model, six samples with images and nine of text in two dialects."""
     folder = tmp_path_factory.mktemp("world")
-    random = np.random.default_rng(0)
-    with (folder / "calib.jsonl").open("w") as file:
-        for i in range(6):
-            Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
-            file.write(json.dumps({"image": f"{i}.png", "question": "what is it", "answer": "red"}) + "\n")
+    calibration_rows.write(folder, 6)
     rows = [{"text": f"passage number {i}"} for i in range(5)]
     rows += [{"question": f"how much is {i} and {i}", "answer": str(2 * i)} for i in range(4)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
