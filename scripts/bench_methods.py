@@ -94,7 +94,7 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
 def allocations() -> Iterator[Setting]:
     """GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
     given = {"scheme": "gptq", "options": {"group_size": GROUPS, "symmetric": False, "balance": "auto"}}
-    for rule in ("error", "luq", "luq_reverse", "qvlm"):
+    for rule in ("error", "luq", "luq-reverse", "qvlm"):
         yield Setting(f"bits by {rule}", "3.25", given | {"bits": {"budget": 3.25, "among": [2, 3, 4, 8], "by": rule}})
     yield Setting("bits by error", "3.15", given | {"bits": {"budget": 3.149, "among": [2, 3, 4, 8], "by": "error"}})
 
