@@ -32,8 +32,8 @@ PAIRS = {  # what a method is compared with: methods at the same number of bits,
     "awq": ["rtn", "stock awq"],
     "mbq": ["awq", "mbq mae"],
     "bits by error 3.15": [("gptq auto", "W3")],
-    "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by luq_reverse", "bits by qvlm"],
-    "bits by luq 3.25": ["bits by luq_reverse"],
+    "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by luq-reverse", "bits by qvlm"],
+    "bits by luq 3.25": ["bits by luq-reverse"],
 }
 SMALLEST = 1e-7  # nats, added to divergences before their logarithm
 Key = tuple[str, str, str, str]  # model, variant, method, bits
