@@ -36,7 +36,10 @@ def test_scripts_exist(line):
     assert (ROOT / line.split()[0]).stat().st_mode & 0o111, line
 
 
-@pytest.mark.parametrize(("script", "section"), [("compatibility", "compatibility"), ("bench_accuracy", "accuracy")])
+@pytest.mark.parametrize(
+    ("script", "section"),
+    [("compatibility", "compatibility"), ("bench_accuracy", "accuracy"), ("bench_methods", "methods")],
+)
 def test_tables_are_the_measured_ones(script, section):
     command = [sys.executable, f"scripts/{script}.py", "--render"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip().splitlines()
