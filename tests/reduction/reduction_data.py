@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,18 @@ from vlmcompress.models import VLM, load
 
 LAYERS = 3
 QUESTION = "what colour is it?"
+
+
+@functools.cache
+def checkpoint(family: str) -> Path:
+    """The family's tiny model on disk."""
+    return build(family, Path(tempfile.mkdtemp()) / family)
+
+
+@functools.cache
+def vlm(family: str) -> VLM:
+    """The same, loaded."""
+    return load(checkpoint(family))
 
 
 @functools.cache

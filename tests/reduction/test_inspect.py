@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from tests import tiny
+from tests.reduction.reduction_data import checkpoint, vlm
 from vlmcompress import cli, reducers
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.calibration.rows import Sample
-from vlmcompress.models import VLM, load
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction import capture, spec
-
-
-@functools.cache
-def checkpoint(family: str) -> Path:
-    return tiny.build(family, Path(tempfile.mkdtemp()) / family)
-
-
-@functools.cache
-def vlm(family: str) -> VLM:
-    return load(checkpoint(family))
 
 
 def noise(*size: int) -> Image.Image:

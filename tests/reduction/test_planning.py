@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
-from tests import tiny
+from tests.reduction.reduction_data import checkpoint, vlm
 from vlmcompress import cli
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.calibration.rows import Sample
 from vlmcompress.errors import UserError
-from vlmcompress.models import REGISTRY, VLM, decoder_layers, load
+from vlmcompress.models import REGISTRY, decoder_layers
 from vlmcompress.reduction import attach, planning, spec
 
 SIZE = (190, 100)
-
-
-@functools.cache
-def checkpoint(family: str) -> Path:
-    return tiny.build(family, Path(tempfile.mkdtemp()) / family)
-
-
-@functools.cache
-def vlm(family: str) -> VLM:
-    return load(checkpoint(family))
 
 
 def ran(family: str, chosen: spec.Chosen | None, images: int) -> tuple[int, int, int]:
