@@ -21,13 +21,13 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.plan import Plan
 from vlmcompress.predict import ROWS, Predictor
+from vlmcompress.progress import Progress
 from vlmcompress.resume import BlockFiles
 from vlmcompress.solve import Method
 
 if TYPE_CHECKING:
     from vlmcompress.statistics import Statistics
 
-Progress = Callable[[str, int, int], None]
 Read = Callable[[str], Tensor]
 """Linear layer (memory name) -> its weight `[out, in]`."""
 

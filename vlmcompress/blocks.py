@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +9,10 @@ from torch import Tensor, nn
 
 from vlmcompress import models
 from vlmcompress.models import VLM, Group
+from vlmcompress.progress import Progress, silent
 from vlmcompress.resume import LayerStore
 from vlmcompress.solve import Method, apply, solve_layer
 from vlmcompress.statistics import Statistics
-
-Progress = Callable[[str, int, int], None]
-
-
-def silent(_label: str, _done: int, _total: int) -> None:
-    """No progress shown."""
 
 
 def compress(

@@ -19,7 +19,8 @@ from vlmcompress import atomic, manifest, models, pipeline, statistics
 from vlmcompress.calibration.sensitivity import NO_ANSWER, kept_gradients
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
-from vlmcompress.pipeline import Progress, Result, silent
+from vlmcompress.pipeline import Result
+from vlmcompress.progress import Progress, silent
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import block_file
 from vlmcompress.stats import NEEDS

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from vlmcompress import allocate, atomic, checkpoint, kv_range, manifest, models, plan
 from vlmcompress.balance import weighed
-from vlmcompress.blocks import Progress, compress, silent, solve_blocks
+from vlmcompress.blocks import compress, solve_blocks
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM
+from vlmcompress.progress import Progress, silent
 from vlmcompress.recipe import Recipe
 from vlmcompress.resume import LayerStore, StoredWeights
 from vlmcompress.solve import solve_layer, warnings

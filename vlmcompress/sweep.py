@@ -18,6 +18,7 @@ from vlmcompress import allocate, plan, statistics, targets
 from vlmcompress.allocation import Candidate, error
 from vlmcompress.errors import UserError
 from vlmcompress.plan import Plan
+from vlmcompress.progress import Progress
 from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 from vlmcompress.solve import Method
@@ -87,7 +88,7 @@ def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def run(
-    recipe: Recipe, progress: allocate.Progress, *, rows: int = ROWS, budgets: Sequence[float] = BUDGETS
+    recipe: Recipe, progress: Progress, *, rows: int = ROWS, budgets: Sequence[float] = BUDGETS
 ) -> tuple[Sweep, Plan]:
     """Score `settings` and budgets.
 

@@ -15,8 +15,8 @@ from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import About, Plan, serve
-from vlmcompress.engines.base import Progress
 from vlmcompress.errors import UserError
+from vlmcompress.progress import Progress
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
 
 TOOL = "vlmcompress's streaming client"

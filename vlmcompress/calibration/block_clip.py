@@ -22,11 +22,11 @@ from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
 from vlmcompress.calibration.sensitivity import accelerated
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import fake_quantize, find_params
+from vlmcompress.progress import Progress, silent
 from vlmcompress.quantizers import qvlm
 from vlmcompress.reservoir import Reservoir
 from vlmcompress.solve import Method
 
-Progress = Callable[[str, int, int], None]
 Key = tuple[int, str]
 
 
@@ -53,7 +53,7 @@ def search(
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[Mapping[str, Tensor]],
     method: Method,
-    progress: Progress = lambda _label, _done, _total: None,
+    progress: Progress = silent,
 ) -> Method:
     """The method with a range for each group of layers; the model's weights are as before when this returns.
 

@@ -26,12 +26,11 @@ from vlmcompress.balance import Sensitivity
 from vlmcompress.calibration.encode import ANSWER
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
+from vlmcompress.progress import Progress, silent
 from vlmcompress.resume import BlockFiles
 from vlmcompress.sensitivity import Gradient, Gradients, sensitivities
 from vlmcompress.stats import MODALITIES
 
-Progress = Callable[[str, int, int], None]
-silent: Progress = lambda _label, _done, _total: None  # noqa: E731
 NO_ANSWER = "no calibration sample has an answer, and gradients are those of the answer's loss; add answers"
 _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
 _ROOM = 0.8  # share of an accelerator's free memory that weights may take

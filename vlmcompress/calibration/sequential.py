@@ -32,8 +32,6 @@ from vlmcompress.models import VLM, Group
 from vlmcompress.solve import Method, apply, solve_layer
 from vlmcompress.stats import NEEDS, GroupStats
 
-Progress = Callable[[str, int, int], None]
-
 
 class BlockObserver(Modifier):
     """Collects statistics of the inputs of block after block.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-Progress = Callable[[str, int, int], None]
+from vlmcompress.progress import Progress
 
 
 @dataclass(frozen=True)
