@@ -8,11 +8,11 @@ from transformers import StaticCache
 
 from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
 from tests.reduction.test_hiding import CASES, given
+from vlmcompress.chosen import parse
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import attach, refusal
-from vlmcompress.reduction.spec import parse
 
 
 def traces(model: torch.nn.Module) -> list:

@@ -13,8 +13,9 @@ from tests.reduction.reduction_data import checkpoint, vlm
 from vlmcompress import cli, reducers
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.calibration.rows import Sample
+from vlmcompress.chosen import parse
 from vlmcompress.reducers import Signals
-from vlmcompress.reduction import capture, spec
+from vlmcompress.reduction import capture
 
 
 def noise(*size: int) -> Image.Image:
@@ -26,7 +27,7 @@ def noise(*size: int) -> Image.Image:
 def looked(family: str, images: list[Image.Image], text: str) -> list[reducers.Reduction]:
     one = vlm(family)
     layouts = [one.spec.layout(one.processor, *image.size, len(images)) for image in images]
-    return capture.decide(one, encode_prompt(Sample("x", images, "what is it"), one), layouts, spec.parse(text))
+    return capture.decide(one, encode_prompt(Sample("x", images, "what is it"), one), layouts, parse(text))
 
 
 def features(family: str, images: list[Image.Image]) -> torch.Tensor:
@@ -48,7 +49,7 @@ def features(family: str, images: list[Image.Image]) -> torch.Tensor:
 )
 @pytest.mark.parametrize("text", ["divprune:0.3", "uniform:0.3"])
 def test_each_image_as_the_method_decides_on_its_features(family, text):
-    images, chosen = [noise(112, 84), noise(90, 150)], spec.parse(text)
+    images, chosen = [noise(112, 84), noise(90, 150)], parse(text)
     rows, one = features(family, images), vlm(family)
     for image, found in zip(images, looked(family, images, text), strict=True):
         layout = one.spec.layout(one.processor, *image.size, len(images))

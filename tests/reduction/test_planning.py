@@ -14,14 +14,15 @@ from tests.reduction.reduction_data import checkpoint, vlm
 from vlmcompress import cli
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.calibration.rows import Sample
+from vlmcompress.chosen import Chosen, parse
 from vlmcompress.errors import UserError
 from vlmcompress.models import REGISTRY, decoder_layers
-from vlmcompress.reduction import attach, planning, spec
+from vlmcompress.reduction import attach, planning
 
 SIZE = (190, 100)
 
 
-def ran(family: str, chosen: spec.Chosen | None, images: int) -> tuple[int, int, int]:
+def ran(family: str, chosen: Chosen | None, images: int) -> tuple[int, int, int]:
     """Bytes of the cache behind a prompt, multiply-adds that its linear layers took, and its length."""
     one, work = vlm(family), [0]
 
@@ -84,7 +85,7 @@ def test_the_prompt_of_every_family(family, images):
 @pytest.mark.parametrize("family", ["llava", "qwen2-5-vl", "internvl"])
 @pytest.mark.parametrize("text", ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1"])
 def test_reduced_as_the_model_is(family, text):
-    chosen = spec.parse(text)
+    chosen = parse(text)
     found = planning.plan(checkpoint(family), [SIZE], "hm", [chosen])
     cost = found.reduced[str(chosen)]
     cache, linear, length = ran(family, chosen, 1)
@@ -98,10 +99,8 @@ def test_no_weights_are_needed(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("qwen2-5-vl"), folder)
     (folder / "model.safetensors").unlink()
-    found = planning.plan(folder, [SIZE], "hm", [spec.parse("random:0.5")])
-    assert (
-        found.to_dict() == planning.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [spec.parse("random:0.5")]).to_dict()
-    )
+    found = planning.plan(folder, [SIZE], "hm", [parse("random:0.5")])
+    assert found.to_dict() == planning.plan(checkpoint("qwen2-5-vl"), [SIZE], "hm", [parse("random:0.5")]).to_dict()
 
 
 def test_fp8_cache_is_half():

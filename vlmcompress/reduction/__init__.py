@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vlmcompress.chosen import Chosen, choose
 from vlmcompress.models import VLM
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction._attach import Attachment
@@ -26,7 +27,6 @@ from vlmcompress.reduction._early import Early
 from vlmcompress.reduction._inside import Inside
 from vlmcompress.reduction._support import check, refusal
 from vlmcompress.reduction._units import Reduced
-from vlmcompress.reduction.spec import Chosen, choose
 
 __all__ = ["Attachment", "Chosen", "Reduced", "attach", "refusal"]
 
@@ -36,7 +36,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
 
     Args:
         vlm: the model; one reducer at a time (ValueError).
-        method: name of a reducer, or one with its options (`reduction.spec`).
+        method: name of a reducer, or one with its options (`vlmcompress.chosen`).
         options: its `Options`, or a mapping of them; default: its defaults.
 
     UserError when this model and this method do not go together (see `refusal`) or an option is wrong.

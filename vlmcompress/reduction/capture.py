@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from vlmcompress import reducers
+from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, ModelSpec
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction import attach, refusal
-from vlmcompress.reduction.spec import Chosen
 
 
 def refused(spec: ModelSpec, chosen: Chosen) -> str | None:

@@ -21,10 +21,10 @@ from torch import nn
 
 from vlmcompress.calibration.encode import encode_prompt
 from vlmcompress.calibration.rows import Sample
+from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
 from vlmcompress.reduction import refusal
-from vlmcompress.reduction.spec import Chosen
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
 

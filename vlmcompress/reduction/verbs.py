@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.chosen import parse
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.reduction import planning, spec
+from vlmcompress.reduction import planning
 from vlmcompress.terminal import size as size_text
 from vlmcompress.terminal import table
 
@@ -22,7 +23,7 @@ def tokens(args: argparse.Namespace) -> Outcome:
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     sizes = [_size(text) for text in args.image_size]
-    chosen = [spec.parse(text) for text in args.reduce]
+    chosen = [parse(text) for text in args.reduce]
     found = planning.plan(args.model, sizes, args.question, chosen, CACHE_BYTES.get(args.kv_cache))
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
@@ -81,7 +82,7 @@ def inspect(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {out}: a picture is written; name it FILE.png")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
-    chosen = [spec.parse(text) for text in args.reduce]
+    chosen = [parse(text) for text in args.reduce]
     family = spec_for(read_config(args.model))
     for one in chosen:
         if reason := refused(family, one):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vlmcompress import reducers
+from vlmcompress.chosen import parse, read
 from vlmcompress.errors import UserError
-from vlmcompress.reduction import spec
 
 
 @pytest.mark.parametrize(
@@ -23,18 +23,18 @@ from vlmcompress.reduction import spec
     ],
 )
 def test_understood(text, plain):
-    chosen = spec.parse(text)
+    chosen = parse(text)
     assert chosen.plain() == plain
-    assert spec.read(plain).plain() == plain
+    assert read(plain).plain() == plain
     assert isinstance(chosen.options, reducers.REGISTRY.get(plain["method"]).Options)
 
 
 @pytest.mark.parametrize("method", reducers.REGISTRY.names())
 def test_defaults_and_back(method):
-    chosen = spec.parse(method)
+    chosen = parse(method)
     assert chosen.options == reducers.REGISTRY.get(method).Options()
-    assert spec.read({"method": method, **({"keep": "auto"} if hasattr(chosen.options, "keep") else {})}) == chosen
-    assert spec.parse(str(chosen)) == chosen
+    assert read({"method": method, **({"keep": "auto"} if hasattr(chosen.options, "keep") else {})}) == chosen
+    assert parse(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_defaults_and_back(method):
     ["dart:0.25", "dart:1/3,pivots=8", "random:1", "dymu:0.07,thresholds=[0.9, 0.8]", "visionzip:0.5,merge=mean"],
 )
 def test_written_as_read(text):
-    assert str(spec.parse(text)) == text
+    assert str(parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_written_as_read(text):
 )
 def test_refused(text, message):
     with pytest.raises(UserError) as raised:
-        spec.parse(text)
+        parse(text)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("given", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
 def test_recipes_that_say_no_method(given):
     with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
-        spec.read(given)
+        read(given)
 
 
 def test_too_small():
-    assert spec.parse("dart:0.1").too_small((1, 2, 2)) and not spec.parse("dart:0.1").too_small((1, 2, 3))
-    assert not spec.parse("dymu:0.01").too_small((1, 1, 1)) and not spec.parse("pevlm").too_small((1, 1, 1))
+    assert parse("dart:0.1").too_small((1, 2, 2)) and not parse("dart:0.1").too_small((1, 2, 3))
+    assert not parse("dymu:0.01").too_small((1, 1, 1)) and not parse("pevlm").too_small((1, 1, 1))

@@ -1,0 +1,68 @@
+"""The block of config.json that names a checkpoint's reducer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmcompress import carried
+from vlmcompress.chosen import parse
+from vlmcompress.errors import UserError
+from vlmcompress.reducers import REGISTRY
+
+PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
+
+
+@pytest.mark.parametrize("method", REGISTRY.names())
+def test_what_is_written_is_read(method):
+    config = json.loads(json.dumps(carried.write(PLAIN, parse(method))))
+    assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
+    assert carried.read(config) == carried.Carried("llava", parse(method))
+    assert carried.write(config, parse("random:0.5")) == carried.write(PLAIN, parse("random:0.5"))
+
+
+def test_nothing_is_carried():
+    assert carried.read(PLAIN) is None
+    assert carried.read({"model_type": "llava"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"vlmcompress": None}, "is missing"),
+        ({"vlmcompress": [1]}, "is no mapping"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "serves all tokens"),
+        ({"architectures": None}, "serves all tokens"),
+        ({"architectures": ["VlmcompressLlavaForConditionalGeneration", "Other"]}, "serves all tokens"),
+        ({"model_type": "qwen2_vl"}, "is for model_type 'llava'"),
+        ({"schema": 2}, "upgrade"),
+        ({"schema": True}, "schema is True"),
+        ({"schema": "1"}, "schema is '1'"),
+        ({"surprise": 1}, "'surprise' is unknown"),
+        ({"reduce": "dart:0.5"}, "is no mapping"),
+        ({"reduce": {"keep": 0.5}}, "reduce is"),
+        ({"reduce": {"method": "os.system"}}, "os.system"),
+        ({"reduce": {"method": "dart", "keep": 0}}, "keep must be a number above 0"),
+        ({"reduce": {"method": "dart", "keep": 1.5}}, "keep must be a number above 0"),
+        ({"reduce": {"method": "dart", "keep": "0.5"}}, "should be a number"),
+        ({"reduce": {"method": "dart", "kepp": 0.5}}, "no option 'kepp'"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_line(change, text):
+    config = carried.write(PLAIN, parse("dart:0.5"))
+    block = config["vlmcompress"]
+    for key, value in change.items():
+        into = config if key in config else block
+        into[key] = value
+    with pytest.raises(UserError) as caught:
+        carried.read(config)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_of_the_block_is_missing():
+    config = carried.write(PLAIN, parse("dart:0.5"))
+    del config["vlmcompress"]["reduce"]
+    with pytest.raises(UserError, match="'reduce' is missing"):
+        carried.read(config)
