@@ -1,0 +1,72 @@
+"""vLLM's side of reduced checkpoints: a plugin that registers an architecture for each family that can be served reduced.
+
+vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). Where no reduced checkpoint is
+served that is all that ever happens: the families' modules are imported by vLLM when a checkpoint names their architecture,
+`Vlmcompress` and the original's name (see `vlmcompress.carried`). An engine without this plugin knows no such architecture
+and refuses the checkpoint.
+
+Each module here without a leading underscore is a family. It defines, as literals,
+
+    ARCHITECTURE    of the model that it reduces
+    SIGNALS         fields of `reducers.Signals` that it can give a method
+
+and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
+"""
+
+from __future__ import annotations
+
+from vlmcompress.errors import did_you_mean
+from vlmcompress.registry import Registry
+
+FAMILIES = Registry(__name__, "family")
+PREFIX = "Vlmcompress"
+LEAST, BELOW = (0, 32), (0, 33)
+"""Supported versions of vLLM: from the first one up to, not including, the second."""
+
+
+def register() -> None:
+    """Make the reduced architectures known to vLLM. May be called any number of times."""
+    import vllm
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from vlmcompress.engines.vllm.plugin._loading import Loading
+
+    right = supported(vllm.__version__)
+    for family in FAMILIES.names():
+        name = PREFIX + FAMILIES.constant(family, "ARCHITECTURE")
+        module = f"{family.replace('-', '_')}:{name}" if right else "_unsupported:Unsupported"
+        ModelRegistry.register_model(name, f"{__name__}.{module}")
+        MODELS_CONFIG_MAP[name] = Loading  # type: ignore[assignment]
+
+
+def supported(version: str) -> bool:
+    """Whether this plugin was made for that version of vLLM. True for a version without numbers, a build of one's own."""
+    numbers = version.split(".")[:2]
+    return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
+
+
+def refusal(architecture: str, method: str) -> str | None:
+    """Why vLLM does not serve a model of `architecture` with its tokens reduced by `method`, in one line; None when it does.
+
+    Needs no vLLM.
+
+    Args:
+        architecture: as in config.json, of the model or of its reduced form.
+        method: name of a reducer; UserError when it is none.
+    """
+    from vlmcompress.reducers import REGISTRY
+
+    module = REGISTRY.get(method)
+    architecture = architecture.removeprefix(PREFIX)
+    families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
+    if architecture not in families:
+        return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
+    given = set(FAMILIES.constant(families[architecture], "SIGNALS"))
+    fit = [name for name in REGISTRY.names() if (other := REGISTRY.get(name)).SERVED and given >= other.NEEDS]
+    if not module.SERVED:
+        return f"vLLM cannot serve '{method}' ({module.WHY_NOT}){did_you_mean('', fit)}"
+    if missing := sorted(module.NEEDS - given):
+        family = families[architecture]
+        return f"vLLM does not serve '{method}' with {family} (without {', '.join(missing)}){did_you_mean('', fit)}"
+    return None

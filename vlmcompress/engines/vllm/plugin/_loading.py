@@ -1,0 +1,48 @@
+"""What happens to the config of a reduced checkpoint when vLLM loads it: it is checked, and given M-RoPE's machinery.
+
+Kept tokens keep the positions that they have without a reducer. vLLM counts positions up by itself unless a model uses
+M-RoPE; then it asks the model for three rows of them. A family with plain RoPE says that it uses M-RoPE, gives three equal
+rows and passes one on to its language model, whose RoPE stays what it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+NEARLY_NONE = 1e-6
+"""Share of a video's tokens that vLLM believes to be pruned: above 0 it lets the model set positions with the embeddings."""
+
+
+class Loading:
+    """vLLM's hook on configs of an architecture (`MODELS_CONFIG_MAP`)."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Raise ValueError, which ends the engine's start with one line, unless the checkpoint can be served."""
+        import vllm
+        from vllm.transformers_utils.config import uses_mrope
+
+        from vlmcompress.engines.vllm.plugin import supported
+        from vlmcompress.engines.vllm.plugin._reducing import Reducer
+        from vlmcompress.engines.vllm.plugin._unsupported import message
+
+        if not supported(vllm.__version__):
+            raise ValueError(message())
+        config: Any = model_config.hf_config
+        try:
+            Reducer.of(config)
+        except UserError as error:
+            raise ValueError(f"{model_config.model}: {error}") from None
+        if not uses_mrope(config):
+            config.mrope_section = [1, 1, 1]
+        if model_config.multimodal_config is not None:
+            model_config.multimodal_config.video_pruning_rate = NEARLY_NONE
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Nothing more once the whole config is known."""

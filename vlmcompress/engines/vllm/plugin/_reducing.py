@@ -1,0 +1,64 @@
+"""The reducer of the checkpoint that is served: how many tokens an image keeps, and which."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vlmcompress import __version__, carried, reducers
+from vlmcompress.chosen import Chosen
+from vlmcompress.engines.vllm.plugin import refusal
+from vlmcompress.errors import UserError
+from vlmcompress.reducers import Grid, Reduction, Signals
+
+_READ = ("architectures", "model_type", carried.KEY)
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A method with its options, as the config of a model that vLLM loads carries it."""
+
+    chosen: Chosen
+
+    @staticmethod
+    def of(hf_config: Any) -> Reducer:
+        """The one that a config carries. UserError if it carries none, it is not right, or vLLM cannot serve it."""
+        config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
+        found = carried.read(config)
+        if found is None:
+            raise UserError(
+                f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
+            )
+        if reason := refusal(config["architectures"][0], found.reducer.method):
+            raise UserError(f"config.json: {carried.KEY}: {reason}")
+        return Reducer(found.reducer)
+
+    def count(self, grid: Grid) -> int:
+        """How many tokens an image keeps."""
+        return self.chosen.module.budget(grid, self.chosen.options)
+
+    @property
+    def known(self) -> bool:
+        """Whether the choice follows from the grid alone, so that it is known before the encoder runs."""
+        return not self.chosen.module.NEEDS
+
+    def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
+        """What becomes of the tokens of one image.
+
+        Args:
+            grid: of the tokens.
+            features: `[n, d]`, the tokens; a method whose choice is `known` needs none.
+            signals: further fields of `Signals`.
+        """
+        return reducers.reduce(self.chosen.module, Signals(grid, features=features, **signals), self.chosen.options)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Sixteen characters that differ between reducers, for keys of whatever caches what came of an image."""
+        text = json.dumps([__version__, self.chosen.plain()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,39 @@
+"""What stands for every family in a vLLM that this plugin was not made for: says so when a reduced checkpoint is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def message() -> str:
+    """Which versions would do."""
+    import vllm
+
+    from vlmcompress.engines.vllm.plugin import BELOW, LEAST
+
+    least, below = (".".join(map(str, version)) for version in (LEAST, BELOW))
+    return (
+        f"this vlmcompress serves reduced checkpoints in vLLM {least} up to, not including, {below}; "
+        f"this is vLLM {vllm.__version__}: install one of those, or another vlmcompress"
+    )
+
+
+class Unsupported(nn.Module):
+    """Passes for a language model as far as its methods' names go, and cannot be made."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        raise ValueError(message())
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
