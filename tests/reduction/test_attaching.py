@@ -90,7 +90,11 @@ def test_what_is_refused_and_what_is_not():
     after = ["dart", "divprune", "random", "relevance", "uniform"]
     assert works["llava"] == sorted([*after, *inside, "visionzip", "vscan"])
     assert not works["gemma3"] and not works["lfm2-vl"]
-    assert all(works[family] == sorted([*after, *inside]) for family in {*works} - {"llava", "gemma3", "lfm2-vl"})
+    qwen = {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"}
+    assert all(works[family] == sorted([*after, *inside, "pixelprune"]) for family in qwen)
+    assert all(
+        works[family] == sorted([*after, *inside]) for family in {*works} - {"llava", "gemma3", "lfm2-vl"} - qwen
+    )
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
     with pytest.raises(UserError, match="yet.*use dart, "):

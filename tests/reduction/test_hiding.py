@@ -14,7 +14,8 @@ from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import attach, refusal
 
 FAMILIES = [spec.family for spec in all_specs() if spec.visual_grid]
-CASES = [(spec.family, method) for spec in all_specs() for method in REGISTRY.names() if refusal(spec, method) is None]
+SHARES = [name for name in REGISTRY.names() if hasattr(REGISTRY.get(name).Options, "keep")]
+CASES = [(spec.family, method) for spec in all_specs() for method in SHARES if refusal(spec, method) is None]
 SMALL = {"vscan": {"window": 2, "shallow": 0}, "fastv": {"layer": 1}, "dart-llm": {"layer": 1}}
 
 

@@ -16,6 +16,7 @@ from vlmcompress.calibration.rows import Sample
 from vlmcompress.chosen import parse
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction import capture
+from vlmcompress.reduction._pixels import signals
 
 
 def noise(*size: int) -> Image.Image:
@@ -68,7 +69,7 @@ def test_pixels_are_those_of_the_image():
     image = noise(140, 84)
     image.paste((10, 20, 30), (56, 0, 140, 84))
     inputs = encode_prompt(Sample("x", [image], ""), vlm("qwen2-5-vl"))
-    (found,) = capture.pixels(vlm("qwen2-5-vl"), inputs)
+    (found,) = signals(vlm("qwen2-5-vl"), inputs["pixel_values"], inputs["image_grid_thw"])
     assert found.grid == (1, 3, 5)
     for token, levels in enumerate(found.pixels):
         x, y = 28 * (token % 5), 28 * (token // 5)

@@ -21,7 +21,7 @@ class Early(Attachment):
 
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
-        self._merged: list[Reduction] = []  # what was merged before the projector
+        self._merged: list[Reduction] = []  # what was decided before the projector
         if not needs_encoder(self.module):
             return
         config = self.vlm.model.config
@@ -114,7 +114,7 @@ class Early(Attachment):
         """`embeds [b, s, d]` with merged rows at the anchors, and for each unit what is kept."""
         if not units:
             return embeds, []
-        if self.module.STAGE == "encoder":  # merged already
+        if self.module.STAGE != "projected":  # applied already
             return embeds, list(zip(units, self._merged, strict=True))
         self.seen = []
         words = (

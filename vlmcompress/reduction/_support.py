@@ -18,6 +18,8 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
         return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
     if reason := _not_yet(method, module):
         return f"'{method}' cannot be attached to a transformers model yet ({reason}); use {_attachable(spec)}"
+    if "pixels" in module.NEEDS and spec.visual_grid != "thw":
+        return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
     if needs_encoder(module) and not spec.vision_cls:
         return f"'{method}' reads attention from CLS, which the encoder of {spec.family} does not have; use {_attachable(spec)}"
     return None
@@ -69,8 +71,8 @@ def _check_encoder(config: Any, options: Any) -> None:
 def _not_yet(method: str, module: ModuleType) -> str | None:
     if hasattr(module, "mask"):
         return "it restricts attention and drops no token"
-    if module.STAGE == "pixels":
-        return "it chooses before the encoder, on pixels"
+    if method == "litevlm":
+        return "it chooses among images, before the encoder"
     if hasattr(module, "merge"):
         return "it merges within the encoder's layers"
     if module.STAGE == "llm" and module.COUNT == "adaptive":
@@ -82,6 +84,8 @@ def _attachable(spec: ModelSpec) -> str:
     fit = [
         name
         for name in REGISTRY.names()
-        if not _not_yet(name, module := REGISTRY.get(name)) and (spec.vision_cls or not needs_encoder(module))
+        if not _not_yet(name, module := REGISTRY.get(name))
+        and (spec.vision_cls or not needs_encoder(module))
+        and (spec.visual_grid == "thw" or "pixels" not in module.NEEDS)
     ]
     return did_you_mean("", fit).removeprefix("; choose from ")

@@ -74,7 +74,8 @@ def inspect(args: argparse.Namespace) -> Outcome:
     from vlmcompress.calibration.images import open_image
     from vlmcompress.calibration.rows import Sample
     from vlmcompress.models import load, read_config, spec_for
-    from vlmcompress.reduction.capture import decide, refused
+    from vlmcompress.reduction import refusal
+    from vlmcompress.reduction.capture import decide
     from vlmcompress.reduction.picture import Counts, sheet
 
     out = Path(args.out)
@@ -85,7 +86,7 @@ def inspect(args: argparse.Namespace) -> Outcome:
     chosen = [parse(text) for text in args.reduce]
     family = spec_for(read_config(args.model))
     for one in chosen:
-        if reason := refused(family, one):
+        if reason := refusal(family, one.method):
             raise UserError(f"--reduce {one}: {reason}")
         if "query" in one.module.NEEDS and not args.question.strip():
             raise UserError(f"--reduce {one}: '{one.method}' looks at the question; add --question")

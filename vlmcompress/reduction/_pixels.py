@@ -1,0 +1,132 @@
+"""Reducers that look at pixels: what they drop never enters the encoder. For Qwen towers, which take patches one by one.
+
+What such a tower derives from an image's grid (rotary and learnt positions, windows, the lengths of attention) it takes as
+arguments, too. Of the full grid it is computed by transformers' own functions, and the kept patches' part is handed in.
+Behind the merger the rows go back to where the placeholders are, for `Early` to leave out the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import vision_utils
+
+from vlmcompress.models import VLM
+from vlmcompress.reducers import Signals
+from vlmcompress.reduction._early import Early
+from vlmcompress.reduction._units import Call
+
+
+class Pixels(Early):
+    """Shortens what goes into the tower, and then what goes into the language model."""
+
+    def _hook(self) -> None:
+        super()._hook()
+        tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
+        self._before(tower, self._leave_out)
+        self._after(tower, self._put_back)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        found = self._units()
+        if not found:
+            return
+        assert self._call is not None
+        self.seen = []
+        looks = signals(self.vlm, self._call.get("pixel_values"), self._call.get("image_grid_thw"))
+        self._merged = [self._decide(unit, one) for unit, one in zip(found, looks, strict=True)]
+
+    def _kept(self) -> Tensor | None:
+        """`[tokens of all images]` bool, None when none is dropped."""
+        if not self._merged:
+            return None
+        kept = torch.cat([one.target >= 0 for one in self._merged])
+        return None if kept.all() else kept
+
+    def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Before the tower: the kept tokens' patches, of `[patches, d]`, those of a token next to each other."""
+        if (kept := self._kept()) is None:
+            return None
+        call = Call.of(module, args, kwargs)
+        patches, grid = call.get("hidden_states"), call.get("grid_thw")
+        kept = kept.to(patches.device)
+        rows = kept.repeat_interleave(len(patches) // len(kept))
+        return (patches[rows],), kwargs | {"grid_thw": grid} | geometry(module, grid, kept)
+
+    def _put_back(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Behind the tower: rows, deepstack's too, at the places that they have in the full grid."""
+        if (kept := self._kept()) is None or output is None:
+            return
+        output.pooler_output = _spread(output.pooler_output, kept)
+        if getattr(output, "deepstack_features", None):
+            output.deepstack_features = [_spread(level, kept) for level in output.deepstack_features]
+
+
+def signals(vlm: VLM, pixel_values: Tensor, image_grid_thw: Tensor) -> list[Signals]:
+    """Of each image the pixels of its tokens, in levels 0 to 255, as the processor's patches `[patches, d]` have them.
+
+    Patches in bfloat16 give the same levels: those of 8 bits survive it.
+    """
+    images_of, device = vlm.processor.image_processor, pixel_values.device
+    mean, std = (torch.tensor(one, device=device)[:, None] for one in (images_of.image_mean, images_of.image_std))
+    merge, found, start = images_of.merge_size, [], 0
+    for t, h, w in image_grid_thw.tolist():
+        patches = pixel_values[start : start + t * h * w].float()  # those of a token stand together
+        start += t * h * w
+        levels = (patches.reshape(t * h * w, 3, -1) * std + mean) * 255
+        grid = (t, h // merge, w // merge)
+        found.append(Signals(grid, pixels=levels.round().reshape(math.prod(grid), -1)))
+    return found
+
+
+def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    """What a Qwen tower derives from the grids, of the kept tokens' patches alone.
+
+    Args:
+        tower: of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
+        grid: `[images, 3]`, frames, rows and columns of patches.
+        kept: `[tokens]` bool, of all images; at least one of each frame.
+    """
+    merge = tower.spatial_merge_size
+    patches = kept.repeat_interleave(merge**2)
+    found = {
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge)[patches],
+        "cu_seqlens": _ends(vision_utils.get_vision_cu_seqlens(grid), patches),
+    }
+    if hasattr(tower, "pos_embed"):  # Qwen3-VL: learnt positions, interpolated
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        found |= {"interp_indices": indices[patches], "interp_weights": weights[patches]}
+    if hasattr(tower, "window_size"):  # Qwen2.5-VL: tokens in the order of their windows
+        order, ends = vision_utils.get_vision_window_index(
+            grid, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
+        )
+        order = order.to(kept.device)
+        own = kept[order]
+        found |= {
+            "window_index": (kept.cumsum(0) - 1)[order[own]],
+            "cu_window_seqlens": _ends(ends, own.repeat_interleave(merge**2)),
+        }
+    return found
+
+
+def _ends(ends: Tensor, kept: Tensor) -> Tensor:
+    """Cumulative lengths `[parts + 1]` of sequences of which only `kept [n]` is left; those with nothing left are gone."""
+    counts = F.pad(kept.cumsum(0), (1, 0))
+    return counts[ends.long()].unique_consecutive().to(ends.dtype)
+
+
+def _spread(rows: Tensor, kept: Tensor) -> Tensor:
+    """`[m, d] -> [n, d]`: rows where `kept [n]` is true, zeros elsewhere."""
+    full = rows.new_zeros(len(kept), *rows.shape[1:])
+    full[kept.to(rows.device)] = rows
+    return full
