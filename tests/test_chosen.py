@@ -12,9 +12,9 @@ from vlmcompress.errors import UserError
 @pytest.mark.parametrize(
     ("text", "plain"),
     [
-        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 4, "text_pivots": 4}),
-        ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 4}),
-        ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 4}),
+        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 4, "text_pivots": 0}),
+        ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 0}),
+        ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 0}),
         ("random:1", {"method": "random", "keep": 1, "seed": 0}),
         ("fastv:5e-1,layer=3", {"method": "fastv", "keep": 0.5, "layer": 3}),
         ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),

@@ -24,6 +24,7 @@ RECIPE_KEYS = {
     "scheme": "scheme",
     "vision": "vision",
     "kv_cache": "kv_cache",
+    "reduce": "reduce",
     "calib": "calibrate.data",
     "text": "calibrate.text",
     "samples": "calibrate.samples",
@@ -163,6 +164,7 @@ def _recipe(parser: Parser) -> None:
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
     parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
+    parser.add_argument("--reduce", metavar="METHOD:KEEP", default=none, help="visual-token reducer, e.g. dart:0.5")
     _data(parser)
     parser.add_argument(
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"

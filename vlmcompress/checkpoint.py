@@ -18,7 +18,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from vlmcompress import atomic, card, tensorfile
+from vlmcompress import atomic, card, carried, tensorfile
+from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.manifest import MANIFEST, hash_files
@@ -76,6 +77,7 @@ def write(
     manifest: dict,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
+    reducer: Chosen | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
     exporter: ModuleType = compressed_tensors,
@@ -92,6 +94,7 @@ def write(
         manifest: what `manifest.build` returned; files and sizes are added here.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
+        reducer: of visual tokens, that the checkpoint is to carry.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         exporter: the format.
@@ -107,8 +110,8 @@ def write(
     _check_space(out, plan.nbytes + sum(file.stat().st_size for file, _ in others))
     with atomic.new_folder(out) as tree:
         _write_weights(tree, plan, limit, quantized, exporter, progress)
-        block = {"quantization_config": quantization_config} if quantization_config else {}
-        _write_json(tree / "config.json", config | block)
+        config |= {"quantization_config": quantization_config} if quantization_config else {}
+        _write_json(tree / "config.json", carried.write(config, reducer) if reducer else config)
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)

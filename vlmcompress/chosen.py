@@ -61,8 +61,14 @@ class Chosen:
 def parse(text: str) -> Chosen:
     """What `--reduce` says. UserError for a method or option that is none, or a value that is wrong."""
     where = f"--reduce {text}"
+    values = split(text, where)
+    return choose(values.pop("method"), values, where)
+
+
+def split(text: str, where: str) -> dict[str, Any]:
+    """`dart:0.25,pivots=8` as a recipe's mapping, its values not checked. `where` begins the message of UserErrors."""
     method, _, rest = text.partition(":")
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"method": method.strip()}
     for number, part in enumerate(re.split(r",(?![^\[]*\])", rest) if rest else []):
         key, equals, value = part.partition("=")
         if not equals:
@@ -72,7 +78,7 @@ def parse(text: str) -> Chosen:
         if key.strip() in values:
             raise UserError(f"{where}: '{key.strip()}' is given twice; remove one")
         values[key.strip()] = _yaml.parse(value, where)
-    return choose(method.strip(), values, where)
+    return values
 
 
 def read(given: Any, where: str = "reduce") -> Chosen:

@@ -79,6 +79,10 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 
 def _input(recipe: Recipe, vlm: VLM, work: plan.Plan) -> tuple[list[dict[str, Tensor]], dict | None]:
     """Calibration samples, where they are to be run, and what the manifest says about where statistics come from."""
+    if recipe.reduce and (work.needs_data or work.statistics):
+        raise UserError(
+            f"scheme '{recipe.scheme}' calibrates, which does not follow a reducer yet; use one without data"
+        )
     if work.statistics:
         _check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         return [], work.statistics.origin
@@ -162,6 +166,7 @@ def _write(
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
+        reducer=recipe.reduce,
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),

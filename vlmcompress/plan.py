@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from vlmcompress import estimate, fit, models, room, statistics
+from vlmcompress import estimate, fit, models, reducing, room, statistics
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import targets as config_targets
 from vlmcompress.models import Group, ModelSpec
@@ -129,7 +129,7 @@ def survey(recipe: Recipe, others: Others | None = None, table: Mapping[str, Met
     names = models.disk_names(bones, headers)
 
     method = Method(recipe.method, recipe.options, others or {})
-    problems: list[str] = []
+    problems = reducing.problems(recipe, config, models.VLM(bones, None, spec, recipe.model))
     groups = [group for group in _decoder_groups(bones, spec, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in models.decoder_layers(bones, spec)]
     for group in groups:
@@ -143,8 +143,8 @@ def survey(recipe: Recipe, others: Others | None = None, table: Mapping[str, Met
     problems += [problem for scheme in dict.fromkeys(schemes.values()) for problem in fit.format_problems(scheme)]
     if recipe.kv_cache and not all(blocks):
         problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
-    if not schemes:
-        problems.append("the recipe quantizes nothing; choose another scheme or --vision, or skip less")
+    if not schemes and recipe.reduce is None:
+        problems.append("the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce")
     stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
     written = estimate.output_tensors(stored, schemes, names, len(blocks) if recipe.kv_cache else 0)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (stored, written))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from vlmcompress import _yaml, targets
+from vlmcompress import _yaml, reducing, targets
 from vlmcompress.bits import Bits, check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.registry import Registry
@@ -68,6 +68,8 @@ class Recipe(_Frozen):
         calibrate: the data that statistics come from.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
+        reduce: the visual-token reducer (`chosen.Chosen`) that the checkpoint carries; None: all tokens are kept.
+        engine: what is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: of everything random.
         shard_size: largest file of weights.
         format: name of a module in `vlmcompress.exporters`.
@@ -84,6 +86,8 @@ class Recipe(_Frozen):
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
     bits: Bits | None = None
+    reduce: Any = None
+    engine: Literal["vllm", "transformers"] = "vllm"
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0)
     shard_size: str = "5GB"
@@ -124,8 +128,9 @@ class Recipe(_Frozen):
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""
-        data = self.model_dump(mode="json", exclude={"options"})
-        return data | {"options": dataclasses.asdict(self.options)}
+        data = self.model_dump(mode="json", exclude={"options", "reduce"})
+        reduce = self.reduce.plain() if self.reduce else None
+        return data | {"options": dataclasses.asdict(self.options), "reduce": reduce}
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
         for key, part in (("calibrate", Calibrate), ("bits", Bits)):
             if isinstance(layer.get(key), Mapping):
                 _check_keys(layer[key], part.model_fields, f"{key}.", origin)
+    layers = reducing.layered(layers)
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
@@ -164,9 +170,10 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
         raise UserError(f"no scheme given; add --scheme ({', '.join(SCHEMES.names())}), --recipe or --target")
     if "model" not in values:
         raise UserError("no model given; name the folder of the checkpoint")
-    options = values.pop("options", {})
+    options, reduce = values.pop("options", {}), values.pop("reduce", None)
     recipe = _validate(Recipe, values, origins)
-    recipe = recipe.model_copy(update={"options": _options(recipe.scheme, options, origins)})
+    more = {"options": _options(recipe.scheme, options, origins), "reduce": reducing.chosen(reduce, origins)}
+    recipe = recipe.model_copy(update=more)
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:

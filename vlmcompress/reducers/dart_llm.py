@@ -18,13 +18,14 @@ STAGE = "llm"
 NEEDS = frozenset({"features", "keys", "query", "query_keys"})
 COUNT = "fixed"
 SERVED = False
-WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers; use dart"
+WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
 
 
 @dataclass(frozen=True)
 class Options(_Options):
-    """As of `dart`; `layer`: number of the decoder block, from 0, whose input is reduced."""
+    """As of `dart`, with text pivots; `layer`: number of the decoder block, from 0, whose input is reduced."""
 
+    text_pivots: int = 4
     layer: int = 2
 
     def __post_init__(self) -> None:
