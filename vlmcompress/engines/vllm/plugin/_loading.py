@@ -14,9 +14,6 @@ from vlmcompress.errors import UserError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-NEARLY_NONE = 1e-6
-"""Share of a video's tokens that vLLM believes to be pruned: above 0 it lets the model set positions with the embeddings."""
-
 
 class Loading:
     """vLLM's hook on configs of an architecture (`MODELS_CONFIG_MAP`)."""
@@ -40,8 +37,6 @@ class Loading:
             raise ValueError(f"{model_config.model}: {error}") from None
         if not uses_mrope(config):
             config.mrope_section = [1, 1, 1]
-        if model_config.multimodal_config is not None:
-            model_config.multimodal_config.video_pruning_rate = NEARLY_NONE
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -1,0 +1,126 @@
+"""Kept tokens keep the positions that they have without a reducer, whatever is cached and however a prompt is cut.
+
+Which tokens of an image are kept is known when its encoder has run, positions are asked for before. So they come in two
+parts that are added just before the language model runs: `get_mrope_input_positions` gives every kept token the position
+at which its image begins, and gives text the position behind the full grid, so what is generated goes on from there;
+the encoder's output carries each row's place within its image, in further channels that nobody else sees. A cached
+encoder output, a chunk that cuts an image in two and a prompt whose image is in the prefix cache need nothing more.
+
+vLLM has a hook of its own for this (`recompute_mrope_positions`, for pruned videos), which the CPU runner never calls and
+which sees no embeddings of what is cached. Its models pass deepstack features from `embed_input_ids` to `forward` in the
+way that is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DIMS = 3
+DIGITS = 2
+CHANNELS = DIMS * DIGITS
+BASE = 256  # digits up to 255 are exact in bfloat16, which rounds 257 to 256
+LIMIT = BASE**DIGITS
+
+
+def pack(rows: Tensor, places: Tensor) -> Tensor:
+    """`rows [k, d]` with `places [k, 3]`, whole numbers from 0 to 65,535, in six more channels, exact in every dtype."""
+    if len(places) and not 0 <= int(places.min()) <= int(places.max()) < LIMIT:
+        raise ValueError(
+            f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
+        )
+    digits = torch.stack([places // BASE, places % BASE], -1).flatten(1)
+    return torch.cat([rows, digits.to(rows)], 1)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """What `pack` put together: rows and places."""
+    digits = packed[:, -CHANNELS:].long().unflatten(1, (DIMS, DIGITS))
+    return packed[:, :-CHANNELS], digits[..., 0] * BASE + digits[..., 1]
+
+
+class OriginalPositions:
+    """Put before one of vLLM's M-RoPE models. Its encoder output must be `pack`ed, its text config must have M-RoPE."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        _check(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        # Buffers, since CUDA graphs read where they read when they were recorded. As wide as the runner's own.
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
+        self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
+        self._positions: Tensor = torch.zeros_like(self._places)
+
+    def span(self, feature: Any) -> tuple[np.ndarray, int]:
+        """Positions that the tokens `feature.mm_position` of an image have before their places are added, `[3, length]`.
+
+        They count from the image's first, 0. Second: how far text behind the image is from there.
+        """
+        raise NotImplementedError
+
+    def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
+        """`[3, len(input_tokens)]`, and what to add to the index of a generated token."""
+        parts, done, base = [], 0, 0
+        for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
+            text = feature.mm_position.offset - done
+            places, extent = self.span(feature)
+            parts += [_text(text, base), places + base + text]
+            base += text + extent
+            done += text + feature.mm_position.length
+        rest = len(input_tokens) - done
+        parts.append(_text(rest, base))
+        return torch.from_numpy(np.concatenate(parts, 1)), base + rest - len(input_tokens)
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Any = None,
+        *,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """As the model does, without the channels of places, which are kept for `forward`."""
+        self._places.zero_()
+        pairs = [unpack(packed) for packed in multimodal_embeddings or ()]
+        rows = [rows for rows, _ in pairs]
+        embeds = super().embed_input_ids(input_ids, rows, is_multimodal=is_multimodal)  # type: ignore[misc]
+        if pairs:
+            assert is_multimodal is not None
+            columns = is_multimodal.nonzero().squeeze(1).to(self._places.device)
+            self._places[:, columns] = torch.cat([places for _, places in pairs]).T
+        return embeds
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the model does, with the places of this step's tokens added to `positions [3, s]`."""
+        tokens = positions.shape[-1]
+        whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
+        return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
+
+
+def _text(tokens: int, start: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(start, start + tokens), (DIMS, tokens))
+
+
+def _check(config: Any) -> None:
+    """ValueError for what would run without the places of the tokens."""
+    speculative = config.speculative_config
+    for wrong, text in (
+        (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
+        (config.parallel_config.enable_dbo, "dual batch overlap; leave out --enable-dbo"),
+        (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
+        (
+            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"),
+            "speculative decoding by a draft model; use the method ngram",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"a checkpoint that carries a reducer of visual tokens does not go with {text}")

@@ -1,0 +1,29 @@
+"""Qwen2-VL: the tokens behind the encoder are reduced; M-RoPE positions stay."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.qwen2_vl import (
+    Qwen2VLDummyInputsBuilder,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLMultiModalProcessor,
+    Qwen2VLProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen
+
+ARCHITECTURE = "Qwen2VLForConditionalGeneration"
+SIGNALS = ("features",)
+
+
+class Info(QwenInfo, Qwen2VLProcessingInfo):
+    """vLLM's, with the counts of reduced images."""
+
+
+class Processor(QwenProcessor, Qwen2VLMultiModalProcessor):
+    """vLLM's, with as many placeholders as tokens are kept."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Qwen2VLDummyInputsBuilder)
+class VlmcompressQwen2VLForConditionalGeneration(ReducedQwen, Qwen2VLForConditionalGeneration):
+    """vLLM's Qwen2-VL with a reducer behind its encoder."""
