@@ -88,17 +88,20 @@ def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "fastv"]
     after = ["dart", "divprune", "random", "relevance", "uniform"]
-    assert works["llava"] == sorted([*after, *inside, "visionzip", "vscan"])
+    merging = ["dymu", "tome"]
+    assert works["llava"] == sorted([*after, *inside, *merging, "visionzip", "vscan"])
+    assert works["llava-next"] == sorted([*after, *inside, *merging])
     assert not works["gemma3"] and not works["lfm2-vl"]
     qwen = {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"}
     assert all(works[family] == sorted([*after, *inside, "pixelprune"]) for family in qwen)
-    assert all(
-        works[family] == sorted([*after, *inside]) for family in {*works} - {"llava", "gemma3", "lfm2-vl"} - qwen
-    )
+    rest = {*works} - {"llava", "llava-next", "gemma3", "lfm2-vl"} - qwen
+    assert all(works[family] == sorted([*after, *inside]) for family in rest)
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
     with pytest.raises(UserError, match="yet.*use dart, "):
-        attach(tiny("llava"), "tome")
+        attach(tiny("llava"), "dyrate")
+    with pytest.raises(UserError, match="block of patches.*use dart, "):
+        attach(tiny("qwen2-vl"), "tome")
 
 
 def test_options():

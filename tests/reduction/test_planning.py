@@ -140,7 +140,7 @@ def test_verb(capfd):
         (["--image-size", "64x64", "--reduce", "dart:0"], "keep must be a number above 0"),
         (["--image-size", "64x64", "--reduce", "dort:0.5"], "did you mean 'dart'"),
         (["--image-size", "64x64", "--reduce", "fastv:0.5,layer=9"], "layer 9 is none of the language model's 2"),
-        (["--image-size", "64x64", "--reduce", "tome:0.5"], "--reduce tome:0.5: "),
+        (["--image-size", "64x64", "--reduce", "dyrate"], "--reduce dyrate"),
         (["--image-size", "64x64", "--kv-cache", "fp4"], "--kv-cache fp4: no such type"),
     ],
 )

@@ -66,6 +66,8 @@ class ModelSpec:
             `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `anyres`, by `layout` from
             `image_sizes`; None where they cannot be reduced.
         vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
+        vision_units: what a visual token is of the tower's rows: one of them (`patch`), several (`block`), or a mean of some
+            where tiles are scaled down behind the tower (`resized`).
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
         engine_parts: path component -> its name in vLLM, wherever it stands below.
@@ -86,6 +88,7 @@ class ModelSpec:
     positions: Literal["1d", "mrope"] = "1d"
     visual_grid: Literal["patches", "thw", "tiles", "anyres"] | None = None
     vision_cls: bool = False
+    vision_units: Literal["patch", "block", "resized"] = "block"
     norm_offset: float = 0.0
     engine_prefixes: tuple[tuple[str, str], ...] = ()
     engine_parts: tuple[tuple[str, str], ...] = ()

@@ -18,5 +18,6 @@ SPEC = ModelSpec(
     layout=square,
     visual_grid="patches",
     vision_cls=True,
+    vision_units="patch",
     engine_prefixes=LLAVA_ENGINE,
 )

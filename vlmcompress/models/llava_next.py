@@ -17,5 +17,6 @@ SPEC = ModelSpec(
     image_token="image_token_index",
     layout=anyres,
     visual_grid="anyres",
+    vision_units="patch",
     engine_prefixes=LLAVA_ENGINE,
 )

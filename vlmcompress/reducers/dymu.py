@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, top
 from vlmcompress.reducers.tome import join, match
 
 STAGE = "encoder"
@@ -50,8 +50,12 @@ def budget(grid: Grid, options: Options) -> None:
     return None
 
 
-def merge(signals: Signals, options: Options, layer: int, layers: int) -> Reduction:
-    """Merge the pairs whose cosine is above the layer's threshold."""
+def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
+    """Merge the pairs whose cosine is above the layer's threshold.
+
+    With a `count`, no more than leave that many, and as many as the layers behind, each of which at most halves, cannot make
+    up for. So the last layer merges exactly what is still too many, best pairs first, whatever its threshold.
+    """
     assert signals.keys is not None and signals.heads is not None
     if options.thresholds is None:
         raise ValueError("dymu has no thresholds; learn them on calibration images first")
@@ -61,7 +65,11 @@ def merge(signals: Signals, options: Options, layer: int, layers: int) -> Reduct
         )
     scores, partner = match(signals.keys, signals.heads)
     pairs = int((scores > options.thresholds[layer]).sum())
-    return join(scores.sort(descending=True, stable=True).indices[: min(pairs, signals.n // 2)], partner, signals)
+    if count is not None:
+        if not count <= signals.n <= count << (layers - layer):
+            raise ValueError(f"{signals.n} tokens cannot be merged into {count} in {layers - layer} layers")
+        pairs = max(min(pairs, signals.n - count), signals.n - (count << (layers - layer - 1)))
+    return join(top(scores, min(pairs, signals.n // 2)), partner, signals)
 
 
 def best(signals: Signals) -> Tensor:

@@ -40,10 +40,11 @@ def budget(grid: Grid, options: Options) -> int:
     return share(grid, options.keep)
 
 
-def merge(signals: Signals, options: Options, layer: int, layers: int) -> Reduction:
+def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
     """Merge this layer's part of the pairs."""
     assert signals.keys is not None and signals.heads is not None
-    pairs = schedule(signals.n, budget(signals.grid, options), layers - layer)[0]
+    count = budget(signals.grid, options) if count is None else count
+    pairs = schedule(signals.n, count, layers - layer)[0]
     scores, partner = match(signals.keys, signals.heads)
     return join(top(scores, pairs), partner, signals)
 

@@ -25,6 +25,7 @@ from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction._inside import Inside
+from vlmcompress.reduction._merging import Merging
 from vlmcompress.reduction._pixels import Pixels
 from vlmcompress.reduction._support import check, refusal
 from vlmcompress.reduction._units import Reduced
@@ -46,5 +47,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
         ready = isinstance(options, REGISTRY.get(method).Options)
         method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
+    if hasattr(method.module, "merge"):
+        return Merging(vlm, method.module, method.options)
     stages = {"llm": Inside, "pixels": Pixels}
     return stages.get(method.module.STAGE, Early)(vlm, method.module, method.options)

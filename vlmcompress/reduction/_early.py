@@ -11,7 +11,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._attach import Attachment, full_mask
 from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._support import needs_encoder
+from vlmcompress.reduction._support import feature_layers, needs_encoder
 from vlmcompress.reduction._tap import joined, received, tap
 from vlmcompress.reduction._units import Unit
 
@@ -26,8 +26,7 @@ class Early(Attachment):
             return
         config = self.vlm.model.config
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
-        last = config.vision_feature_layer  # of the hidden states, of which there is one more than layers
-        last = last - 1 if last >= 0 else len(layers) + last
+        last = feature_layers(config) - 1
         self._undo.append(tap(layers[last].self_attn, self._last))
         shallow = getattr(self.options, "shallow", None)
         if shallow is not None and shallow != last:

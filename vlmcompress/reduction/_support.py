@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.reducers import REGISTRY
+
+_MIXED = {
+    "block": "a visual token is a block of patches, which would have to merge together",
+    "resized": "tiles are resized behind the encoder, which mixes patches",
+}
 
 
 def refusal(spec: ModelSpec, method: str) -> str | None:
@@ -20,6 +26,10 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
         return f"'{method}' cannot be attached to a transformers model yet ({reason}); use {_attachable(spec)}"
     if "pixels" in module.NEEDS and spec.visual_grid != "thw":
         return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
+    if hasattr(module, "merge"):
+        reason = _MIXED.get(spec.vision_units)
+        text = f"'{method}' merges patches within the encoder, and in {spec.family} {reason}; use {_attachable(spec)}"
+        return text if reason else None
     if needs_encoder(module) and not spec.vision_cls:
         return f"'{method}' reads attention from CLS, which the encoder of {spec.family} does not have; use {_attachable(spec)}"
     return None
@@ -40,7 +50,9 @@ def check(vlm: VLM, method: str, options: Any) -> None:
     text = vlm.model.config.get_text_config()
     if module.STAGE == "llm":
         _check_layer(text.num_hidden_layers, vlm, options.layer)
-    if needs_encoder(module):
+    if hasattr(module, "merge"):
+        _check_merging(vlm.model.config, module, options)
+    elif needs_encoder(module):
         _check_encoder(vlm.model.config, options)
 
 
@@ -68,24 +80,54 @@ def _check_encoder(config: Any, options: Any) -> None:
         )
 
 
+def feature_layers(config: Any) -> int:
+    """How many of the encoder's layers make the features that are used."""
+    layer = config.vision_feature_layer  # of the hidden states, of which there is one more than layers
+    return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
+
+
+def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
+    vision = config.vision_config
+    used = (vision.model_type, config.vision_feature_select_strategy)
+    if not isinstance(config.vision_feature_layer, int):
+        raise UserError("this model joins several encoder layers; attach a reducer of the projected tokens")
+    if used not in (("clip_vision_model", "default"), ("siglip_vision_model", "full")):
+        raise UserError(
+            f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP without CLS ('default') "
+            "and a SigLIP ('full'); attach a reducer of the projected tokens"
+        )
+    layers = feature_layers(config)
+    if module.COUNT == "fixed":
+        grid = (1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
+        least = -(-math.prod(grid) >> layers)
+        if module.budget(grid, options) < least:
+            raise UserError(
+                f"keep={options.keep:g} of {math.prod(grid)} tokens is out of reach: {layers} layers, each of which merges "
+                f"at most half, leave {least}; choose at least keep={least / math.prod(grid):.3g}"
+            )
+
+
 def _not_yet(method: str, module: ModuleType) -> str | None:
     if hasattr(module, "mask"):
         return "it restricts attention and drops no token"
     if method == "litevlm":
         return "it chooses among images, before the encoder"
-    if hasattr(module, "merge"):
-        return "it merges within the encoder's layers"
     if module.STAGE == "llm" and module.COUNT == "adaptive":
         return "it drops tokens while generating"
     return None
 
 
+def _encodes(spec: ModelSpec, module: ModuleType) -> bool:
+    """Whether the encoder is one that the method can work in."""
+    if hasattr(module, "merge"):
+        return spec.vision_units == "patch"
+    if "pixels" in module.NEEDS:
+        return spec.visual_grid == "thw"
+    return spec.vision_cls or not needs_encoder(module)
+
+
 def _attachable(spec: ModelSpec) -> str:
     fit = [
-        name
-        for name in REGISTRY.names()
-        if not _not_yet(name, module := REGISTRY.get(name))
-        and (spec.vision_cls or not needs_encoder(module))
-        and (spec.visual_grid == "thw" or "pixels" not in module.NEEDS)
+        name for name in REGISTRY.names() if not _not_yet(name, module := REGISTRY.get(name)) and _encodes(spec, module)
     ]
     return did_you_mean("", fit).removeprefix("; choose from ")

@@ -101,7 +101,13 @@ def plan(
     text = _prompt_tokens(vlm, sizes, question) - visual
     found = blocks(vlm)
     width = kv_bytes or model.dtype.itemsize
-    costs = {str(one): _reduced(found, layouts, text, one, width) for one in chosen}
+    tiled = (
+        spec.visual_grid == "anyres"
+    )  # how tokens merged within tiles lie in what is cut off is not known beforehand
+    costs = {
+        str(one): None if tiled and hasattr(one.module, "merge") else _reduced(found, layouts, text, one, width)
+        for one in chosen
+    }
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     notes = sorted({f"{one}: {note}" for one in chosen for layout in layouts for note in too_small(one, layout)})
     if context and text + visual > context:

@@ -1,0 +1,53 @@
+"""Methods checked and run: that signals are there before, that a reduction is one and meets its budget after."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vlmcompress.reducers._base import Reduction, Signals
+
+
+def missing(method: ModuleType, signals: Signals) -> list[str]:
+    """Fields of `signals` that the method needs and that are not there, sorted."""
+    return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
+
+
+@torch.no_grad()
+def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
+    """What the method does with the tokens of one image. ValueError if a signal that it needs is missing."""
+    if getattr(options, "keep", None) == 1:
+        return Reduction.identity(signals.n, signals.device)
+    _check(method, signals)
+    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options))
+
+
+@torch.no_grad()
+def merge(
+    method: ModuleType, signals: Signals, options: Any, layer: int, layers: int, count: int | None = None
+) -> Reduction:
+    """What a method that merges layer by layer does with the rows that the layers before have left.
+
+    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`.
+    """
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer {layer} is none of the {layers} that merge")
+    if getattr(options, "keep", None) == 1 and count is None:
+        return Reduction.identity(signals.n, signals.device)
+    _check(method, signals)
+    result = method.merge(signals, options, layer, layers, count)
+    final = method.budget(signals.grid, options) if count is None else count
+    return _checked(method, result, final if layer == layers - 1 else None)
+
+
+def _check(method: ModuleType, signals: Signals) -> None:
+    if absent := missing(method, signals):
+        raise ValueError(f"{method.__name__.rpartition('.')[2]} needs signals that are missing: {', '.join(absent)}")
+
+
+def _checked(method: ModuleType, result: Reduction, count: int | None) -> Reduction:
+    if count is not None and len(result.anchor) != count:
+        raise ValueError(f"{method.__name__} kept {len(result.anchor)} tokens, its budget is {count}")
+    return result.check()

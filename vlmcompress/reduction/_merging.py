@@ -1,0 +1,139 @@
+"""Reducers that merge within the encoder's layers: each layer goes on with the rows that the one before has left.
+
+Between a layer's attention and its MLP the rows that merge are joined; keys of later layers count by their size (their
+logits get its log). Behind the projector every patch gets its row back, so that the model's own code places the rows in the
+prompt (cuts padding of tiles away, adds newlines); of each row the language model then gets one, at its anchor: the patch
+that it was merged into, or the first of its patches where that one is cut away. A row is the mean of all its patches, of
+those in the padding too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.errors import UserError
+from vlmcompress.reducers import Merger, Reduction
+from vlmcompress.reduction._early import Early
+from vlmcompress.reduction._support import feature_layers
+from vlmcompress.reduction._tap import joined, tap
+from vlmcompress.reduction._units import Reduced, Unit
+
+
+class Merging(Early):
+    """Shortens the encoder's rows from layer to layer, and what goes into the language model."""
+
+    def _hook(self) -> None:
+        self._encoder, self._merged = {}, []
+        self._merger: Merger | None = None  # of this call's images and tiles
+        config = self.vlm.model.config
+        layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
+        kernel = layers[0].self_attn.config._attn_implementation
+        if kernel != "sdpa":
+            raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
+        self._layers = feature_layers(config)
+        self._aside = int(config.vision_feature_select_strategy == "default")  # CLS
+        for number, layer in enumerate(layers[: self._layers]):
+            self._undo.append(tap(layer.self_attn, self._listen))
+            self._before(layer, functools.partial(self._attend, number == 0))
+            self._before(layer.layer_norm2, functools.partial(self._join, number))
+        projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
+        self._before(projector, self._note)
+        self._after(projector, self._spread)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        self._merger = None
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._merger = None
+
+    def _attend(
+        self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """Before a layer: its mask."""
+        if self._call is None:
+            return None
+        states = args[0]
+        if first:
+            vision = self.vlm.model.config.vision_config
+            height, width = self._call.get("pixel_values").shape[-2:]
+            grid = (1, height // vision.patch_size, width // vision.patch_size)
+            if states.shape[1] != self._aside + math.prod(grid):
+                raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
+            self._merger = Merger(
+                self.module, self.options, [grid] * len(states), self._layers, self._aside, device=states.device
+            )
+        assert self._merger is not None
+        return (states, self._merger.bias(states.dtype), *args[2:]), kwargs
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        self._keys, self._heads = joined(key), key.shape[1]
+
+    def _join(self, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
+        if self._merger is not None:
+            args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
+
+    def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the projector: which patches of each unit have become one row."""
+        if self._merger is None:
+            return
+        found = self._units()
+        self.seen = []
+        for unit, rows in zip(found, self._labels(found), strict=True):
+            self._merged.append(_reduction(rows))
+            self.seen.append(Reduced(**vars(unit), reduction=self._merged[-1]))
+
+    def _labels(self, units: list[Unit]) -> list[Tensor]:
+        """Of each unit, for each of its tokens `[n]`: its row, a number of its own; plus a half for the row's anchor."""
+        assert self._merger is not None and self._call is not None
+        merged, start = self._merger.merged, 0
+        rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)
+        for label, one in zip(rows, merged, strict=True):
+            label[:, 0] = one.target.cpu() + start
+            label[one.anchor.cpu()] += 0.5
+            start += len(one.anchor)
+        if self.vlm.spec.visual_grid != "anyres":
+            return [label[:, 0] for label in rows]
+        packed = self._packed(rows)
+        return [packed[unit.image][unit.columns.cpu() - unit.span[0]] for unit in units]
+
+    def _packed(self, rows: Tensor) -> list[Tensor]:
+        """`rows [tiles, n, 1]` where the model puts the tiles' features in each image's tokens, -1 for newlines."""
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        assert self._call is not None
+        config, sizes = self.vlm.model.config, self._call.get("image_sizes")
+        tiles = [
+            image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
+            for size in sizes
+        ]
+        base: Any = self.vlm.model.get_submodule(self.vlm.spec.layers.split(".")[0])
+        images, _ = base.pack_image_features(
+            rows.split(tiles), sizes, config.vision_feature_select_strategy, rows.new_full((1,), -1)
+        )
+        return [image[:, 0] for image in images]
+
+    def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Behind the projector: `[images, rows, d]` as `[images, patches, d]`."""
+        if self._merger is None or not isinstance(output, Tensor):
+            return None
+        merged = self._merger.merged
+        return torch.stack([one.expand(rows) for one, rows in zip(merged, output, strict=True)])
+
+
+def _reduction(labels: Tensor) -> Reduction:
+    """Of tokens `labels [n]` (see `Merging._labels`)."""
+    rows, group = labels.floor().unique(return_inverse=True)
+    n = len(labels)
+    tokens = torch.arange(n)
+    first = torch.full((len(rows),), n).scatter_reduce(0, group, tokens, "amin")
+    anchors = labels % 1 > 0
+    first[group[anchors]] = tokens[anchors]
+    return Reduction.join(first[group])
