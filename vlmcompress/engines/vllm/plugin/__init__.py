@@ -15,8 +15,13 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vlmcompress.errors import did_you_mean
 from vlmcompress.registry import Registry
+
+if TYPE_CHECKING:
+    from vlmcompress.chosen import Chosen
 
 FAMILIES = Registry(__name__, "family")
 PREFIX = "Vlmcompress"
@@ -46,18 +51,14 @@ def supported(version: str) -> bool:
     return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
 
 
-def refusal(architecture: str, method: str) -> str | None:
-    """Why vLLM does not serve a model of `architecture` with its tokens reduced by `method`, in one line; None when it does.
+def refusal(architecture: str, reducer: Chosen) -> str | None:
+    """Why vLLM does not serve a model of `architecture` with its tokens reduced so, in one line; None when it does.
 
-    Needs no vLLM.
-
-    Args:
-        architecture: as in config.json, of the model or of its reduced form.
-        method: name of a reducer; UserError when it is none.
+    Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.
     """
     from vlmcompress.reducers import REGISTRY
 
-    module = REGISTRY.get(method)
+    method, module = reducer.method, reducer.module
     architecture = architecture.removeprefix(PREFIX)
     families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
     if architecture not in families:
@@ -69,4 +70,6 @@ def refusal(architecture: str, method: str) -> str | None:
     if missing := sorted(module.NEEDS - given):
         family = families[architecture]
         return f"vLLM does not serve '{method}' with {family} (without {', '.join(missing)}){did_you_mean('', fit)}"
+    if "query" not in given and getattr(reducer.options, "text_pivots", False):
+        return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
     return None

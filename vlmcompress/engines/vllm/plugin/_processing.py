@@ -26,6 +26,14 @@ class ReducedProcessor:
 
     info: Any
 
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """vLLM's. ValueError, which a server answers with status 400, for embeddings in place of images."""
+        from vllm.multimodal.parse import EmbeddingItems
+
+        if any(isinstance(items, EmbeddingItems) for items in inputs.mm_data_items.values()):
+            raise ValueError("this checkpoint reduces visual tokens itself; send images, not embeddings of them")
+        return super().apply(inputs, timing_ctx)  # type: ignore[misc]
+
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         own: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         mark = self.info.reducer.fingerprint

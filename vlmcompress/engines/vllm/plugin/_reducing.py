@@ -34,7 +34,7 @@ class Reducer:
             raise UserError(
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
-        if reason := refusal(config["architectures"][0], found.reducer.method):
+        if reason := refusal(config["architectures"][0], found.reducer):
             raise UserError(f"config.json: {carried.KEY}: {reason}")
         return Reducer(found.reducer)
 

@@ -1,0 +1,110 @@
+"""What the families of LLaVA's shape share: an image's grids, how many tokens stand for it, and its reduction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
+from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
+from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._rope import PlainRope, longest_prompt
+from vlmcompress.models import Layout, ModelSpec, spec_for
+from vlmcompress.reduction import Reduced
+from vlmcompress.reduction._units import whole
+
+
+@functools.cache
+def _spec(model_type: str) -> ModelSpec:
+    return spec_for({"model_type": model_type})
+
+
+def kept(layout: Layout, reducer: Reducer) -> int:
+    """How many tokens stand for an image in the prompt; newlines are all kept."""
+    grids = layout.grids()
+    return layout.tokens - sum(len(index) for _, index in grids) + sum(reducer.count(grid) for grid, _ in grids)
+
+
+class LlavaInfo(ReducedInfo):
+    """Put before a family's processing info."""
+
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
+        """How many tokens stand for an image in the prompt."""
+        return kept(self.layout(image_width, image_height), self.reducer)
+
+    def layout(self, width: int, height: int) -> Layout:
+        """Where the tokens of an image of that size lie before they are reduced."""
+        own: Any = self
+        return _spec(own.get_hf_config().model_type).layout(own.get_hf_processor(), width, height, 1)
+
+
+class LlavaProcessor(ReducedProcessor):
+    """Put before a family's processor."""
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """vLLM's. ValueError for a prompt whose tokens would have positions beyond those that the language model knows."""
+        result = super().apply(inputs, timing_ctx)
+        images = inputs.mm_data_items.get("image", ())
+        sizes = [images.get_image_size(number) for number in range(len(images))]
+        full = sum(self.info.layout(size.width, size.height).tokens for size in sizes)
+        held = sum(place.length for place in result["mm_placeholders"].get("image", ()))
+        tokens, most = len(result["prompt_token_ids"]) - held + full, longest_prompt(self.info.ctx.model_config)
+        if tokens > most:
+            raise ValueError(
+                f"the prompt has {tokens} tokens before its images are reduced, the model knows {most} positions; "
+                "send fewer images or less text"
+            )
+        return result
+
+
+class LlavaShaped(OriginalPositions, PlainRope):
+    """Put before a family's model: whatever its encoder and projector make of an image is reduced behind them."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        from vllm.transformers_utils.processor import cached_processor_from_config
+
+        self.reducer = Reducer.of(vllm_config.model_config.hf_config)
+        self._processor = cached_processor_from_config(vllm_config.model_config)
+        self._spec = _spec(vllm_config.model_config.hf_config.model_type)
+
+    def span(self, feature: Any) -> tuple[np.ndarray, int]:
+        """Places in the image come with its rows; behind it is text, as far on as without a reducer."""
+        height, width = self._size(feature.data)
+        return np.zeros((DIMS, feature.mm_position.length), np.int64), self._layout(height, width).tokens
+
+    def _size(self, item: Any) -> tuple[int, int]:
+        """Height and width of an image in its processor's output."""
+        height, width = item["image_sizes"].data.tolist()
+        return height, width
+
+    def _layout(self, height: int, width: int) -> Layout:
+        return self._spec.layout(self._processor, width, height, 1)
+
+    def _reduced(self, images: Iterable[Tensor], sizes: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """The rows `[n, d]` of each image, reduced, with their places; heights and widths in `sizes`."""
+        return tuple(self._reduce(rows, self._layout(*size)) for rows, size in zip(images, sizes, strict=True))
+
+    def _reduce(self, rows: Tensor, layout: Layout) -> Tensor:
+        if len(rows) != layout.tokens:
+            raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
+        units = []
+        for grid, index in layout.grids():
+            columns = torch.tensor(index)
+            result = self.reducer.reduce(grid, rows[columns.to(rows.device)])
+            units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
+        result = whole(units)
+        return pack(result.apply(rows), result.anchor.to(rows.device)[:, None].expand(-1, DIMS))
+
+    def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
+        """Tokens in encoder and projector, which see the full image."""
+        if mm_kwargs is not None:
+            num_mm_embeds = self._layout(*self._size(mm_kwargs)).tokens
+        return super().get_mm_lora_token_counts(  # type: ignore[misc]
+            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
+        )
