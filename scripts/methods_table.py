@@ -57,7 +57,7 @@ def summarise(work: Path, split: str, asked: Mapping[str, Sequence[Sample]]) -> 
         if row["split"] == split and row["model"] in asked:
             facts.setdefault((row["model"], row["variant"], row["method"], row["bits"]), []).append(row)
     measures = {key: _stack(work, own) for key, own in facts.items()}
-    clusters = {model: [_images(sample) for sample in samples] for model, samples in asked.items()}
+    clusters = {model: [about(sample) for sample in samples] for model, samples in asked.items()}
     figures = [_figures(key, facts[key], measures, asked[key[0]], clusters[key[0]]) for key in facts]
     comparisons = [_comparison(one, other, measures, _numbers(clusters[one[0]])) for one, other in _pairs(measures)]
     return {
@@ -79,7 +79,7 @@ def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return stacked | {"seeds": [row["seed"] for row in own]}
 
 
-def _images(sample: Sample) -> str:
+def about(sample: Sample) -> str:
     """Names what a question is about: equal for equal images; a question without stands alone."""
     if not sample.images:
         return f"text {sample.id}"
