@@ -27,7 +27,7 @@ class Counters:
 def counters(server: Server) -> Counters:
     """The cache counters, summed over the server's engines."""
     total = dict.fromkeys(("vllm:prefix_cache_hits_total", "vllm:mm_cache_hits_total"), 0.0)
-    for name, _, value in samples(_get(server, "/metrics")):
+    for name, _, value in exposed(server):
         if name in total:
             total[name] += float(value)
     return Counters(*total.values())
@@ -35,10 +35,15 @@ def counters(server: Server) -> Counters:
 
 def cache_config(server: Server) -> dict[str, str]:
     """vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
-    found = [labels for name, labels, _ in samples(_get(server, "/metrics")) if name == "vllm:cache_config_info"]
+    found = [labels for name, labels, _ in exposed(server) if name == "vllm:cache_config_info"]
     if not found:
         raise UserError(f"{server.url}/metrics has no vllm:cache_config_info; is this vLLM 0.32?")
     return found[0]
+
+
+def exposed(server: Server) -> list[tuple[str, dict[str, str], str]]:
+    """Everything at `/metrics`, as `samples` has it."""
+    return samples(_get(server, "/metrics"))
 
 
 def version(server: Server) -> str:
