@@ -86,7 +86,7 @@ def test_refusals_are_one_line(spec, method):
 
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
-    inside = ["dart-llm", "fastv"]
+    inside = ["dart-llm", "dyrate", "fastv"]
     after = ["dart", "divprune", "random", "relevance", "uniform"]
     merging = ["dymu", "tome"]
     assert works["llava"] == sorted([*after, *inside, *merging, "visionzip", "vscan"])
@@ -99,7 +99,7 @@ def test_what_is_refused_and_what_is_not():
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
     with pytest.raises(UserError, match="yet.*use dart, "):
-        attach(tiny("llava"), "dyrate")
+        attach(tiny("llava"), "pevlm")
     with pytest.raises(UserError, match="block of patches.*use dart, "):
         attach(tiny("qwen2-vl"), "tome")
 

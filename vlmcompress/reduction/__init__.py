@@ -17,6 +17,7 @@ words: a prompt that holds an answer (teacher forcing, or generation without a c
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from vlmcompress.chosen import Chosen, choose
@@ -24,6 +25,7 @@ from vlmcompress.models import VLM
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction._early import Early
+from vlmcompress.reduction._generating import Generating
 from vlmcompress.reduction._inside import Inside
 from vlmcompress.reduction._merging import Merging
 from vlmcompress.reduction._pixels import Pixels
@@ -47,7 +49,13 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
         ready = isinstance(options, REGISTRY.get(method).Options)
         method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
-    if hasattr(method.module, "merge"):
-        return Merging(vlm, method.module, method.options)
-    stages = {"llm": Inside, "pixels": Pixels}
-    return stages.get(method.module.STAGE, Early)(vlm, method.module, method.options)
+    return _kind(method.module)(vlm, method.module, method.options)
+
+
+def _kind(module: ModuleType) -> type[Attachment]:
+    """How a method is applied."""
+    if hasattr(module, "merge"):
+        return Merging
+    if module.STAGE == "llm":
+        return Inside if module.COUNT == "fixed" else Generating
+    return Pixels if module.STAGE == "pixels" else Early

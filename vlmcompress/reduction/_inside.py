@@ -104,12 +104,8 @@ class Inside(Attachment):
     def _signals(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> list[Signals]:
         """What the methods of this stage look at, from the block before: attention, keys, and states through the final norm."""
         assert self._states is not None
-        query, key, scale = self._states
-        rows = torch.arange(len(hidden), device=hidden.device)
-        tokens = hidden.shape[1]
-        last = (mask[:, before:] * torch.arange(1, tokens + 1, device=mask.device)).argmax(1)
-        seen = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
-        saliency = received(query[rows, :, last], key, scale, seen)[:, before:]
+        key, tokens = self._states[1], hidden.shape[1]
+        saliency = self._attention(self._states, mask, before)[:, before:]
         keys = joined(key)[:, before:]
         needs = self.module.NEEDS
         states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
@@ -125,3 +121,11 @@ class Inside(Attachment):
                 Signals(unit.grid, saliency=saliency[row, columns], keys=keys[row, columns], heads=key.shape[1], **more)
             )
         return found
+
+    def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
+        """`[b, before + s]`: what the last real token attends to, of the full sequence that `mask` is of."""
+        query, key, scale = states
+        rows = torch.arange(len(query), device=query.device)
+        last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)
+        seen = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
+        return received(query[rows, :, last], key, scale, seen)

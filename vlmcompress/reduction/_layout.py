@@ -55,6 +55,13 @@ class Layout:
         shape = [1] * (dim - 1) + list(self.columns.shape) + [1] * (x.ndim - dim - 1)
         return torch.take_along_dim(x, self.columns.to(x.device).view(shape), dim)
 
+    def slots(self, fewer: Layout) -> Tensor:
+        """`[b, k]`: in which of this layout's slots `fewer [b, k]`, which is left of it, stands; any slot for its padding."""
+        slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)
+        place = torch.zeros(len(slots), self.length + 1, dtype=torch.long, device=slots.device)
+        place.scatter_(1, self.columns.where(self.valid, self.length), slots)  # padding's column may be another slot's
+        return place.gather(1, fewer.columns)
+
     def mask(self, full: Tensor) -> Tensor:
         """An attention mask `[b, length + t]` of the full sequence as one of the slots, `[b, m + t]`."""
         held = full[:, : self.length].gather(1, self.columns) * self.valid.to(full.dtype)

@@ -112,8 +112,6 @@ def _not_yet(method: str, module: ModuleType) -> str | None:
         return "it restricts attention and drops no token"
     if method == "litevlm":
         return "it chooses among images, before the encoder"
-    if module.STAGE == "llm" and module.COUNT == "adaptive":
-        return "it drops tokens while generating"
     return None
 
 

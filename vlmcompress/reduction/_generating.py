@@ -1,0 +1,102 @@
+"""Reducers that drop visual tokens while the answer grows: from the caches of decoder block K and all behind, after each step.
+
+The prompt runs in full. What its last token, and then each new one, attends to in block K - 1 decides what stays; block
+K - 1 itself and those before keep everything. Each image is judged by the attention on it alone. Without a cache nothing is
+dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from vlmcompress import reducers
+from vlmcompress.errors import UserError
+from vlmcompress.reducers import Reduction, Signals
+from vlmcompress.reduction._attach import full_mask
+from vlmcompress.reduction._inside import Inside
+from vlmcompress.reduction._layout import Layout
+from vlmcompress.reduction._units import Reduced, Unit
+
+_Left = list[tuple[int, Reduced]]
+"""What is left of the images in a cache, each behind the column of the full sequence at which its call began."""
+
+
+class Generating(Inside):
+    """Shortens caches behind each call. The calls that come use them as those of `Inside`."""
+
+    def _hook(self) -> None:
+        super()._hook()
+        self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
+        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # of block K, as last seen
+        self._step: tuple[list[Unit], Tensor, Layout | None, int] | None = None
+        self._heard: tuple[Tensor, Tensor, float] | None = None
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        if self._step is not None:
+            self._heard = query, key, scale
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+        """The arguments as they are; what is needed behind the call is kept."""
+        cache: Any = kwargs.get("past_key_values")
+        if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
+            raise UserError(
+                "tokens were dropped from a cache that was then cut or reordered (beam search?); start over"
+            )
+        before = cache.get_seq_length() if cache is not None else 0
+        self._step = units, full_mask(kwargs, before).bool(), past, before
+        return super()._reduce(kwargs, [], past)
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Behind the language model: drop."""
+        cache, step, heard = getattr(output, "past_key_values", None), self._step, self._heard
+        self._step = self._heard = self._new = None
+        if cache is None or step is None or heard is None:
+            return
+        units, mask, past, before = step
+        old: _Left = list(self._left.get(cache, ())) if past is not None else []
+        old += [(before, Reduced(**vars(unit), reduction=Reduction.identity(len(unit.columns)))) for unit in units]
+        attention = self._attention(heard, mask, before)
+        left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
+        self.seen = [unit for start, unit in left if start == left[-1][0]]
+        layout = past or Layout.identity(len(mask), 0, mask.device)
+        layout = layout.then(mask.shape[1] - layout.length, Layout.identity(len(mask), 0, mask.device))
+        if _count(left) < _count(old):
+            keep = torch.ones_like(mask)
+            for start, unit in left:
+                keep[unit.row, start + unit.columns] = unit.reduction.target.to(mask.device) >= 0
+            fewer = Layout.of(keep, mask)
+            self._cut(cache, layout.slots(fewer), layout.width)
+            layout = fewer
+        self._left[cache], self._caches[cache] = left, layout
+        self._keys[cache] = cache.layers[self.options.layer].keys
+
+    def _end(self, *arguments: object) -> None:
+        super()._end(*arguments)
+        self._step = self._heard = None
+
+    def _fewer(self, unit: Reduced, attention: Tensor) -> Reduced:
+        """What is left of an image, when the newest token pays its tokens this `attention [n]`."""
+        done = unit.reduction
+        signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
+        return replace(unit, reduction=done.then(reducers.reduce(self.module, signals, self.options)))
+
+    def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
+        """Leave `slots [b, m]`, of `width`, of the caches of block K and those behind."""
+        layers: Any = cache.layers[self.options.layer :]
+        if any(not isinstance(layer, DynamicLayer) or layer.keys.shape[2] != width for layer in layers):
+            raise UserError("tokens can be dropped from a DynamicCache that holds all others; use the default cache")
+        for layer in layers:
+            index = slots[:, None, :, None]
+            layer.keys, layer.values = (torch.take_along_dim(part, index, 2) for part in (layer.keys, layer.values))
+            if layer.is_sliding:
+                layer.cumulative_length = slots.shape[1]
+
+
+def _count(left: _Left) -> int:
+    return sum(len(unit.reduction.anchor) for _, unit in left)
