@@ -35,12 +35,16 @@ def places(grid: Grid, pace: float) -> np.ndarray:
 class QwenInfo(ReducedInfo):
     """Counts of reduced images and videos."""
 
+    def kept(self, grid: Grid) -> int:
+        """How many tokens of an image or a video are kept."""
+        return self.reducer.count(grid)
+
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
         vision = self.get_hf_config().vision_config  # type: ignore[attr-defined]
         side = vision.patch_size * vision.spatial_merge_size
         rows, columns = size.height // side, size.width // side
-        return size, self.reducer.count((tokens // (rows * columns), rows, columns))
+        return size, self.kept((tokens // (rows * columns), rows, columns))
 
 
 class QwenProcessor(ReducedProcessor):
@@ -55,12 +59,15 @@ class QwenProcessor(ReducedProcessor):
     def _shortened(self, update: Any, out_mm_kwargs: Any) -> Any:
         config = self.info.get_hf_config()
 
-        def replacement(item: int) -> list[int]:
-            full = update.replacement(item)
+        def replacement(item: int) -> Any:
             patches = out_mm_kwargs[update.modality][item][f"{update.modality}_grid_thw"].data
-            return full[: self.info.reducer.count(grid_of(patches, config))]
+            return self._first(update.replacement(item), grid_of(patches, config))
 
         return replacement
+
+    def _first(self, full: Any, grid: Grid) -> Any:
+        """What stands for an image in the prompt, of what stood for it without a reducer."""
+        return full[: self.info.kept(grid)]
 
 
 class ReducedQwen(OriginalPositions):
@@ -73,31 +80,34 @@ class ReducedQwen(OriginalPositions):
         self.reducer = Reducer.of(self.config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """All tokens of an image begin where it begins."""
+        """All tokens of an image or video begin where it begins."""
         ((_, *grid, pace),) = self.iter_mm_grid_thw([feature])  # type: ignore[attr-defined]
         extent = max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
         return np.zeros((DIMS, feature.mm_position.length), dtype=np.int64), extent
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
-        grids = image_input["image_grid_thw"].tolist()
-        return tuple(self._reduced(*pair, 1.0) for pair in zip(images, grids, strict=True))
+        return tuple(
+            self.reduced(rows, grid_of(patches, self.config))
+            for rows, patches in zip(images, image_input["image_grid_thw"].tolist(), strict=True)
+        )
 
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
-        videos = super()._process_video_input(video_input)  # type: ignore[misc]
-        grids = video_input["video_grid_thw"].tolist()
-        return tuple(self._reduced(*pair) for pair in zip(videos, grids, self._paces(video_input), strict=True))
-
-    def _paces(self, video_input: Any) -> list[float]:
-        """Positions from a frame of each video to the next."""
+        videos, patches = super()._process_video_input(video_input), video_input["video_grid_thw"].tolist()  # type: ignore[misc]
         seconds = video_input.get("second_per_grid_ts")
-        count = len(video_input["video_grid_thw"])
+        seconds = [1.0] * len(patches) if seconds is None else seconds.flatten().tolist()
         rate = getattr(self.config.vision_config, "tokens_per_second", 1.0)
-        return [rate * float(value) for value in ([1.0] * count if seconds is None else seconds.flatten().tolist())]
+        return tuple(
+            self.reduced_video(rows, grid_of(sides, self.config), each * rate)
+            for rows, sides, each in zip(videos, patches, seconds, strict=True)
+        )
 
-    def _reduced(self, rows: Tensor, patches: Sequence[int], pace: float) -> Tensor:
+    def reduced_video(self, rows: Tensor, grid: Grid, pace: float) -> Tensor:
+        """The same of a video whose frames are `pace` positions apart."""
+        return self.reduced(rows, grid, pace)
+
+    def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0) -> Tensor:
         """What is left of the tokens `rows [n, d]` of one image or video, with their places."""
-        grid = grid_of(patches, self.config)
         result = self.reducer.reduce(grid, rows[:, : self.config.get_text_config().hidden_size])
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(

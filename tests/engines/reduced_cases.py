@@ -1,0 +1,137 @@
+"""Reduced checkpoints, prompts for them, and what transformers answers with the reducer attached."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from eval.demo.measure import load_rows, messages
+from tests.tiny import build
+from vlmcompress import carried
+from vlmcompress.chosen import parse
+from vlmcompress.models import VLM, load
+from vlmcompress.reduction import attach
+
+DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-qwen"
+Turns = list[dict[str, Any]]
+
+
+def reduced(source: Path, folder: Path, reducer: str) -> Path:
+    """The checkpoint in `source`, with a reducer, in `folder`. Its files are links."""
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(carried.write(config, parse(reducer))))
+    return folder
+
+
+def tiny(family: str, folder: Path, longest_edge: int | None = None) -> Path:
+    """A tiny checkpoint with large random weights, so that a wrong position shows in its answers.
+
+    longest_edge: most pixels of an image, where not the family's own.
+    """
+    build(family, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "embed_tokens" in name:
+            tensor.mul_(30)
+        elif tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            tensor.mul_(5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if longest_edge is not None:
+        file = folder / "processor_config.json"
+        config = json.loads(file.read_text())
+        config["image_processor"]["size"]["longest_edge"] = longest_edge
+        file.write_text(json.dumps(config))
+    return folder
+
+
+def loaded(source: Path, dtype: torch.dtype = torch.float32) -> VLM:
+    """The same model in transformers, without a reducer."""
+    vlm = load(source)
+    vlm.model.to(dtype)
+    return vlm
+
+
+def noise(seed: int, width: int, height: int) -> Image.Image:
+    """An image of which no two tokens are alike."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def turn(*parts: Image.Image | str) -> dict[str, Any]:
+    """A user's turn of images and texts."""
+    return {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+            for part in parts
+        ],
+    }
+
+
+def noisy() -> list[Turns]:
+    """One image, two of different sizes, none, an image behind text, one that came before, and a second turn."""
+    small, wide = noise(0, 84, 84), noise(1, 196, 112)
+    first = turn(wide, "how many?")
+    answered = {"role": "assistant", "content": [{"type": "text", "text": "three"}]}
+    return [
+        [turn(small, "what colour is it?")],
+        [turn(noise(2, 140, 84), "x", noise(3, 84, 112), "which of the two is the larger one?")],
+        [turn("hello there")],
+        [turn("what is in this picture, please?", wide)],
+        [turn(small, wide, "are they the same?")],
+        [first],
+        [first, answered, turn("and how many are red?")],
+    ]
+
+
+def questions(count: int) -> list[Turns]:
+    """`count` questions about one image, a third as many about two, a sixth without and a sixth with the image last."""
+    rows = load_rows("qwen", "validation")
+    by = {number: [row for row in rows if len(row["image"]) == number] for number in (0, 1, 2)}
+    found = [messages(row) for row in by[1][:count] + by[2][: count // 3] + by[0][: count // 6]]
+    for row in by[1][count : count + count // 6]:
+        (user,) = messages(row)
+        found.append([{**user, "content": user["content"][::-1]}])
+    return found
+
+
+def request(vlm: VLM, turns: Turns, folder: Path) -> dict[str, Any]:
+    """The prompt's text and files of its images, for both engines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for part in (part for each in turns for part in each["content"] if part["type"] == "image"):
+        files.append(str(folder / f"{len(os.listdir(folder))}.png"))
+        part["image"].save(files[-1])
+    prompt = vlm.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return {"prompt": prompt, "images": files}
+
+
+@torch.inference_mode()
+def reference(vlm: VLM, reducer: str, requests: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
+    found, seen = [], []
+    with attach(vlm, parse(reducer)) as attached:
+        hook = attached.text.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["position_ids"][-3:, 0]), with_kwargs=True
+        )
+        for one in requests:
+            seen.clear()
+            images = [Image.open(file) for file in one["images"]]
+            inputs = vlm.processor(text=[one["prompt"]], images=[images] if images else None, return_tensors="pt")
+            inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+            out = vlm.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
+            answer = out[0, inputs["input_ids"].shape[1] :].tolist()
+            positions = torch.cat(seen, 1).T.tolist()
+            found.append({"tokens": answer, "positions": positions, "prompt": seen[0].shape[1]})
+        hook.remove()
+    return found

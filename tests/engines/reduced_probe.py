@@ -1,0 +1,89 @@
+"""Run as a process of its own: serve checkpoints in vLLM one after the other and write down what each makes of its requests.
+
+    python tests/engines/reduced_probe.py JOBS.json OUT.json
+
+A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files]}]}`;
+`settings` are `vllm.LLM`'s. Requests are given one by one, `passes` times over, then once all together. Of each in turn:
+the prompt's tokens, the answer's tokens, how many came from the prefix cache, and the positions that the language model was
+given for the rest, in the order in which it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.models.engine_probe import SETTINGS
+
+DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 1024,
+    "limit_mm_per_prompt": {"image": 2, "video": 1},
+    "disable_log_stats": True,
+}
+
+
+def run(job: dict) -> dict:
+    """What `job` asks for."""
+    from vllm import LLM, SamplingParams
+
+    positions: list = []
+
+    def watch(model) -> None:
+        first = model.language_model.model.layers[0]
+        first.register_forward_pre_hook(lambda _, args, kwargs: positions.append(args[0].clone()), with_kwargs=True)
+
+    llm = LLM(job["folder"], **(DEFAULTS | job["settings"]))
+    llm.apply_model(watch)
+    sampling = SamplingParams(max_tokens=job["max_tokens"], temperature=0)
+    requests = [request(one) for one in job["requests"]]
+    passes = []
+    for _ in range(job["passes"]):
+        passes.append([])
+        for one in requests:
+            positions.clear()
+            (out,) = llm.generate([one], sampling, use_tqdm=False)
+            columns = [column for step in positions for column in step.T.tolist()]
+            passes[-1].append(answer(out) | {"cached": out.num_cached_tokens or 0, "positions": columns})
+    together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False)]
+    return {"passes": passes, "together": together}
+
+
+def request(one: dict) -> dict:
+    """A request as `LLM.generate` takes it."""
+    import numpy as np
+    from PIL import Image
+
+    media: dict = {}
+    if one.get("images"):
+        media["image"] = [Image.open(file).convert("RGB") for file in one["images"]]
+    if one.get("videos"):
+        frames = [np.load(file) for file in one["videos"]]
+        media["video"] = [(video, about(len(video))) for video in frames]
+    return {"prompt": one["prompt"], **({"multi_modal_data": media} if media else {})}
+
+
+def about(frames: int) -> dict:
+    """Metadata of a video of two frames a second, all of them given."""
+    return {
+        "fps": 2.0,
+        "duration": frames / 2,
+        "total_num_frames": frames,
+        "frames_indices": list(range(frames)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def answer(out) -> dict:
+    return {"prompt": list(out.prompt_token_ids), "tokens": list(out.outputs[0].token_ids)}
+
+
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+    Path(sys.argv[2]).write_text(json.dumps([run(job) for job in json.loads(Path(sys.argv[1]).read_text())]))

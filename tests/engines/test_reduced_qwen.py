@@ -1,0 +1,143 @@
+"""Reduced Qwen-VL checkpoints in the real vLLM engine answer as transformers does with the reducer attached.
+
+One process serves them all, one after the other: with a prefix cache that is hit, in chunks that cut images, in BF16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines import reduced_cases as cases
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[2]
+TOKENS = 8
+CACHED = {"enable_prefix_caching": True, "block_size": 32}
+CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+METHODS = [f"{method}:{keep}" for method in ("random", "uniform", "dart", "divprune") for keep in (0.5, 0.25)]
+
+
+@dataclass
+class Case:
+    """One engine: source checkpoint, reducer, settings; how often each request is given."""
+
+    source: str
+    reducer: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    passes: int = 1
+    count: int = 8  # of the demo model's questions about one image
+
+
+CASES = {
+    "cached": Case("demo", "dart:0.5", CACHED, passes=2),
+    "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
+    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", CHUNKED | CACHED, passes=2),
+    "qwen3-vl": Case("qwen3-vl", "dart:0.5", CHUNKED | CACHED, passes=2),
+}
+TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
+
+
+def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[dict]]]:
+    """Of each case what the engine made of it, and what transformers does."""
+    pytest.importorskip("vllm")
+    jobs, expected, models = [], [], {}
+    for name, case in chosen.items():
+        if case.source not in models:
+            models[case.source] = (source := checkpoint(case.source, folder)), cases.loaded(source)
+        source, vlm = models[case.source]
+        turns = prompts(case)
+        requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
+        reduced = cases.reduced(source, folder / name / "model", case.reducer)
+        jobs.append(
+            {
+                "folder": str(reduced),
+                "settings": case.settings,
+                "passes": case.passes,
+                "max_tokens": TOKENS,
+                "requests": requests,
+            }
+        )
+        expected.append(cases.reference(vlm, case.reducer, requests, TOKENS))
+    return dict(zip(chosen, zip(probe(jobs, folder), expected, strict=True), strict=True))
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """The demo model, a family's tiny one, or one that takes images of which a side has over 256 tokens."""
+    if name == "demo":
+        return cases.DEMO
+    if name == "tall":
+        return cases.tiny("qwen2-5-vl", folder / name, longest_edge=28 * 28 * 800)
+    return cases.tiny(name, folder / name)
+
+
+def prompts(case: Case) -> list[cases.Turns]:
+    """What a case is asked."""
+    if case.source == "demo":
+        return cases.questions(case.count)
+    return [[cases.turn(cases.noise(0, 56, 28 * 383), "what?")]] if case.source == "tall" else cases.noisy()
+
+
+def probe(jobs: list[dict], folder: Path) -> list[dict]:
+    """Run `reduced_probe.py`."""
+    given, found = folder / "jobs.json", folder / "found.json"
+    given.write_text(json.dumps(jobs))
+    command = [sys.executable, "tests/engines/reduced_probe.py", str(given), str(found)]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    assert found.exists(), run.stderr[-3000:]
+    return json.loads(found.read_text())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
+    return serve(CASES | TALL, tmp_path_factory.mktemp("reduced"))
+
+
+def check(found: dict, expected: list[dict]) -> None:
+    """Prompts as long as they should be, the same answers one by one and together, the same positions."""
+    for answers in (*found["passes"], found["together"]):
+        assert [len(answer["prompt"]) for answer in answers] == [one["prompt"] for one in expected]
+        assert [answer["tokens"] for answer in answers] == [one["tokens"] for one in expected]
+    for answers in found["passes"]:
+        for answer, one in zip(answers, expected, strict=True):
+            assert answer["positions"] == one["positions"][answer["cached"] :]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_and_positions_are_those_of_transformers(name, served):
+    """Oracle: transformers in float32 with the same reducer attached."""
+    check(*served[name])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.passes > 1])
+def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
+    first, second = served[name][0]["passes"]
+    assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first)
+
+
+def test_positions_beyond_256_are_exact_in_bf16(served):
+    """Oracle: transformers in float32. BF16 has 8 significant bits: 257 would become 256."""
+    found, (expected,) = served["tall, in BF16"]
+    (answer,) = found["passes"][0]
+    count = len(answer["positions"])  # answers differ in BF16, and one may end before the other
+    assert answer["positions"] == expected["positions"][:count]
+    assert count > expected["prompt"]
+    assert 257 in torch.tensor(expected["positions"])
+
+
+@pytest.mark.slow
+def test_two_hundred_questions_with_every_method_of_projected_tokens(tmp_path):
+    """Oracle: transformers in float32 with the same reducer attached."""
+    chosen = {reducer: Case("demo", reducer, count=130) for reducer in METHODS}
+    for found, expected in serve(chosen, tmp_path).values():
+        assert len(expected) > 200
+        check(found, expected)
