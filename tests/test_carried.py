@@ -16,9 +16,10 @@ PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration
 
 @pytest.mark.parametrize("method", REGISTRY.names())
 def test_what_is_written_is_read(method):
-    config = json.loads(json.dumps(carried.write(PLAIN, parse(method))))
+    reducer = parse({"dymu": "dymu:thresholds=[0.9, 0.8]"}.get(method, method))
+    config = json.loads(json.dumps(carried.write(PLAIN, reducer)))
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
-    assert carried.read(config) == carried.Carried("llava", parse(method))
+    assert carried.read(config) == carried.Carried("llava", reducer)
     assert carried.write(config, parse("random:0.5")) == carried.write(PLAIN, parse("random:0.5"))
 
 
@@ -47,6 +48,8 @@ def test_nothing_is_carried():
         ({"reduce": {"method": "dart", "keep": 1.5}}, "keep must be a number above 0"),
         ({"reduce": {"method": "dart", "keep": "0.5"}}, "should be a number"),
         ({"reduce": {"method": "dart", "kepp": 0.5}}, "no option 'kepp'"),
+        ({"reduce": {"method": "dymu"}}, "has no thresholds"),
+        ({"reduce": {"method": "dymu", "thresholds": "/etc/passwd"}}, "has no thresholds"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(change, text):

@@ -61,7 +61,10 @@ def read(config: Mapping[str, Any]) -> Carried | None:
         )
     if not isinstance(block["reduce"], Mapping):
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
-    return Carried(block["model_type"], chosen.read(block["reduce"], f"{_WHERE}.reduce"))
+    reducer = chosen.read(block["reduce"], f"{_WHERE}.reduce")
+    if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
+        raise UserError(f"{_WHERE}.reduce has no thresholds, which '{reducer.method}' needs; export it again")
+    return Carried(block["model_type"], reducer)
 
 
 def _check_schema(block: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
     --reduce dart:0.25                      the share that is kept
     --reduce dart:0.25,pivots=8             and other options
-    --reduce dymu                           all options as the paper has them
+    --reduce dymu:thresholds=FILE.json      what `vlmcompress thresholds` wrote
     reduce: {method: dart, keep: 0.25, pivots: 8}
 
 `keep: auto` is the method's own default. Shares may be written as fractions (`1/3`).

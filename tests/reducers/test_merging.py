@@ -196,20 +196,73 @@ def test_dymu_thresholds_merge_what_was_asked_for_on_average():
     """On the batch that they are learnt from, exactly; the threshold is the best cosine that does not merge."""
     images = [signals(seed=seed) for seed in range(6)]
     scores = [dymu.best(image) for image in images]
-    (tau,) = dymu.learn([[scores]], r=7.5)
+    tau = dymu.threshold(scores, r=7.5)
     assert tau == sorted(torch.cat(scores).tolist(), reverse=True)[45]
     kept = [len(reducers.merge(dymu, image, dymu.Options(thresholds=(tau,)), 0, 1).anchor) for image in images]
     assert sum(48 - count for count in kept) == 45 and len(set(kept)) > 1
 
 
-def test_dymu_thresholds_are_means_over_batches_and_never_negative():
+def test_dymu_thresholds_are_never_negative():
     high, low, away = torch.tensor([0.75, 0.5]), torch.tensor([0.25, 0.125]), torch.tensor([-0.5, -0.75])
-    assert dymu.learn([[[high], [low]], [[low], [away]]], r=1) == (0.3125, 0.0625)
-    assert dymu.threshold([high, low], r=2) == 0.0  # everything may merge; what points away still does not
+    assert dymu.threshold([high, low], r=0.5) == 0.5
+    assert dymu.threshold([away], r=1) == 0.0  # what points away never merges
+    assert dymu.threshold([high, low], r=2) == 0.0  # everything may
     assert dymu.threshold([high], r=0) == 0.75
-    for wrong in ([], [[[high]], [[high], [low]]]):
+
+
+def test_dymu_thresholds_are_means_over_batches():
+    assert dymu.average([[0.5, 0.25], [0.125, 0.0]]) == (0.3125, 0.125)
+    for wrong in ([], [[0.5], [0.5, 0.25]]):
         with pytest.raises(ValueError, match="learnt from"):
-            dymu.learn(wrong, r=1)
+            dymu.average(wrong)
+
+
+@pytest.mark.parametrize("count", [3, 5, 12, 24, 47, 48])
+def test_dymu_to_an_exact_count(count):
+    """Thresholds decide as long as that many are left; the last layers make up for the rest, the best pairs first."""
+    s, chosen = signals(), options("dymu")
+    merged, free = Reduction.identity(48), Reduction.identity(48)
+    for layer in range(LAYERS):
+        before = len(merged.anchor)
+        step = merge_step(s, merged, chosen, layer, count)
+        natural = before - len(merge_step(s, merged, chosen, layer, None).anchor)
+        done, left = before - len(step.anchor), LAYERS - layer - 1
+        least, most = max(0, before - count * 2**left), before - count
+        assert done == min(max(natural, least), most)
+        merged = merged.then(step)
+        free = free.then(merge_step(s, free, chosen, layer, None))
+    assert len(merged.anchor) == count and merged.sizes.sum() == 48
+    same = merge_all(s, chosen, len(free.anchor))
+    assert torch.equal(same.target, free.target) and torch.equal(same.weight, free.weight)
+
+
+def merge_step(s, merged, chosen, layer, count):
+    now = dataclasses.replace(rows(s, merged), merged=merged)
+    return reducers.merge(dymu, now, chosen, layer, LAYERS, count)
+
+
+def merge_all(s, chosen, count):
+    merged = Reduction.identity(48)
+    for layer in range(LAYERS):
+        merged = merged.then(merge_step(s, merged, chosen, layer, count))
+    return merged
+
+
+def test_an_exact_count_out_of_reach_is_refused():
+    with pytest.raises(ValueError, match="48 tokens cannot be merged into 2 in 4 layers"):
+        merge_all(signals(), options("dymu"), 2)
+    with pytest.raises(ValueError, match="cannot be merged into 49"):
+        merge_all(signals(), options("dymu"), 49)
+
+
+@pytest.mark.parametrize("count", [5, 30])
+def test_tome_to_a_count_that_is_given(count):
+    s = signals()
+    got = Reduction.identity(48)
+    for layer in range(LAYERS):
+        now = dataclasses.replace(rows(s, got), merged=got)
+        got = got.then(reducers.merge(tome, now, tome.Options(keep=0.5), layer, LAYERS, count))
+    assert torch.equal(got.target, run("tome", s, tome.Options(keep=count / 48)).target)
 
 
 def test_dymu_refuses_thresholds_of_another_model():

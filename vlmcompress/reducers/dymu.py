@@ -1,11 +1,11 @@
 """DyMU's dynamic token merging: ToMe with learnt thresholds, so that simple images become fewer tokens (arXiv
 2504.17040).
 
-In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). `learn` finds
-the thresholds that merge r pairs an image on average over a calibration set. How many tokens an image keeps is known
-only behind the encoder. Matching, order and means as in `tome`; the layers behind should attend in proportion to size,
-by adding `merged.sizes.log()` to the logits of the keys (before the softmax; the published code's slow path adds it
-behind).
+In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). Thresholds are
+learnt: `threshold` gives the one that merges r pairs an image on average over a batch, `average` the mean over batches. How
+many tokens an image keeps is known only behind the encoder, unless `merge` is given a count. Matching, order and means as
+in `tome`; the layers behind should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
+(before the softmax; the published code's slow path adds it behind).
 
 Virtual token unmerging, for evaluation: `merged.expand` gives every token of the grid its output's row and
 `merged.apply` takes the means back, so attention within the language model can run on all positions. It saves no
@@ -14,7 +14,7 @@ attention and no cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +32,17 @@ WHY_NOT = "the count is known only behind the encoder, and engines reserve an im
 
 @dataclass(frozen=True)
 class Options:
-    """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt."""
+    """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
+
+    Or the name of a file with them, which must have been read before anything merges.
+    """
 
     keep: float = 1 / 3
-    thresholds: tuple[float, ...] | None = None
+    thresholds: tuple[float, ...] | str | None = None
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
-        if self.thresholds is not None:
+        if self.thresholds is not None and not isinstance(self.thresholds, str):
             object.__setattr__(self, "thresholds", tuple(self.thresholds))
             if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):
                 raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
@@ -57,7 +60,7 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
     up for. So the last layer merges exactly what is still too many, best pairs first, whatever its threshold.
     """
     assert signals.keys is not None and signals.heads is not None
-    if options.thresholds is None:
+    if options.thresholds is None or isinstance(options.thresholds, str):
         raise ValueError("dymu has no thresholds; learn them on calibration images first")
     if len(options.thresholds) != layers:
         raise ValueError(
@@ -92,15 +95,11 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
     return max(0.0, falling[pairs].item()) if pairs < len(falling) else 0.0
 
 
-def learn(batches: Iterable[Sequence[Sequence[Tensor]]], r: float) -> tuple[float, ...]:
-    """The thresholds of all layers: the mean over the batches of each one's own, for `Options.thresholds`.
+def average(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The thresholds of all layers, for `Options.thresholds`, from those of each batch: their means.
 
-    Args:
-        batches: for each batch, for each layer, for each image, what `best` gave. The images of a batch must go through each
-            layer with that batch's own threshold (`threshold`), for the layers behind see what it left.
-        r: pairs an image merges in a layer, on average: `(n - keep * n) / layers`.
+    In finding them, a batch must go through each layer with its own threshold, for the layers behind see what that left.
     """
-    found = [[threshold(layer, r) for layer in batch] for batch in batches]
-    if not found or len({len(values) for values in found}) != 1:
+    if not batches or len({len(values) for values in batches}) != 1:
         raise ValueError("thresholds are learnt from at least one batch, with the same layers in each")
-    return tuple(sum(column) / len(found) for column in zip(*found, strict=True))
+    return tuple(sum(column) / len(batches) for column in zip(*batches, strict=True))

@@ -23,6 +23,7 @@ from typing import Any
 from vlmcompress.chosen import Chosen, choose
 from vlmcompress.models import VLM
 from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import thresholds
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction._generating import Generating
@@ -49,6 +50,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
         ready = isinstance(options, REGISTRY.get(method).Options)
         method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
+    method = thresholds.known(vlm, method)
     return _kind(method.module)(vlm, method.module, method.options)
 
 

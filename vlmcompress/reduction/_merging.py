@@ -10,18 +10,87 @@ those in the padding too.
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
 from vlmcompress.reducers import Merger, Reduction
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction._support import feature_layers
 from vlmcompress.reduction._tap import joined, tap
 from vlmcompress.reduction._units import Reduced, Unit
+
+M = TypeVar("M", bound=Merger)
+
+
+class Layers:
+    """Hooks on the encoder's layers up to the one whose output is used.
+
+    Args:
+        start: gives what merges in this run of the encoder, whose first layer gets `states [images, rows, d]`; or None.
+    """
+
+    def __init__(self, vlm: VLM, start: Callable[[Tensor], Merger | None]):
+        self._start = start
+        self.merger: Merger | None = None  # of the latest run
+        self._undo: list[Callable[[], None]] = []
+        layers: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
+        kernel = layers[0].self_attn.config._attn_implementation
+        if kernel != "sdpa":
+            raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
+        for number, layer in enumerate(layers[: feature_layers(vlm.model.config)]):
+            self._undo.append(tap(layer.self_attn, self._listen))
+            attend = functools.partial(self._attend, number == 0)
+            self._undo.append(layer.register_forward_pre_hook(attend, with_kwargs=True).remove)
+            join = functools.partial(self._join, number)
+            self._undo.append(layer.layer_norm2.register_forward_pre_hook(join).remove)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _attend(self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+        """Before a layer: its mask."""
+        states = args[0]
+        if first:
+            self.merger = self._start(states)
+        if self.merger is None:
+            return None
+        return (states, self.merger.bias(states.dtype), *args[2:]), kwargs
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        self._keys, self._heads = joined(key), key.shape[1]
+
+    def _join(self, number: int, module: nn.Module, args: tuple) -> None:
+        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
+        if self.merger is not None:
+            args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
+
+
+def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, options: Any, kind: type[M]) -> M:
+    """What merges the rows `states [images, rows, d]` of pictures `pixels [..., height, width]`."""
+    config = vlm.model.config
+    height, width = (side // config.vision_config.patch_size for side in pixels.shape[-2:])
+    aside = int(config.vision_feature_select_strategy == "default")  # CLS
+    if states.shape[1] != aside + height * width:
+        raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
+    grids = [(1, height, width)] * len(states)
+    return kind(method, options, grids, feature_layers(config), aside, device=states.device)
+
+
+def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
+    """`[images, 3, height, width]` that the encoder is given for inputs of the model: images, or all their tiles."""
+    pixels = inputs["pixel_values"]
+    if pixels.ndim == 4:
+        return pixels
+    tiles = _tiles(vlm, inputs["image_sizes"])
+    return torch.cat([image[:count] for image, count in zip(pixels, tiles, strict=True)])
 
 
 class Merging(Early):
@@ -29,60 +98,28 @@ class Merging(Early):
 
     def _hook(self) -> None:
         self._encoder, self._merged = {}, []
-        self._merger: Merger | None = None  # of this call's images and tiles
-        config = self.vlm.model.config
-        layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
-        kernel = layers[0].self_attn.config._attn_implementation
-        if kernel != "sdpa":
-            raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
-        self._layers = feature_layers(config)
-        self._aside = int(config.vision_feature_select_strategy == "default")  # CLS
-        for number, layer in enumerate(layers[: self._layers]):
-            self._undo.append(tap(layer.self_attn, self._listen))
-            self._before(layer, functools.partial(self._attend, number == 0))
-            self._before(layer.layer_norm2, functools.partial(self._join, number))
+        self._layers = Layers(self.vlm, self._start)
+        self._undo.append(self._layers.remove)
         projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
         self._before(projector, self._note)
         self._after(projector, self._spread)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)
-        self._merger = None
+        self._layers.merger = None
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
-        self._merger = None
+        self._layers.merger = None
 
-    def _attend(
-        self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
-        """Before a layer: its mask."""
+    def _start(self, states: Tensor) -> Merger | None:
         if self._call is None:
             return None
-        states = args[0]
-        if first:
-            vision = self.vlm.model.config.vision_config
-            height, width = self._call.get("pixel_values").shape[-2:]
-            grid = (1, height // vision.patch_size, width // vision.patch_size)
-            if states.shape[1] != self._aside + math.prod(grid):
-                raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
-            self._merger = Merger(
-                self.module, self.options, [grid] * len(states), self._layers, self._aside, device=states.device
-            )
-        assert self._merger is not None
-        return (states, self._merger.bias(states.dtype), *args[2:]), kwargs
-
-    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
-        self._keys, self._heads = joined(key), key.shape[1]
-
-    def _join(self, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
-        if self._merger is not None:
-            args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
+        return merger_of(self.vlm, states, self._call.get("pixel_values"), self.module, self.options, Merger)
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the projector: which patches of each unit have become one row."""
-        if self._merger is None:
+        if self._layers.merger is None:
             return
         found = self._units()
         self.seen = []
@@ -92,8 +129,8 @@ class Merging(Early):
 
     def _labels(self, units: list[Unit]) -> list[Tensor]:
         """Of each unit, for each of its tokens `[n]`: its row, a number of its own; plus a half for the row's anchor."""
-        assert self._merger is not None and self._call is not None
-        merged, start = self._merger.merged, 0
+        assert self._layers.merger is not None
+        merged, start = self._layers.merger.merged, 0
         rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)
         for label, one in zip(rows, merged, strict=True):
             label[:, 0] = one.target.cpu() + start
@@ -106,26 +143,29 @@ class Merging(Early):
 
     def _packed(self, rows: Tensor) -> list[Tensor]:
         """`rows [tiles, n, 1]` where the model puts the tiles' features in each image's tokens, -1 for newlines."""
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
         assert self._call is not None
         config, sizes = self.vlm.model.config, self._call.get("image_sizes")
-        tiles = [
-            image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
-            for size in sizes
-        ]
         base: Any = self.vlm.model.get_submodule(self.vlm.spec.layers.split(".")[0])
         images, _ = base.pack_image_features(
-            rows.split(tiles), sizes, config.vision_feature_select_strategy, rows.new_full((1,), -1)
+            rows.split(_tiles(self.vlm, sizes)), sizes, config.vision_feature_select_strategy, rows.new_full((1,), -1)
         )
         return [image[:, 0] for image in images]
 
     def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Behind the projector: `[images, rows, d]` as `[images, patches, d]`."""
-        if self._merger is None or not isinstance(output, Tensor):
+        if self._layers.merger is None or not isinstance(output, Tensor):
             return None
-        merged = self._merger.merged
+        merged = self._layers.merger.merged
         return torch.stack([one.expand(rows) for one, rows in zip(merged, output, strict=True)])
+
+
+def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:
+    """How many tiles each image of `sizes [images, 2]` is cut into, the whole of it as one more."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    config = vlm.model.config
+    side = config.vision_config.image_size
+    return [image_size_to_num_patches(size, config.image_grid_pinpoints, side) for size in sizes]
 
 
 def _reduction(labels: Tensor) -> Reduction:

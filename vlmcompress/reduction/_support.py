@@ -6,6 +6,7 @@ import math
 from types import ModuleType
 from typing import Any
 
+from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.reducers import REGISTRY
@@ -51,6 +52,10 @@ def check(vlm: VLM, method: str, options: Any) -> None:
     if module.STAGE == "llm":
         _check_layer(text.num_hidden_layers, vlm, options.layer)
     if hasattr(module, "merge"):
+        if isinstance(getattr(options, "thresholds", None), str):
+            from vlmcompress.reduction.thresholds import resolve  # which merges, and so is above this module
+
+            options = resolve(vlm, Chosen(method, options)).options
         _check_merging(vlm.model.config, module, options)
     elif needs_encoder(module):
         _check_encoder(vlm.model.config, options)
@@ -96,7 +101,11 @@ def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
             f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP without CLS ('default') "
             "and a SigLIP ('full'); attach a reducer of the projected tokens"
         )
-    layers = feature_layers(config)
+    layers, thresholds = feature_layers(config), getattr(options, "thresholds", None)
+    if isinstance(thresholds, tuple) and len(thresholds) != layers:
+        raise UserError(
+            f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
+        )
     if module.COUNT == "fixed":
         grid = (1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
         least = -(-math.prod(grid) >> layers)
