@@ -8,6 +8,7 @@ import re
 from typing import Any, NoReturn
 
 from vlmcompress import __version__, recipe
+from vlmcompress import thresholds_options as thresholds
 from vlmcompress.bench import options as bench
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import options as evaluation
@@ -141,6 +142,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     doctor.add_argument("--source", metavar="MODEL", help="compare with the original, too")
     _tokens(verb("tokens", "Count what images cost before and after a reducer, without reading weights."))
     _inspect(verb("inspect", "Draw which parts of an image reducers keep, merge and drop."))
+    thresholds.options(
+        verb("thresholds", "Learn DyMU's thresholds: how alike tokens must be to merge, layer by layer.")
+    )
     evaluation.options(verb("eval", "Ask the compressed and the original model the same questions and compare."))
     bench.options(verb("bench", "Measure speed and memory against the original; flags after -- go to vllm serve."))
     report.options(verb("report", "Put the reports of several runs on one page."))

@@ -7,6 +7,7 @@ or, with `--json`, the data as one JSON object goes to stdout. Heavy imports are
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -107,53 +108,13 @@ def doctor(args: argparse.Namespace) -> Outcome:
     return OK if fine else GATE, data, summary.looked_text(args.out, checks)
 
 
-def tokens(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress tokens`"""
-    from vlmcompress.reduction import verbs
+def _verb(module: str, function: str = "run_verb") -> Callable[[argparse.Namespace], Outcome]:
+    """A verb of another module, which is imported when it runs."""
 
-    return verbs.tokens(args)
+    def run(args: argparse.Namespace) -> Outcome:
+        return getattr(importlib.import_module(f"vlmcompress.{module}"), function)(args)
 
-
-def inspect(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress inspect`"""
-    from vlmcompress.reduction import verbs
-
-    return verbs.inspect(args)
-
-
-def evaluate(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress eval`"""
-    from vlmcompress.evaluation.options import run_verb
-
-    return run_verb(args)
-
-
-def bench(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress bench`"""
-    from vlmcompress.bench.options import run_verb
-
-    return run_verb(args)
-
-
-def report(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress report`"""
-    from vlmcompress.report.options import run_verb
-
-    return run_verb(args)
-
-
-def report_error(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress report-error`"""
-    from vlmcompress.report.error_options import run_verb
-
-    return run_verb(args)
-
-
-def sweep(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress sweep`"""
-    from vlmcompress.report.sweep_options import run_verb
-
-    return run_verb(args)
+    return run
 
 
 def serve(args: argparse.Namespace) -> Outcome:
@@ -225,13 +186,14 @@ VERBS = {
     "quantize": quantize,
     "check": check,
     "doctor": doctor,
-    "tokens": tokens,
-    "inspect": inspect,
-    "eval": evaluate,
-    "bench": bench,
-    "report": report,
-    "report-error": report_error,
-    "sweep": sweep,
+    "tokens": _verb("reduction.verbs", "tokens"),
+    "inspect": _verb("reduction.verbs", "inspect"),
+    "thresholds": _verb("thresholds_options"),
+    "eval": _verb("evaluation.options"),
+    "bench": _verb("bench.options"),
+    "report": _verb("report.options"),
+    "report-error": _verb("report.error_options"),
+    "sweep": _verb("report.sweep_options"),
     "serve": serve,
     "list": listing,
 }

@@ -8,8 +8,9 @@ import json
 import pytest
 import torch
 
-from tests.reduction.reduction_data import NONE, ONE, TWO, encode, picture, tiny
-from vlmcompress import chosen
+from tests.reduction.reduction_data import NONE, ONE, TWO, checkpoint, encode, picture, tiny
+from tests.reduction.reduction_data import vlm as loaded
+from vlmcompress import chosen, cli
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import REGISTRY, Merger, tome
 from vlmcompress.reduction import attach, thresholds
@@ -97,7 +98,7 @@ def test_a_file_for_one_model(tmp_path):
     other = next(vlm.model.model.vision_tower.parameters())
     other += 1
     try:
-        with pytest.raises(UserError, match="another model, 'llava': sha256 of its encoder.*vlmcompress thresholds"):
+        with pytest.raises(UserError, match="another model.*: sha256 of its encoder.*vlmcompress thresholds"):
             attach(vlm, named)
     finally:
         other -= 1
@@ -146,3 +147,27 @@ def test_what_cannot_be_learnt_or_used(tmp_path):
     for name in ("x.json", "absent.json"):
         with pytest.raises(UserError, match=f"cannot read thresholds .*{name}"):
             attach(vlm, chosen.parse(f"dymu:thresholds={tmp_path / name}"))
+
+
+def test_verb(capfd, tmp_path):
+    images, file = tmp_path / "images", tmp_path / "dymu.json"
+    images.mkdir()
+    for seed in range(3):
+        picture(seed).save(images / f"{seed}.png")
+    arguments = ["thresholds", str(checkpoint("llava")), "--calib", str(images), "-o", str(file)]
+    assert cli.main([*arguments, "--keep", "0.5"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.startswith("Thresholds of 2 layers, with which 3 pictures keep ") and f"thresholds={file}" in shown
+    content = json.loads(file.read_text())
+    assert content["reduce"]["keep"] == 0.5 and content["calibration"]["images"] == 3
+    with attach(loaded("llava"), chosen.parse(f"dymu:thresholds={file}")) as attached:
+        assert attached.options.thresholds == tuple(content["reduce"]["thresholds"])
+    for more, message in (
+        (["--keep", "2"], "keep must be a number above 0"),
+        (["--keep", "0.1"], "cannot be merged into 2 in 2 layers"),
+        (["-o", str(tmp_path)], "name it FILE.json"),
+    ):
+        assert cli.main([*arguments, *more]) == 2
+        assert message in capfd.readouterr().err
+    assert cli.main([*arguments[:1], str(checkpoint("qwen2-vl")), *arguments[2:]]) == 2
+    assert "block of patches" in capfd.readouterr().err
