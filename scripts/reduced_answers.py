@@ -47,18 +47,19 @@ class Questions:
     asked: list[Question]
     images: list[dict[str, Tensor]]
 
-    def batches(self) -> list[list[int]]:
-        """Numbers of questions whose prompts have one length, at most `PER_BATCH` together."""
-        alike: dict[int, list[int]] = {}
+    def batches(self, stepwise: bool) -> list[list[int]]:
+        """Numbers of questions whose prompts have one length, and if `stepwise` their answers, at most `PER_BATCH` together."""
+        alike: dict[tuple[int, int], list[int]] = {}
         for number, one in enumerate(self.asked):
-            alike.setdefault(one.tokens["input_ids"].shape[1], []).append(number)
+            length = one.tokens["input_ids"].shape[1], len(one.answer) if stepwise else 0
+            alike.setdefault(length, []).append(number)
         return [same[at : at + PER_BATCH] for same in alike.values() for at in range(0, len(same), PER_BATCH)]
 
 
 @dataclass(frozen=True)
 class Found:
     """Of each question: whether its answer is right, `exact [questions]` bool, and how many visual tokens the prompt had and
-    what the reducer left of them, `before`, `after [questions]` int64."""
+    what the reducer left of them, in the end, `before`, `after [questions]` int64."""
 
     exact: Tensor
     before: Tensor
@@ -115,15 +116,16 @@ class Asker:
         asked = self.questions.asked
         exact = torch.zeros(len(asked), dtype=torch.bool)
         before, after = torch.zeros(2, len(asked), dtype=torch.int64)
+        stepwise = chosen is not None and while_generating(chosen.module)
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
             if chosen is None or encoder_untouched(chosen.module):
                 stack.enter_context(self._remembered())
-            for batch in self.questions.batches():
+            for batch in self.questions.batches(stepwise):
                 index = torch.tensor(batch)
                 ids = torch.cat([asked[number].tokens["input_ids"] for number in batch])
                 before[index] = (ids == getattr(self.vlm.model.config, self.vlm.spec.image_token)).sum(1)
-                exact[index] = self._exact(batch, stepwise=chosen is not None and while_generating(chosen.module))
+                exact[index] = self._exact(batch, stepwise)
                 dropped = torch.zeros(len(batch), dtype=torch.int64)
                 for unit in attached.seen if attached else ():
                     dropped[unit.row] += len(unit.columns) - len(unit.reduction.anchor)
