@@ -102,7 +102,7 @@ def needs(text: str | None) -> tuple[str, ...] | None:
 
 def refuse_foreign(values: dict[str, Any]) -> None:
     """Recipe keys that mean nothing to `calibrate`."""
-    known = ("model", "out", "kv_cache", "calibrate", "trust_remote_code", "seed")
+    known = ("model", "out", "kv_cache", "reduce", "calibrate", "trust_remote_code", "seed")
     foreign = [key for key in values if key not in known]
     foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:
@@ -168,7 +168,7 @@ def _recipe(parser: Parser) -> None:
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
     parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
-    parser.add_argument("--reduce", metavar="METHOD:KEEP", default=none, help="visual-token reducer, e.g. dart:0.5")
+    _reducer(parser, "what the checkpoint carries: a visual-token reducer")
     _data(parser)
     parser.add_argument(
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
@@ -187,12 +187,18 @@ def _data(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
 
 
+def _reducer(parser: Parser, about: str) -> None:
+    example = "e.g. dart:0.5, see vlmcompress list reducers"
+    parser.add_argument("--reduce", metavar="METHOD:KEEP", default=argparse.SUPPRESS, help=f"{about}, {example}")
+
+
 def _calibrate(parser: Parser) -> None:
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original")
     parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
     _data(parser)
     parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
+    _reducer(parser, "collect what the decoder sees behind a visual-token reducer")
     parser.add_argument(
         "--needs",
         metavar="A,B",

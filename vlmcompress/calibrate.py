@@ -43,7 +43,7 @@ def calibrate(
     """Collect the statistics of `recipe.model` into `recipe.out`.
 
     Args:
-        recipe: resolved recipe; what is said of it are the model, the data, the seed and whether there is an FP8 KV cache.
+        recipe: resolved recipe; of it the model, the data, the seed, the reducer and whether there is an FP8 KV cache matter.
         needs: which statistics, a subset of `KINDS`; None: all that the data have, that is, gradients only with answers.
         likes: more of them, of which those are collected that the data have.
         resume: go on after an interrupted run with the same model, data and settings.
@@ -61,6 +61,8 @@ def calibrate(
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
     assert origin is not None
+    whole, (vlm, batches, origin) = vlm, pipeline.behind_reducer(recipe, vlm, batches, origin, progress)
+    assert origin is not None
     needs = _possible(needs, origin["tokens"]) | (_possible(None, origin["tokens"]) & frozenset(likes))
     blocks = decoder_blocks(vlm)
     if "gram" in needs:
@@ -74,7 +76,7 @@ def calibrate(
         kv_cache, seed = bool(recipe.kv_cache), recipe.seed
         collect(vlm, blocks, batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
     described = {
-        **_description(vlm, identity, blocks),
+        **_description(whole, identity, blocks),
         "calibration": origin | {"prefix": "float"},
         "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
         "needs": sorted(needs),

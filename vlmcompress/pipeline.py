@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress import allocate, atomic, checkpoint, kv_range, manifest, models, plan
+from vlmcompress import allocate, atomic, checkpoint, kv_range, manifest, models, plan, reducing
 from vlmcompress.balance import weighed
 from vlmcompress.blocks import compress, solve_blocks
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
@@ -62,6 +62,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         work = allocate.planned(work, resume=resume, progress=progress)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = _input(recipe, vlm, work)
+    whole, (vlm, batches, origin) = vlm, behind_reducer(recipe, vlm, batches, origin, progress)
     folder = out.with_name(f".{out.name}.resume")
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
@@ -71,7 +72,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
             solve_blocks(vlm.model, work.blocks, work.method, store, work.statistics, **more)
         else:
             compress(vlm, work.blocks, work.method, batches, store, **more)
-    written = _write(recipe, vlm, work, store, origin, out, overwrite, progress)
+    written = _write(recipe, whole, work, store, origin, out, overwrite, progress)
     store.remove()
     allocate.clean(out)
     return Result(out, written)
@@ -79,10 +80,6 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 
 def _input(recipe: Recipe, vlm: VLM, work: plan.Plan) -> tuple[list[dict[str, Tensor]], dict | None]:
     """Calibration samples, where they are to be run, and what the manifest says about where statistics come from."""
-    if recipe.reduce and (work.needs_data or work.statistics):
-        raise UserError(
-            f"scheme '{recipe.scheme}' calibrates, which does not follow a reducer yet; use one without data"
-        )
     if work.statistics:
         _check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         return [], work.statistics.origin
@@ -108,6 +105,23 @@ def calibration_batches(recipe: Recipe, vlm: VLM, needed: str | None) -> tuple[l
     origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor, text=text)
     _check_balance(recipe, origin["tokens"], source)
     return batches, origin
+
+
+def behind_reducer(
+    recipe: Recipe, vlm: VLM, batches: list[dict[str, Tensor]], origin: dict | None, progress: Progress = silent
+) -> tuple[VLM, list[dict[str, Tensor]], dict | None]:
+    """What to calibrate, on what, and where that came from, when the recipe's reducer shortens what the decoder gets.
+
+    Without one, or without samples, the arguments. With one, the decoder alone (the same modules) and its inputs.
+    """
+    chosen = reducing.calibrated(recipe)
+    if chosen is None or not batches or origin is None:
+        return vlm, batches, origin
+    from vlmcompress.calibration.provenance import token_counts
+    from vlmcompress.calibration.reduced import decoder, reduced
+
+    shorter = reduced(vlm, batches, chosen, progress)
+    return decoder(vlm), shorter, origin | token_counts(shorter) | {"reduce": chosen.plain()}
 
 
 def _check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
@@ -161,7 +175,7 @@ def _write(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=warnings(results),
+            warnings=reducing.warnings(recipe, origin) + warnings(results),
             allocation=work.allocation,
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),

@@ -47,6 +47,21 @@ def chosen(given: Any, origins: Mapping[str, str]) -> Chosen | None:
     return read(given, f"{origin}: reduce")
 
 
+def calibrated(recipe: Recipe) -> Chosen | None:
+    """The reducer that a calibration runs behind: None where there is none, or one within the language model.
+
+    Of the latter every block sees the same kinds of tokens as without it, those behind its layer fewer of them.
+    """
+    return recipe.reduce if recipe.reduce and recipe.reduce.module.STAGE != "llm" else None
+
+
+def warnings(recipe: Recipe, origin: Mapping[str, Any] | None) -> list[str]:
+    """What went otherwise than asked for. `origin`: where statistics came from, None for no calibration."""
+    if recipe.reduce is None or origin is None or calibrated(recipe):
+        return []
+    return [f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"]
+
+
 def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
     """Why this model cannot have its visual tokens reduced so, or the recipe's engine not serve it: a line each.
 

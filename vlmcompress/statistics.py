@@ -11,7 +11,7 @@ they hang on no scheme and serve all of them. `statistics.json`, schema 2, is on
 | created_by | versions of vlmcompress and of the packages that shape the result |
 | model | family, source name, hashes of config, of headers and of all weights |
 | processor | file of the tokenizer or processor -> sha256 |
-| calibration | what data (hash, counts, tokens by modality) and prefix |
+| calibration | what data (hash, counts, tokens by modality), `reduce`, the reducer they are seen behind, and prefix |
 | settings | samples, max_length and seed as asked for |
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |
@@ -35,9 +35,12 @@ from torch import Tensor
 
 from vlmcompress import manifest
 from vlmcompress.balance import Sensitivity
+from vlmcompress.chosen import Chosen
+from vlmcompress.chosen import read as read_reducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
+from vlmcompress.reducing import calibrated
 from vlmcompress.resume import BlockFiles, block_file
 from vlmcompress.sensitivity import Gradients, sensitivities
 from vlmcompress.solve import Method
@@ -126,6 +129,7 @@ class Statistics:
             *self._other_software(),
             *self._absent(method, bool(recipe.kv_cache), blocks),
             *self._other_settings(recipe.calibrate),
+            *self._other_reducer(recipe),
         ]
 
     def other_model(self, model: Path) -> list[str]:
@@ -188,6 +192,22 @@ class Statistics:
             for key, value in was.items()
             if key in asked.model_fields_set and getattr(asked, key) != value
         ]
+
+    @property
+    def reducer(self) -> Chosen | None:
+        """The reducer that they were collected behind."""
+        given = self.facts["calibration"].get("reduce")
+        return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None
+
+    def _other_reducer(self, recipe: Recipe) -> list[str]:
+        """Behind another reducer, or none, the decoder sees other tokens."""
+        was, now = self.reducer, calibrated(recipe)
+        if was == now:
+            return []
+        seen = f"behind the reducer {was}" if was else "of all visual tokens"
+        remedy = f"add --reduce {was}" if was else "leave out --reduce"
+        again = f"calibrate with --reduce {now}" if now else "calibrate without one"
+        return [f"statistics {self.folder} are {seen}; {again}, or {remedy}"]
 
     def verify(self, recipe: Recipe) -> None:
         """Compare everything by its hash: the files, the model's weights and, if it is named again, the data.

@@ -38,18 +38,12 @@ def provenance(
         processor: its chat template's hash is recorded.
         text: samples of text alone that were mixed in, and where they came from; `sha256` is of the others.
     """
-    counts = torch.zeros(4, dtype=torch.long)
-    for batch in batches:
-        counts += batch["modality"].flatten().long().bincount(minlength=4).cpu()
-    tokens = {"text": int(counts[TEXT]), "vision": int(counts[VISION]), "answer": int(counts[ANSWER])}
-    total = sum(tokens.values())
     facts: dict[str, Any] = {
         "source": Path(source).name,
         "sha256": data_hash(samples),
         "samples": len(batches),
         "images": sum(len(sample.images) for sample in samples),
-        "tokens": tokens,
-        "visual_share": round(tokens["vision"] / total, 4) if total else 0.0,
+        **token_counts(batches),
     }
     if text is not None:
         facts["text"] = {"source": Path(text[1]).name, "sha256": data_hash(text[0]), "samples": len(text[0])}
@@ -58,6 +52,16 @@ def provenance(
     if processor is not None:
         facts["chat_template_sha256"] = hashlib.sha256(chat_template(processor).encode()).hexdigest()
     return facts
+
+
+def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    """`tokens` by modality, and `visual_share` of them."""
+    counts = torch.zeros(4, dtype=torch.long)
+    for batch in batches:
+        counts += batch["modality"].flatten().long().bincount(minlength=4).cpu()
+    tokens = {"text": int(counts[TEXT]), "vision": int(counts[VISION]), "answer": int(counts[ANSWER])}
+    total = sum(tokens.values())
+    return {"tokens": tokens, "visual_share": round(tokens["vision"] / total, 4) if total else 0.0}
 
 
 def data_hash(samples: Sequence[Sample]) -> str:
