@@ -43,28 +43,33 @@ def needs_encoder(module: ModuleType) -> bool:
 
 def check(vlm: VLM, method: str, options: Any) -> None:
     """UserError unless this very model can have its tokens reduced so."""
-    if reason := refusal(vlm.spec, method):
+    if isinstance(getattr(options, "thresholds", None), str) and refusal(vlm.spec, method) is None:
+        from vlmcompress.reduction.thresholds import resolve  # which merges, and so is above this module
+
+        options = resolve(vlm, Chosen(method, options)).options
+    check_config(vlm.spec, vlm.model.config, method, options)
+
+
+def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> None:
+    """The same, of a model that is not loaded, from its family and its config."""
+    if reason := refusal(spec, method):
         raise UserError(reason)
-    if vlm.model.config.vision_config.model_type == "pixtral":
+    if config.vision_config.model_type == "pixtral":
         raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
     module = REGISTRY.get(method)
-    text = vlm.model.config.get_text_config()
     if module.STAGE == "llm":
-        _check_layer(text.num_hidden_layers, vlm, options.layer)
+        _check_layer(config, options.layer)
     if hasattr(module, "merge"):
-        if isinstance(getattr(options, "thresholds", None), str):
-            from vlmcompress.reduction.thresholds import resolve  # which merges, and so is above this module
-
-            options = resolve(vlm, Chosen(method, options)).options
-        _check_merging(vlm.model.config, module, options)
+        _check_merging(config, module, options)
     elif needs_encoder(module):
-        _check_encoder(vlm.model.config, options)
+        _check_encoder(config, options)
 
 
-def _check_layer(layers: int, vlm: VLM, layer: int) -> None:
+def _check_layer(config: Any, layer: int) -> None:
+    layers = config.get_text_config().num_hidden_layers
     if layer >= layers:
         raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
-    deep = len(getattr(vlm.model.config.vision_config, "deepstack_visual_indexes", None) or ())
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if layer < deep:
         raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from torch import Tensor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
-from vlmcompress.engines.vllm.plugin._rope import PlainRope, longest_prompt
+from vlmcompress.engines.vllm.plugin._rope import PlainRope, check_length
 from vlmcompress.models import Layout, ModelSpec, spec_for
+from vlmcompress.reducers import Reduction
 from vlmcompress.reduction import Reduced
 from vlmcompress.reduction._units import whole
 
@@ -49,16 +50,12 @@ class LlavaProcessor(ReducedProcessor):
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """vLLM's. ValueError for a prompt whose tokens would have positions beyond those that the language model knows."""
         result = super().apply(inputs, timing_ctx)
-        images = inputs.mm_data_items.get("image", ())
-        sizes = [images.get_image_size(number) for number in range(len(images))]
-        full = sum(self.info.layout(size.width, size.height).tokens for size in sizes)
-        held = sum(place.length for place in result["mm_placeholders"].get("image", ()))
-        tokens, most = len(result["prompt_token_ids"]) - held + full, longest_prompt(self.info.ctx.model_config)
-        if tokens > most:
-            raise ValueError(
-                f"the prompt has {tokens} tokens before its images are reduced, the model knows {most} positions; "
-                "send fewer images or less text"
-            )
+        tokens, images = len(result["prompt_token_ids"]), inputs.mm_data_items.get("image", ())
+        for number, place in enumerate(result["mm_placeholders"].get("image", ())):
+            if images.get(number) is not None:  # one that the engine knows already can be named instead of sent
+                size = images.get_image_size(number)
+                tokens += self.info.layout(size.width, size.height).tokens - place.length
+        check_length(tokens, self.info.ctx.model_config)
         return result
 
 
@@ -86,20 +83,38 @@ class LlavaShaped(OriginalPositions, PlainRope):
     def _layout(self, height: int, width: int) -> Layout:
         return self._spec.layout(self._processor, width, height, 1)
 
-    def _reduced(self, images: Iterable[Tensor], sizes: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """The rows `[n, d]` of each image, reduced, with their places; heights and widths in `sizes`."""
-        return tuple(self._reduce(rows, self._layout(*size)) for rows, size in zip(images, sizes, strict=True))
+    def _reduced(
+        self,
+        images: Iterable[Tensor],
+        sizes: Iterable[tuple[int, int]],
+        signals: Callable[[int], dict[str, Any]] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The rows of each image that are left, with their places.
 
-    def _reduce(self, rows: Tensor, layout: Layout) -> Tensor:
+        Args:
+            images: rows `[n, d]` of each, behind the projector.
+            sizes: height and width of each.
+            signals: what the encoder told of image number i, whose tokens are one grid.
+        """
+        found = []
+        for number, (rows, size) in enumerate(zip(images, sizes, strict=True)):
+            result = self._reduction(rows, self._layout(*size), signals(number) if signals else {})
+            found.append(self._placed(result.apply(rows), result))
+        return tuple(found)
+
+    def _reduction(self, rows: Tensor, layout: Layout, signals: dict[str, Any]) -> Reduction:
         if len(rows) != layout.tokens:
             raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
         units = []
         for grid, index in layout.grids():
             columns = torch.tensor(index)
-            result = self.reducer.reduce(grid, rows[columns.to(rows.device)])
+            result = self.reducer.reduce(grid, rows[columns.to(rows.device)], **signals)
             units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
-        result = whole(units)
-        return pack(result.apply(rows), result.anchor.to(rows.device)[:, None].expand(-1, DIMS))
+        return whole(units)
+
+    def _placed(self, rows: Tensor, reduction: Reduction) -> Tensor:
+        """`rows [m, d]`, one for each output of `reduction`, with their places in the image."""
+        return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS))
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Tokens in encoder and projector, which see the full image."""

@@ -14,7 +14,9 @@ from vlmcompress import __version__, carried, reducers
 from vlmcompress.chosen import Chosen
 from vlmcompress.engines.vllm.plugin import refusal
 from vlmcompress.errors import UserError
+from vlmcompress.models import spec_for
 from vlmcompress.reducers import Grid, Reduction, Signals
+from vlmcompress.reduction._support import check_config
 
 _READ = ("architectures", "model_type", carried.KEY)
 
@@ -34,9 +36,14 @@ class Reducer:
             raise UserError(
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
-        if reason := refusal(config["architectures"][0], found.reducer):
-            raise UserError(f"config.json: {carried.KEY}: {reason}")
-        return Reducer(found.reducer)
+        reducer, where = found.reducer, f"config.json: {carried.KEY}"
+        if reason := refusal(config["architectures"][0], reducer):
+            raise UserError(f"{where}: {reason}")
+        try:
+            check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        return Reducer(reducer)
 
     def count(self, grid: Grid) -> int:
         """How many tokens an image keeps."""

@@ -13,13 +13,13 @@ class PlainRope:
     """Put before one of vLLM's models with plain RoPE; what comes before it counts positions in three equal rows."""
 
     supports_mrope = True
-    language_model: nn.Module
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         config = vllm_config.model_config
         needed = longest_prompt(config) + config.max_model_len
-        ropes = [module for module in self.language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
+        language_model: nn.Module = self.get_language_model()  # type: ignore[attr-defined]
+        ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
         if not ropes:
             raise ValueError("the language model's positions are not RoPE's, so kept tokens cannot keep theirs")
         for rope in ropes:  # usually one, shared by all layers
@@ -41,6 +41,15 @@ class PlainRope:
 def longest_prompt(config: Any) -> int:
     """The most tokens that a prompt may have before its images are reduced: the positions that the language model knows."""
     return max(config.max_model_len, getattr(config.hf_text_config, "max_position_embeddings", 0))
+
+
+def check_length(tokens: int, config: Any) -> None:
+    """ValueError, which a server answers with status 400, for a prompt of more `tokens` before its images are reduced."""
+    if tokens > (most := longest_prompt(config)):
+        raise ValueError(
+            f"the prompt has {tokens} tokens before its images are reduced, the model knows {most} positions; "
+            "send fewer images or less text"
+        )
 
 
 def lengthened(table: Tensor, rows: int) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.models.llava import (
     LlavaDummyInputsBuilder,
@@ -13,10 +15,13 @@ from vllm.model_executor.models.llava import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from vlmcompress.engines.vllm.plugin._encoder import Merging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.reducers import Reduction
+from vlmcompress.reduction._support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "saliency", "windowed", "keys", "heads")
 
 
 class Info(LlavaInfo, LlavaProcessingInfo):
@@ -29,7 +34,18 @@ class Processor(LlavaProcessor, LlavaMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector."""
+    """vLLM's, with a reducer in its encoder, before its projector or behind it."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        method, options = self.reducer.chosen.module, self.reducer.chosen.options
+        self._merging = self._scan = None
+        tower: Any = self.vision_tower
+        if hasattr(method, "merge"):
+            self._merging = Merging(tower.vision_model.encoder.layers, self.reducer)
+        elif needs_encoder(method):
+            shallow = options.shallow if "windowed" in method.NEEDS else None
+            self._scan = Scan(tower.vision_model.encoder.layers, shallow)
 
     def _size(self, item: Any) -> tuple[int, int]:
         height, width = item["pixel_values"].data.shape[-2:]
@@ -37,4 +53,20 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         pixels = image_input["pixel_values"]
-        return self._reduced(super()._process_image_input(image_input), [image.shape[-2:] for image in pixels])
+        grid = grid_of(pixels, self.config)
+        merger = self._merging.begin([grid] * len(pixels), pixels.device) if self._merging else None
+        features: Any = super()._process_image_pixels(image_input)
+        if merger is not None:
+            return self._projected(features, merger.merged)
+        signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
+        if self.reducer.chosen.module.STAGE == "encoder":
+            found = [self.reducer.reduce(grid, rows, **one) for rows, one in zip(features, signals, strict=True)]
+            features = torch.stack([one.apply(rows) for one, rows in zip(found, features, strict=True)])
+            return self._projected(features, found)
+        rows = self.multi_modal_projector(features)
+        return self._reduced(rows, [image.shape[-2:] for image in pixels], signals.__getitem__)
+
+    def _projected(self, features: Tensor, found: Sequence[Reduction]) -> tuple[Tensor, ...]:
+        """`features [images, rows, c]`, reduced already, behind the projector and with their places."""
+        images = zip(self.multi_modal_projector(features), found, strict=True)
+        return tuple(self._placed(rows[: len(one.anchor)], one) for rows, one in images)

@@ -1,0 +1,125 @@
+"""What reducers see in one of vLLM's CLIP towers, and do there, whatever kernel its attention runs.
+
+vLLM builds the tower up to the layer whose output is used, so that one is the last. Where heads are spread over several
+devices, each hears of all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+
+from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.reducers import Grid, Merger
+from vlmcompress.reduction._tap import received
+
+
+class Scan:
+    """Listens to attention: what CLS, the first token, attends to, and the patches' keys."""
+
+    def __init__(self, layers: nn.ModuleList, shallow: int | None = None):
+        """`shallow`: number of the layer whose attention is `windowed`, where one is wanted."""
+        if shallow is not None and shallow >= len(layers):
+            raise ValueError(
+                f"shallow={shallow} is none of the {len(layers)} layers that run (from 0); choose a lower one"
+            )
+        self._signals: dict[str, Any] = {}
+        _hear(layers[-1].self_attn, self._last)
+        if shallow is not None:
+            _hear(layers[shallow].self_attn, self._shallow)
+
+    def of(self, image: int) -> dict[str, Any]:
+        """Fields of `Signals` of one image of the latest run, by its number."""
+        return {name: value if name == "heads" else value[image] for name, value in self._signals.items()}
+
+    def _last(self, attention: Any, query: Tensor, key: Tensor) -> None:
+        keys = _all_heads(attention, key)[:, 1:]
+        heads = attention.num_heads
+        self._signals |= {"saliency": _from_cls(attention, query, key), "keys": keys, "heads": heads}
+
+    def _shallow(self, attention: Any, query: Tensor, key: Tensor) -> None:
+        self._signals["windowed"] = _from_cls(attention, query, key)
+
+
+class Merging:
+    """Merges rows between attention and MLP of each layer, down to an exact count of each image."""
+
+    def __init__(self, layers: nn.ModuleList, reducer: Reducer):
+        self._reducer, self._layers = reducer, len(layers)
+        self._merger: Merger | None = None
+        layer: Any
+        for number, layer in enumerate(layers):
+            layer.self_attn.attn = _Proportional(layer.self_attn, self)
+            _hear(layer.self_attn, self._listen)
+            layer.layer_norm2.register_forward_pre_hook(functools.partial(self._join, number))
+
+    def begin(self, grids: Sequence[Grid], device: Any) -> Merger:
+        """Before the tower runs on images of these grids: what will have become of them then."""
+        chosen = self._reducer.chosen
+        self._merger = Merger(chosen.module, chosen.options, grids, self._layers, aside=1, device=device)
+        return self._merger
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """What a layer adds to its attention's logits (see `Merger.bias`)."""
+        assert self._merger is not None
+        return self._merger.bias(dtype)
+
+    def _listen(self, attention: Any, query: Tensor, key: Tensor) -> None:
+        self._keys, self._heads = _all_heads(attention, key), attention.num_heads
+
+    def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
+        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
+        assert self._merger is not None
+        args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
+
+
+class _Proportional(nn.Module):
+    """The kernel of an attention module, with keys that count by their size."""
+
+    def __init__(self, attention: Any, merging: Merging):
+        super().__init__()
+        self._heads, self._scale, self._merging = attention.num_heads_per_partition, attention.scale, merging
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[b, t, heads * d]` each, and the output."""
+        q, k, v = (_heads_first(x, self._heads) for x in (query, key, value))
+        bias = self._merging.bias(query.dtype)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self._scale)
+        return out.transpose(1, 2).flatten(2)
+
+
+def grid_of(pixels: Tensor, config: Any) -> Grid:
+    """The grid of patches of `pixels [..., h, w]`."""
+    height, width = pixels.shape[-2:]
+    return (1, height // config.vision_config.patch_size, width // config.vision_config.patch_size)
+
+
+def _hear(attention: Any, listener: Any) -> None:
+    """Call `listener(attention, query, key)`, both `[b, t, heads * d]` of this device, whenever `attention` runs."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        query, key, _ = output[0].chunk(3, dim=-1)
+        listener(attention, query, key)
+
+    attention.qkv_proj.register_forward_hook(hook)
+
+
+def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
+    """`[b, n]`: what the patches get of the attention of CLS, mean over all heads."""
+    heads = attention.num_heads_per_partition
+    got = received(_heads_first(query[:, :1], heads)[:, :, 0], _heads_first(key, heads), attention.scale)[:, 1:]
+    return got if attention.tp_size == 1 else tensor_model_parallel_all_reduce(got) / attention.tp_size
+
+
+def _all_heads(attention: Any, key: Tensor) -> Tensor:
+    return key if attention.tp_size == 1 else tensor_model_parallel_all_gather(key.contiguous())
+
+
+def _heads_first(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)

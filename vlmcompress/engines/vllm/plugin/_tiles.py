@@ -1,0 +1,80 @@
+"""What the families share that cut an image into square tiles with text between them, each reduced on its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
+from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
+from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._rope import PlainRope, check_length
+from vlmcompress.reduction._units import tile
+
+
+class TiledInfo(ReducedInfo):
+    """Put before a family's processing info."""
+
+    def tile(self) -> tuple[int, int]:
+        """How many tokens a tile has, and how many of them are kept."""
+        grid = tile(self.get_hf_config())  # type: ignore[attr-defined]
+        return math.prod(grid), self.reducer.count(grid)
+
+
+class TiledProcessor(ReducedProcessor):
+    """Put before a family's processor."""
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """vLLM's. ValueError for a prompt whose tokens would have positions beyond those that the language model knows."""
+        result = super().apply(inputs, timing_ctx)
+        full, kept = self.info.tile()
+        embeds = sum(place.get_num_embeds() for place in result["mm_placeholders"].get("image", ()))
+        check_length(len(result["prompt_token_ids"]) + embeds // kept * (full - kept), self.info.ctx.model_config)
+        return result
+
+
+class TiledImages(OriginalPositions, PlainRope):
+    """Put before a family's model: what becomes of each tile behind the projector is reduced."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = vllm_config.model_config.hf_config
+        self.reducer, self.grid = Reducer.of(config), tile(config)
+
+    def span(self, feature: Any) -> tuple[np.ndarray, int]:
+        """The text between tiles stands where it does without a reducer, all rows of a tile where it begins."""
+        place = feature.mm_position
+        visual = np.ones(place.length, bool) if place.is_embed is None else place.is_embed.numpy()
+        kept = self.reducer.count(self.grid)
+        last = visual & (visual.cumsum() % kept == 0)  # of each tile
+        steps = np.where(visual, last * math.prod(self.grid), 1)
+        ends = steps.cumsum()
+        return np.broadcast_to(ends - steps, (DIMS, place.length)), int(ends[-1])
+
+    def _process_image_input(self, image_input: Any) -> Any:
+        images = super()._process_image_input(image_input)  # type: ignore[misc]
+        return tuple(self._reduced(rows) for rows in images)
+
+    def _reduced(self, rows: Tensor) -> Tensor:
+        """What is left of the tiles `rows [tiles * n, d]` of one image, with the rows' places in their tiles."""
+        parts = []
+        for own in rows.split(math.prod(self.grid)):
+            result = self.reducer.reduce(self.grid, own)
+            parts.append(pack(result.apply(own), result.anchor[:, None].expand(-1, DIMS)))
+        return torch.cat(parts)
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        """None of the modalities: recorded graphs would bypass the reducer."""
+        return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
+
+    def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
+        """Tokens in encoder and projector, which see full tiles."""
+        num_mm_embeds = num_mm_embeds // self.reducer.count(self.grid) * math.prod(self.grid)
+        return super().get_mm_lora_token_counts(  # type: ignore[misc]
+            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
+        )

@@ -1,0 +1,34 @@
+"""LLaVA-NeXT (1.6): the whole image and the tiles put together are a grid each; newlines between rows stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.models.llava import LlavaDummyInputsBuilder
+from vllm.model_executor.models.llava_next import (
+    LlavaNextForConditionalGeneration,
+    LlavaNextMultiModalProcessor,
+    LlavaNextProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+
+ARCHITECTURE = "LlavaNextForConditionalGeneration"
+SIGNALS = ("features",)
+
+
+class Info(LlavaInfo, LlavaNextProcessingInfo):
+    """vLLM's, with the counts of reduced images."""
+
+
+class Processor(LlavaProcessor, LlavaNextMultiModalProcessor):
+    """vLLM's, with cache keys of the reducer's own."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
+class VlmcompressLlavaNextForConditionalGeneration(LlavaShaped, LlavaNextForConditionalGeneration):
+    """vLLM's, with a reducer behind the projector."""
+
+    def _process_image_input(self, image_input: Any) -> Any:
+        return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())

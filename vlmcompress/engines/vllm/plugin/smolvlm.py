@@ -1,0 +1,26 @@
+"""SmolVLM: Idefics3 with a processor of its own."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.idefics3 import Idefics3DummyInputsBuilder, Idefics3MultiModalProcessor
+from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration, SmolVLMProcessingInfo
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledProcessor
+from vlmcompress.engines.vllm.plugin.idefics3 import Counts
+
+ARCHITECTURE = "SmolVLMForConditionalGeneration"
+SIGNALS = ("features",)
+
+
+class Info(Counts, SmolVLMProcessingInfo):
+    """vLLM's, with the counts of reduced images."""
+
+
+class Processor(TiledProcessor, Idefics3MultiModalProcessor):
+    """vLLM's, with cache keys of the reducer's own."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
+class VlmcompressSmolVLMForConditionalGeneration(TiledImages, SmolVLMForConditionalGeneration):
+    """vLLM's, with a reducer behind the projector."""
