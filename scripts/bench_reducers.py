@@ -8,12 +8,12 @@
     scripts/bench_reducers.py --render --plot FILE.svg                README's tables and the curves, from eval/reducers.json
 
 Figures go to eval/reducers.json. All questions of the split that have images are asked (text-only prompts pass a reducer
-untouched), greedily, by
-`reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is fixed are asked at five
-shares; those that decide the count themselves at settings of their own, and their share is what they kept on average. `random`
-is asked with several seeds. Where a default does not fit models this small, it is scaled before anything is measured:
-VScan's shallow layer to a quarter of the encoder and its window to a third of the grid; FastV and DART also one layer earlier
-than published, as layer 2 is half of these models. The last line is one JSON object.
+untouched), greedily, by `reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is
+fixed, or learnt for a share as DyMU's thresholds are from the calibration split, are asked at five shares; those that decide
+the count themselves at settings of their own, and their share is what they kept on average. `random` is asked with several
+seeds. Where a default does not fit models this small, it is scaled before anything is measured: VScan's shallow layer to a
+quarter of the encoder and its window to a third of the grid; FastV and DART also one layer earlier than published, as layer 2
+is half of these models. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ import torch
 from reduced_answers import Asker
 
 from vlmcompress import models
-from vlmcompress.calibration import Sample, bundled, load_samples
+from vlmcompress.calibration import Sample, bundled, encode, load_samples
 from vlmcompress.chosen import Chosen, choose
 from vlmcompress.reduction import refusal
+from vlmcompress.reduction.thresholds import learn
 from vlmcompress.terminal import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,7 @@ RESULTS = ROOT / "eval" / "reducers.json"
 MODELS = ("demo-llava", "demo-qwen")
 SHARES = (0.5, 0.25, 1 / 9, 0.75, 1 / 3)  # the most asked for first
 SEEDS = 5
+CALIBRATION = 128  # samples that DyMU's thresholds are learnt from
 AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
@@ -62,6 +64,7 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "visionzip": [{}],
     "vscan": [{"shallow": 1, "window": 3}],
     "tome": [{}],
+    "dymu": [{}],
 }
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "pixelprune": [{"tolerance": tolerance} for tolerance in (0, 8, 16, 32, 64)],
@@ -134,7 +137,7 @@ def measure(args: argparse.Namespace) -> None:
             if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
             start = time.process_time()
-            row = describe(askers[model], setting) | {"seconds": round(time.process_time() - start, 1)}
+            row = describe(askers[model], setting, model) | {"seconds": round(time.process_time() - start, 1)}
             row = {"model": model, "split": args.split, "per_family": args.per_family} | row
             with args.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -142,10 +145,13 @@ def measure(args: argparse.Namespace) -> None:
             print(f"{time.strftime('%H:%M:%S')} {model} {setting.key}: {shown}", file=sys.stderr, flush=True)
 
 
-def describe(asker: Asker, setting: Setting) -> dict[str, Any]:
+def describe(asker: Asker, setting: Setting, model: str) -> dict[str, Any]:
     """Ask; the row of it. `exact` has a letter a question, 1 for right; `cached` is the share of the visual rows that
     the caches of all blocks hold."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
+    if chosen and chosen.method == "dymu":
+        learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
+        chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
     found = asker.ask(chosen)
     kept = float(found.after.sum() / found.before.sum())
     whole = chosen.options.layer if chosen and chosen.module.STAGE == "llm" else 0  # blocks that see everything
