@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vlmcompress import carried
+from vlmcompress import carried, counts
 from vlmcompress.chosen import parse
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import REGISTRY
@@ -21,6 +21,27 @@ def test_what_is_written_is_read(method):
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
     assert carried.read(config) == carried.Carried("llava", reducer)
     assert carried.write(config, parse("random:0.5")) == carried.write(PLAIN, parse("random:0.5"))
+
+
+def counter():
+    return counts.Counter(14, (4, 16), (0.5,) * 14, (0.0,) * 14, (1.0,) * 14, 9.0, 1.5)
+
+
+def test_a_count_from_pixels_is_carried():
+    reducer = parse("dymu:thresholds=[0.9, 0.8]")
+    config = json.loads(json.dumps(carried.write(PLAIN, reducer, counter())))
+    assert carried.read(config) == carried.Carried("llava", reducer, counter())
+    config["vlmcompress"]["count"]["buckets"] = [16, 4]
+    with pytest.raises(UserError, match="count.buckets should be ascending"):
+        carried.read(config)
+    with pytest.raises(UserError, match="'dart' takes none"):
+        carried.read(carried.write(PLAIN, parse("dart"), counter()))
+
+
+@pytest.mark.parametrize("text", ["dymu", "dymu:thresholds=x.json", "dymu:thresholds=[0.9, 0.8],vtu=true"])
+def test_what_is_for_a_model_in_memory_is_not_carried(text):
+    with pytest.raises(UserError, match="has no thresholds|has vtu"):
+        carried.write(PLAIN, parse(text))
 
 
 def test_nothing_is_carried():
@@ -49,6 +70,8 @@ def test_nothing_is_carried():
         ({"reduce": {"method": "dart", "keep": "0.5"}}, "should be a number"),
         ({"reduce": {"method": "dart", "kepp": 0.5}}, "no option 'kepp'"),
         ({"reduce": {"method": "dymu"}}, "has no thresholds"),
+        ({"reduce": {"method": "dymu", "thresholds": [0.5], "vtu": True}}, "has vtu"),
+        ({"count": [1]}, "count should be a mapping"),
         ({"reduce": {"method": "dymu", "thresholds": "/etc/passwd"}}, "has no thresholds"),
     ],
 )

@@ -3,6 +3,9 @@
     "architectures": ["VlmcompressLlavaForConditionalGeneration"],
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
+A reducer whose count depends on the image, and which can be told one (`dymu`), has beside `reduce` a `count`: the
+regression that says it from the image's pixels (`counts`).
+
 Only our plugin registers that architecture, so an engine without it refuses the checkpoint instead of serving it
 unreduced. A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
 """
@@ -13,28 +16,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmcompress import chosen
+from vlmcompress import chosen, counts
 from vlmcompress.chosen import Chosen
+from vlmcompress.counts import Counter
 from vlmcompress.errors import UserError
 
 KEY = "vlmcompress"
 SCHEMA = 1
 PREFIX = "Vlmcompress"
 _KEYS = {"schema", "model_type", "reduce"}
+_MORE = {"count"}
 _WHERE = f"config.json: {KEY}"
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What the block says: the reducer of a model of this `model_type`."""
+    """What the block says: the reducer of a model of this `model_type`, and `count`, which says what each image keeps."""
 
     model_type: str
     reducer: Chosen
+    count: Counter | None = None
 
 
-def write(config: Mapping[str, Any], reducer: Chosen) -> dict[str, Any]:
-    """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced."""
+def write(config: Mapping[str, Any], reducer: Chosen, count: Counter | None = None) -> dict[str, Any]:
+    """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced.
+
+    UserError for a reducer that cannot be carried.
+    """
+    _check_reducer(reducer, f"reduce {reducer}", "learn them first")
     block = {"schema": SCHEMA, "model_type": config["model_type"], "reduce": reducer.plain()}
+    block |= {"count": count.plain()} if count else {}
     names = [PREFIX + name.removeprefix(PREFIX) for name in config["architectures"]]
     return {**config, "architectures": names, KEY: block}
 
@@ -53,7 +64,7 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     if len(marked) != len(names) or not marked:
         raise UserError(f"{_WHERE} is there but architectures is {names!r}, which serves all tokens; export it again")
     _check_schema(block)
-    if odd := sorted(block.keys() ^ _KEYS, key=str):
+    if odd := sorted((block.keys() ^ _KEYS) - _MORE, key=str):
         raise UserError(f"{_WHERE}: '{odd[0]}' is {'unknown' if odd[0] in block else 'missing'}; export it again")
     if block["model_type"] != config.get("model_type"):
         raise UserError(
@@ -62,9 +73,19 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     if not isinstance(block["reduce"], Mapping):
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
     reducer = chosen.read(block["reduce"], f"{_WHERE}.reduce")
+    _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
+    count = counts.read(block["count"], f"{_WHERE}.count") if "count" in block else None
+    if count and not (hasattr(reducer.module, "merge") and reducer.module.COUNT == "adaptive"):
+        raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
+    return Carried(block["model_type"], reducer, count)
+
+
+def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
+    """Options that are for a model in memory alone."""
     if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
-        raise UserError(f"{_WHERE}.reduce has no thresholds, which '{reducer.method}' needs; export it again")
-    return Carried(block["model_type"], reducer)
+        raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
+    if getattr(reducer.options, "vtu", False):
+        raise UserError(f"{where} has vtu, which is for evaluation and saves nothing; leave it out")
 
 
 def _check_schema(block: Mapping[str, Any]) -> None:

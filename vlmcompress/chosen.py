@@ -119,7 +119,9 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError) as error:
-        kind = {float: "a number", int: "a whole number", str: "a word"}.get(hint, "a list of numbers")
+        kind = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}.get(
+            hint, "a list of numbers"
+        )
         raise UserError(f"{where} is {value!r}, should be {kind}") from error
 
 

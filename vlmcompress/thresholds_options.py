@@ -47,8 +47,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         learnt = thresholds.learn(vlm, batches, reducer, progress)
     finally:
         progress.close()
-    kept = thresholds.counts(vlm, batches, learnt)
-    content = thresholds.save(out, vlm, learnt, kept, origin or {})
+    content = thresholds.save(out, vlm, learnt, thresholds.kept(vlm, batches, learnt), origin or {})
     facts = content["kept"]
     lines = [
         f"Thresholds of {len(learnt.options.thresholds)} layers, with which {facts['pictures']} pictures keep "

@@ -10,7 +10,7 @@ import torch
 
 from tests.reduction.reduction_data import NONE, ONE, TWO, checkpoint, encode, picture, tiny
 from tests.reduction.reduction_data import vlm as loaded
-from vlmcompress import chosen, cli
+from vlmcompress import chosen, cli, counts
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import REGISTRY, Merger, tome
 from vlmcompress.reduction import attach, thresholds
@@ -66,7 +66,7 @@ def test_one_batch_keeps_the_share_on_average():
     vlm = tiny("llava")
     given = batches(vlm, 10)
     learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = thresholds.counts(vlm, given, learnt)
+    kept = thresholds.kept(vlm, given, learnt)
     assert abs(sum(kept) / 10 - 8) < 0.5 and len(set(kept)) > 1  # an odd row that finds no room merges in no layer
     with attach(vlm, learnt) as attached:
         for inputs, count in zip(given, kept, strict=False):
@@ -80,14 +80,14 @@ def test_tiles_count_as_pictures():
     given = [encode(vlm, ONE), encode(vlm, TWO)]
     learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.5"))
     tiles = [len(thresholds.pictures(vlm, inputs)) for inputs in given]
-    assert tiles[0] < tiles[1] and len(thresholds.counts(vlm, given, learnt)) == sum(tiles)
+    assert tiles[0] < tiles[1] and len(thresholds.kept(vlm, given, learnt)) == sum(tiles)
 
 
 def test_a_file_for_one_model(tmp_path):
     vlm, file = tiny("llava"), tmp_path / "new" / "dymu.json"
     given = batches(vlm, 4)
     learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = thresholds.counts(vlm, given, learnt)
+    kept = thresholds.kept(vlm, given, learnt)
     content = thresholds.save(file, vlm, learnt, kept, {"source": "here"})
     assert json.loads(json.dumps(content)) == json.loads(file.read_text()) and content["kept"]["mean"] == sum(kept) / 4
     named = chosen.parse(f"dymu:thresholds={file}")
@@ -171,3 +171,32 @@ def test_verb(capfd, tmp_path):
         assert message in capfd.readouterr().err
     assert cli.main([*arguments[:1], str(checkpoint("qwen2-vl")), *arguments[2:]]) == 2
     assert "block of patches" in capfd.readouterr().err
+
+
+def test_counts_from_pixels_are_met_exactly():
+    """The transformers engine with a counter: what the counter says of each image, whatever the batch."""
+    vlm = tiny("llava")
+    given = batches(vlm, 12)
+    learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.6"))
+    counter = thresholds.counter(vlm, given, learnt)
+    assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
+    inputs = encode(vlm, ONE, TWO, NONE)
+    said = [counter.count(pixels) for pixels in inputs["pixel_values"]]
+    wide = dataclasses.replace(counter, margin=0.0, weights=tuple(40 * weight for weight in counter.weights))
+    spread = [wide.count(pixels) for pixels in inputs["pixel_values"]]
+    assert len(set(spread)) > 1
+    for one, expected in ((counter, said), (wide, spread)):
+        with attach(vlm, learnt, counter=one) as attached:
+            vlm.model(**inputs)
+        assert [len(unit.reduction.anchor) for unit in attached.seen] == expected
+
+
+def test_counts_of_another_model_are_refused():
+    vlm = tiny("llava")
+    counter = counts.fit([torch.rand(3, 56, 56)], [9], 14, 16, least=4)
+    learnt = chosen.parse("dymu:thresholds=[0.5, 0.6]")
+    for wrong in ({"buckets": (4, 17)}, {"buckets": (3, 16)}, {"patch": 16}):
+        with pytest.raises(UserError, match="another model's; this one's encoder merges patches of 14 into 4 to 16"):
+            attach(vlm, learnt, counter=dataclasses.replace(counter, **wrong))
+    with pytest.raises(UserError, match="'tome' decides itself"):
+        attach(vlm, "tome", counter=counter)

@@ -29,6 +29,7 @@ class Merger:
     """The images of one run of the encoder.
 
     merged: of each image, what the layers so far have made of its grid.
+    counts: how many tokens each image is to keep behind the last layer; None where the method says it.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Merger:
             grids: of each image.
             layers: how many layers merge.
             aside: rows before the grid's that are no tokens and stay, such as CLS.
-            counts: how many tokens each image is to keep behind the last layer, where that is not the method's to say.
+            counts: see above; default: the method says all.
         """
         self.method, self.options, self.grids, self.layers, self.aside = method, options, grids, layers, aside
-        self.counts = [None] * len(grids) if counts is None else list(counts)
+        self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
         self.merged = [Reduction.identity(rows * columns * t, device) for t, rows, columns in grids]
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:

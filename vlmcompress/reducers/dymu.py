@@ -7,9 +7,8 @@ many tokens an image keeps is known only behind the encoder, unless `merge` is g
 in `tome`; the layers behind should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
 (before the softmax; the published code's slow path adds it behind).
 
-Virtual token unmerging, for evaluation: `merged.expand` gives every token of the grid its output's row and
-`merged.apply` takes the means back, so attention within the language model can run on all positions. It saves no
-attention and no cache.
+Virtual token unmerging (`vtu`), for evaluation: attention within the language model runs on all tokens of the grid, each
+with its output's row (`expand`), and the means of what they get (`apply`) go on. It saves no attention and no cache.
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ WHY_NOT = "the count is known only behind the encoder, and engines reserve an im
 class Options:
     """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
 
-    Or the name of a file with them, which must have been read before anything merges.
+    Or the name of a file with them, which must have been read before anything merges. `vtu`: virtual token unmerging.
     """
 
     keep: float = 1 / 3
     thresholds: tuple[float, ...] | str | None = None
+    vtu: bool = False
 
     def __post_init__(self) -> None:
         check_keep(self.keep)

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from vlmcompress.chosen import Chosen, choose
+from vlmcompress.counts import Counter
 from vlmcompress.models import VLM
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import thresholds
@@ -30,19 +31,20 @@ from vlmcompress.reduction._generating import Generating
 from vlmcompress.reduction._inside import Inside
 from vlmcompress.reduction._merging import Merging
 from vlmcompress.reduction._pixels import Pixels
-from vlmcompress.reduction._support import check, refusal
+from vlmcompress.reduction._support import check, check_counter, refusal
 from vlmcompress.reduction._units import Reduced
 
 __all__ = ["Attachment", "Chosen", "Reduced", "attach", "refusal"]
 
 
-def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
+def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter | None = None) -> Attachment:
     """Reduce the visual tokens of `vlm` from now on.
 
     Args:
         vlm: the model; one reducer at a time (ValueError).
         method: name of a reducer, or one with its options (`vlmcompress.chosen`).
         options: its `Options`, or a mapping of them; default: its defaults.
+        counter: says how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
 
     UserError when this model and this method do not go together (see `refusal`) or an option is wrong.
     """
@@ -51,6 +53,9 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None) -> Attachment:
         method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
     method = thresholds.known(vlm, method)
+    if counter:
+        check_counter(vlm.model.config, method.module, counter)
+        return Merging(vlm, method.module, method.options, counter)
     return _kind(method.module)(vlm, method.module, method.options)
 
 

@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from vlmcompress.counts import Counter
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Merger, Reduction
 from vlmcompress.reduction._early import Early
+from vlmcompress.reduction._layout import Layout
 from vlmcompress.reduction._support import feature_layers
 from vlmcompress.reduction._tap import joined, tap
 from vlmcompress.reduction._units import Reduced, Unit
@@ -94,9 +96,25 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
 
 
 class Merging(Early):
-    """Shortens the encoder's rows from layer to layer, and what goes into the language model."""
+    """Shortens the encoder's rows from layer to layer, and what goes into the language model.
+
+    counter: says how many tokens each image is to keep, where the method leaves that open; None: the method says it.
+
+    With virtual token unmerging the language model is not shortened: all tokens of an image stand in the prompt with their
+    row's features, and behind each attention those of a row get the mean of what they got. (So they stay alike, which is
+    the same as one row for them all between the attentions.)
+    """
+
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: Counter | None = None):
+        self.counter = counter
+        super().__init__(vlm, module, options)
 
     def _hook(self) -> None:
+        self._groups: list[tuple[Unit, Reduction]] = []  # whose attention is averaged
+        if getattr(self.options, "vtu", False):
+            blocks: Any = self.text.get_submodule("layers")
+            for block in blocks:
+                self._after(block.self_attn, self._average)
         self._encoder, self._merged = {}, []
         self._layers = Layers(self.vlm, self._start)
         self._undo.append(self._layers.remove)
@@ -106,16 +124,34 @@ class Merging(Early):
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)
-        self._layers.merger = None
+        self._layers.merger, self._groups = None, []
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
-        self._layers.merger = None
+        self._layers.merger, self._groups = None, []
 
     def _start(self, states: Tensor) -> Merger | None:
         if self._call is None:
             return None
-        return merger_of(self.vlm, states, self._call.get("pixel_values"), self.module, self.options, Merger)
+        merger = merger_of(self.vlm, states, self._call.get("pixel_values"), self.module, self.options, Merger)
+        if self.counter:
+            merger.counts = [self.counter.count(one) for one in pictures(self.vlm, self._call.arguments)]
+        return merger
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+        if not getattr(self.options, "vtu", False):
+            return super()._reduce(kwargs, units, past)
+        self._groups = list(zip(units, self._merged, strict=True))
+        return kwargs
+
+    def _average(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Behind an attention of the language model: `[b, s, d]` with the mean of each row's tokens at all of them."""
+        if not self._groups or output is None:
+            return None
+        states = output[0].clone()
+        for unit, result in self._groups:
+            states[unit.row, unit.columns] = result.expand(result.apply(states[unit.row, unit.columns]))
+        return (states, *output[1:])
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the projector: which patches of each unit have become one row."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import Any
 
 from vlmcompress.chosen import Chosen
+from vlmcompress.counts import Counter
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.reducers import REGISTRY
@@ -111,14 +111,32 @@ def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
         )
-    if module.COUNT == "fixed":
-        grid = (1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
-        least = -(-math.prod(grid) >> layers)
-        if module.budget(grid, options) < least:
-            raise UserError(
-                f"keep={options.keep:g} of {math.prod(grid)} tokens is out of reach: {layers} layers, each of which merges "
-                f"at most half, leave {least}; choose at least keep={least / math.prod(grid):.3g}"
-            )
+    least, most = merged_counts(config)
+    if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
+        raise UserError(
+            f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
+            f"leave {least}; choose at least keep={least / most:.3g}"
+        )
+
+
+def merged_counts(config: Any) -> tuple[int, int]:
+    """The fewest tokens that an encoder's layers can merge an image or tile into, and all that it has."""
+    vision = config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    return -(-tokens >> feature_layers(config)), tokens
+
+
+def check_counter(config: Any, module: ModuleType, counter: Counter) -> None:
+    """UserError unless the counts can be met by this method in the encoder of a model of this config."""
+    if not (hasattr(module, "merge") and module.COUNT == "adaptive"):
+        raise UserError(f"'{module.__name__.rpartition('.')[2]}' decides itself what it keeps; leave the counts out")
+    least, most = merged_counts(config)
+    patch = config.vision_config.patch_size
+    if counter.patch != patch or counter.buckets[0] < least or counter.buckets[-1] > most:
+        raise UserError(
+            f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
+            f"this one's encoder merges patches of {patch} into {least} to {most}"
+        )
 
 
 def _not_yet(method: str, module: ModuleType) -> str | None:

@@ -31,13 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import chosen as choosing
-from vlmcompress import manifest
+from vlmcompress import counts, manifest
 from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.progress import Progress, silent
 from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals
 from vlmcompress.reduction._merging import Layers, M, merger_of, pictures
+from vlmcompress.reduction._support import merged_counts
 
 METHOD = "dymu"
 SCHEMA_VERSION = 1
@@ -83,11 +84,19 @@ def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, pro
 
 
 @torch.no_grad()
-def counts(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> list[int]:
+def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> list[int]:
     """How many tokens each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
     return [
         len(one.anchor) for part in _pictures(vlm, batches) for one in _run(vlm, part, chosen.options, Merger).merged
     ]
+
+
+def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> counts.Counter:
+    """What says from pixels how many tokens a picture keeps, fitted to what the pictures of `batches` keep."""
+    own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
+    least, tokens = merged_counts(vlm.model.config)
+    patch = vlm.model.config.vision_config.patch_size
+    return counts.fit(own, kept(vlm, batches, chosen), patch, tokens, least)
 
 
 def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
@@ -116,8 +125,13 @@ def known(vlm: VLM, chosen: Chosen) -> Chosen:
     return chosen
 
 
-def save(path: Path, vlm: VLM, chosen: Chosen, kept: Sequence[int], calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the file of a reducer with thresholds, whole or not at all, and return what is in it."""
+def save(path: Path, vlm: VLM, chosen: Chosen, found: Sequence[int], calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the file of a reducer with thresholds, whole or not at all, and return what is in it.
+
+    Args:
+        found: how many tokens each picture of the calibration data keeps (`kept`).
+        calibration: what data.
+    """
     from vlmcompress.report import files
 
     content = {
@@ -131,7 +145,12 @@ def save(path: Path, vlm: VLM, chosen: Chosen, kept: Sequence[int], calibration:
         },
         "calibration": dict(calibration),
         "reduce": chosen.plain(),
-        "kept": {"mean": round(sum(kept) / len(kept), 2), "least": min(kept), "most": max(kept), "pictures": len(kept)},
+        "kept": {
+            "mean": round(sum(found) / len(found), 2),
+            "least": min(found),
+            "most": max(found),
+            "pictures": len(found),
+        },
     }
     files.save(path.parent, {"json": (path.name, files.dump(content))})
     return content
