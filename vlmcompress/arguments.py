@@ -136,7 +136,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     sweep.options(verb("sweep", "Score dozens of settings from statistics alone: predicted error against size."))
     check = verb("check", "Tell in seconds whether a recipe works for a model, a target and an engine.")
     _recipe(check)
-    check.add_argument("--engine", default="vllm", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm")
+    check.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
     doctor = verb("doctor", "Examine a finished checkpoint.")
     doctor.add_argument("out", metavar="OUT")
     doctor.add_argument("--source", metavar="MODEL", help="compare with the original, too")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vlmcompress import atomic, manifest, models, pipeline, statistics
+from vlmcompress import atomic, manifest, models, pipeline, reducing, statistics
 from vlmcompress.calibration.sensitivity import NO_ANSWER, kept_gradients
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
@@ -61,6 +61,7 @@ def calibrate(
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
     assert origin is not None
+    recipe = reducing.settled(recipe, vlm, batches, None, progress)
     whole, (vlm, batches, origin) = vlm, pipeline.behind_reducer(recipe, vlm, batches, origin, progress)
     assert origin is not None
     needs = _possible(needs, origin["tokens"]) | (_possible(None, origin["tokens"]) & frozenset(likes))

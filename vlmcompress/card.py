@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmcompress import carried
 from vlmcompress.manifest import MANIFEST, hash_files, read
 
 CARD = "README.md"
@@ -33,8 +34,10 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
         _header(source, licence),
         f"# {name}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
-        "## Use\n\n" + _usage(name, config),
     ]
+    if reducer := carried.read(config):
+        sections.append("## Visual tokens\n\n" + _reducer(str(reducer.reducer), record.get("visual_tokens")))
+    sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
     if accuracy:
         sections.append("## Accuracy\n\n" + _accuracy(accuracy))
     if record.get("errors"):
@@ -98,20 +101,38 @@ def _args(args: Mapping[str, Any] | None) -> str:
     return f"{kind} {how}" + ("" if args["symmetric"] else ", asymmetric") + (", dynamic" if args["dynamic"] else "")
 
 
-def _usage(name: str, config: Mapping[str, Any]) -> str:
+def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
+    """What is reduced, and what of it depends on the engine."""
+    text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
+    if tokens and tokens["after"] is not None:
+        text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
+    text += " Tokens that are kept have their original positions, and no weight depends on it."
+    return f"{text} The block `{carried.KEY}` of config.json says what is reduced."
+
+
+def _usage(name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any]) -> str:
     flags = " --trust-remote-code" if config.get("auto_map") else ""
     flags += " --kv-cache-dtype fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else ""
+    serve = f"""```sh
+vllm serve ./{name} --served-model-name {name}{flags}
+```"""
+    attach, use = "", ""
+    if reducer and recipe.get("engine", "vllm") == "vllm":
+        serve = f"pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint.\n\n{serve}"
+    elif reducer:
+        serve = "No engine but transformers runs this reducer."
+    if reducer:
+        use = "from vlmcompress.reduction import attach_carried\n"
+        attach = f'\nattach_carried(model, processor, "./{name}")  # transformers alone would keep all visual tokens'
     return f"""From the folder that holds this one:
 
-```sh
-vllm serve ./{name} --served-model-name {name}{flags}
-```
+{serve}
 
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
-
+{use}
 model = AutoModelForImageTextToText.from_pretrained("./{name}", dtype="auto", device_map="auto")
-processor = AutoProcessor.from_pretrained("./{name}")
+processor = AutoProcessor.from_pretrained("./{name}"){attach}
 ```
 
 `vlmcompress doctor ./{name}` checks that every file and tensor is as it was written."""

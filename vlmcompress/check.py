@@ -20,6 +20,7 @@ from vlmcompress import plan as plans
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.plan import Plan
 from vlmcompress.recipe import Recipe
+from vlmcompress.summary import tokens_text
 from vlmcompress.targets import Target
 from vlmcompress.terminal import size
 
@@ -36,13 +37,16 @@ class Finding:
     detail: str
 
 
-def findings(recipe: Recipe, engine: str = "vllm") -> list[Finding]:
+def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     """Everything that speaks for or against a recipe whose target has not refused it yet.
 
     Args:
         recipe: resolved without its target (`recipe.resolve` refuses early), or with one that does not refuse.
-        engine: one of `ENGINES`.
+        engine: one of `ENGINES`; None: the recipe's.
     """
+    engine = engine or recipe.engine
+    if engine == "transformers":
+        recipe = recipe.model_copy(update={"engine": engine})
     if engine not in ENGINES:
         raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
     target = targets.get(recipe.target) if recipe.target else None
@@ -54,6 +58,7 @@ def findings(recipe: Recipe, engine: str = "vllm") -> list[Finding]:
         return [*found, Finding("model", False, str(error))]
     found.append(Finding("model", True, f"family {plan.spec.family}, {size(plan.bytes_before)} of weights"))
     found.append(_processor(recipe.model))
+    found += _reducer(plan, engine)
     if plan.problems:
         found += [Finding("shapes", False, problem) for problem in plan.problems]
     else:
@@ -160,7 +165,19 @@ def _processor(model: Path) -> Finding:
     return Finding("processor", True, "tokenizer and image processor are there")
 
 
+def _reducer(plan: Plan, engine: str) -> list[Finding]:
+    """What is to know of a reducer; what stands in its way is among the plan's problems."""
+    if plan.recipe.reduce is None or plan.problems:
+        return []
+    title = f"{engine}: visual tokens"
+    if engine not in ("vllm", "transformers"):
+        return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
+    return [Finding(title, True, tokens_text(plan.recipe.reduce, plan.tokens))]
+
+
 def _size(plan: Plan) -> Finding:
+    if plan.recipe.reduce and plan.bytes_after == plan.bytes_before:
+        return Finding("size", True, f"{size(plan.bytes_after)}, as the weights stay as they are")
     ratio = plan.bytes_before / max(plan.bytes_after, 1)
     return Finding(
         "size",

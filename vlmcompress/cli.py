@@ -91,10 +91,11 @@ def check(args: argparse.Namespace) -> Outcome:
     recipe = resolve(arguments.given(args), args.recipe, refuse=False).recipe
     from vlmcompress.check import findings
 
-    found = findings(recipe, args.engine)
+    engine = args.engine or recipe.engine
+    found = findings(recipe, engine)
     fine = all(finding.ok for finding in found)
-    title = f"{recipe.model} with {recipe.scheme} on {recipe.target or 'any target'} in {args.engine}"
-    data = {"ok": fine, "engine": args.engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
+    title = f"{recipe.model} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
+    data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
     return OK if fine else BAD_INPUT, data, summary.looked_text(title, found)
 
 

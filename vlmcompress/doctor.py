@@ -20,7 +20,8 @@ from torch import nn
 from transformers import AutoProcessor, CompressedTensorsConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from vlmcompress import manifest, models, tensorfile
+from vlmcompress import carried, manifest, models, reduction, tensorfile
+from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors, misread
 from vlmcompress.models import ModelSpec
@@ -151,6 +152,17 @@ def _config(subject: _Subject) -> str:
     return f"{subject.spec.family}, {subject.config['format']}, {len(subject.config['config_groups'])} group(s)"
 
 
+def _reducer(subject: _Subject) -> str:
+    config = json.loads((subject.path / "config.json").read_text(encoding="utf-8"))
+    found = carried.read(config)
+    if found is None:
+        return "none, all visual tokens are kept"
+    vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
+    reduction.check(vlm, found.reducer.method, found.reducer.options)
+    reason = plugin.refusal(config["architectures"][0], found.reducer)
+    return f"{found.reducer}, {f'for transformers only: {reason}' if reason else 'served by the plugin of vLLM'}"
+
+
 def _tensors(subject: _Subject) -> str:
     names, state = subject.names, subject.skeleton.state_dict(keep_vars=True)
     for memory, disk in names.items():
@@ -240,6 +252,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "files": (("manifest",), _files),
     "weights": ((), _weights),
     "config": ((), _config),
+    "reducer": (("weights", "config"), _reducer),
     "tensors": (("weights", "config"), _tensors),
     "layers": (("tensors",), _layers),
     "fused": (("weights", "config"), _fused),

@@ -13,6 +13,7 @@ Schema 1, one JSON object:
 | maxima | first linear layer of a group -> modality -> share of its input channels whose maximum is that modality's |
 | kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`kv_range.report`); {} without |
 | warnings | what went otherwise than asked for, a line each |
+| visual_tokens | of a reduced checkpoint: tokens of a prompt with one typical image, before and after |
 | allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
 | size | bytes of weights before and after |
 | tensors | number of stored tensors |
@@ -49,6 +50,7 @@ def build(
     kv_cache: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
     allocation: Mapping[str, Any] | None = None,
+    visual_tokens: Mapping[str, Any] | None = None,
 ) -> dict:
     """Everything but sizes and hashes, which `checkpoint.write` adds.
 
@@ -62,6 +64,7 @@ def build(
         kv_cache: attention module (memory name) -> what an FP8 cache does to its keys and values.
         warnings: what went otherwise than asked for.
         allocation: how a budget of bits was shared out; None: one scheme for all groups.
+        visual_tokens: what the reducer does to a prompt with an image; None: there is no reducer, or it cannot be said.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -75,6 +78,7 @@ def build(
         "kv_cache": dict(kv_cache or {}),
         "warnings": list(warnings),
         **({"allocation": dict(allocation)} if allocation else {}),
+        **({"visual_tokens": dict(visual_tokens)} if visual_tokens else {}),
     }
 
 

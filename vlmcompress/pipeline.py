@@ -62,6 +62,9 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         work = allocate.planned(work, resume=resume, progress=progress)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = _input(recipe, vlm, work)
+    recipe = reducing.settled(recipe, vlm, batches, work.statistics and work.statistics.reducer, progress)
+    if not (work.needs_data or recipe.calibrate.data):  # only the reducer learnt from them
+        batches = []
     whole, (vlm, batches, origin) = vlm, behind_reducer(recipe, vlm, batches, origin, progress)
     folder = out.with_name(f".{out.name}.resume")
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
@@ -83,7 +86,8 @@ def _input(recipe: Recipe, vlm: VLM, work: plan.Plan) -> tuple[list[dict[str, Te
     if work.statistics:
         _check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         return [], work.statistics.origin
-    batches, origin = calibration_batches(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else None)
+    learns = f"reducer '{recipe.reduce.method}'" if reducing.learns(recipe) else None
+    batches, origin = calibration_batches(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else learns)
     return batches, origin and origin | {"prefix": work.prefix}
 
 
@@ -177,6 +181,7 @@ def _write(
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=reducing.warnings(recipe, origin) + warnings(results),
             allocation=work.allocation,
+            visual_tokens=work.tokens,
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},

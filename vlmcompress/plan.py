@@ -51,6 +51,7 @@ class Plan:
         statistics: what the decoder is solved from instead of running it.
         room: what the recipe's `bits` leave to share out; sizes are the largest possible ones until it is.
         allocation: how it was shared out, as the manifest keeps it.
+        tokens: of a prompt with one image, before and after the recipe's reducer (`reducing.example`).
     """
 
     recipe: Recipe
@@ -70,6 +71,7 @@ class Plan:
     statistics: statistics.Statistics | None = None
     room: room.Room | None = None
     allocation: dict | None = None
+    tokens: dict | None = None
 
     @property
     def undecided(self) -> bool:
@@ -102,6 +104,7 @@ class Plan:
             "needs_calibration_data": self.needs_data,
             "prefix": self.prefix,
             "allocation": self.allocation,
+            "visual_tokens": self.tokens,
             "problems": self.problems,
         }
 
@@ -171,6 +174,7 @@ def survey(recipe: Recipe, others: Others | None = None, table: Mapping[str, Met
         problems=_once(problems),
         statistics=stats,
         room=space,
+        tokens=None if problems else reducing.example(recipe),
     )
 
 

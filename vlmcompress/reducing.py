@@ -10,8 +10,11 @@ from vlmcompress.errors import UserError
 if TYPE_CHECKING:
     from vlmcompress.chosen import Chosen
     from vlmcompress.models import VLM
+    from vlmcompress.progress import Progress
     from vlmcompress.recipe import Recipe
 
+TYPICAL = (1024, 768)
+"""Width and height of the image that examples are of."""
 Layer = tuple[str, Mapping[str, Any]]
 
 
@@ -55,11 +58,65 @@ def calibrated(recipe: Recipe) -> Chosen | None:
     return recipe.reduce if recipe.reduce and recipe.reduce.module.STAGE != "llm" else None
 
 
+def learns(recipe: Recipe) -> bool:
+    """Whether the reducer has to learn from calibration images first."""
+    return recipe.reduce is not None and getattr(recipe.reduce.options, "thresholds", ()) is None
+
+
+def settled(
+    recipe: Recipe, vlm: VLM, batches: Sequence[Mapping[str, Any]], known: Chosen | None, progress: Progress
+) -> Recipe:
+    """The recipe with everything that its reducer learns in place: from a file that it names, or from samples.
+
+    Args:
+        batches: calibration samples, from `encode`.
+        known: the reducer that statistics were collected behind; what it has learnt is taken from there.
+    """
+    if not hasattr(getattr(recipe.reduce, "options", None), "thresholds"):
+        return recipe
+    from vlmcompress.reduction import thresholds
+
+    if known is not None and same(known, recipe.reduce):
+        return recipe.model_copy(update={"reduce": known})
+    chosen = (
+        thresholds.learn(vlm, batches, recipe.reduce, progress) if batches else thresholds.known(vlm, recipe.reduce)
+    )
+    return recipe.model_copy(update={"reduce": chosen})
+
+
+def same(known: Chosen | None, asked: Chosen | None) -> bool:
+    """Whether a reducer is the one that is asked for, apart from what it has learnt or will read from a file."""
+    if known is None or asked is None or known.method != asked.method:
+        return known is asked
+    mine, wanted = known.plain(), asked.plain()
+    if not isinstance(wanted.get("thresholds"), tuple | list):
+        wanted["thresholds"] = mine.get("thresholds")
+    return {**mine, "thresholds": mine.get("thresholds")} == wanted
+
+
 def warnings(recipe: Recipe, origin: Mapping[str, Any] | None) -> list[str]:
     """What went otherwise than asked for. `origin`: where statistics came from, None for no calibration."""
     if recipe.reduce is None or origin is None or calibrated(recipe):
         return []
     return [f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"]
+
+
+def example(recipe: Recipe) -> dict[str, Any] | None:
+    """Tokens of a prompt with one typical image before and after the recipe's reducer, by the processor alone.
+
+    `after` is None where the count depends on what the image shows. None without a reducer, and where the processor cannot say.
+    """
+    if recipe.reduce is None:
+        return None
+    from vlmcompress.reduction import planning
+
+    try:
+        found = planning.plan(recipe.model, [TYPICAL], "", [recipe.reduce])
+    except UserError:  # about the processor, which `check` and calibration look at
+        return None
+    (cost,) = found.reduced.values()
+    size = "x".join(map(str, TYPICAL))
+    return {"image": size, "before": found.full.visual, "after": cost.visual if cost else None, "text": found.text}
 
 
 def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
@@ -80,7 +137,7 @@ def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
         if before is not None:
             found.append(f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another")
         return found
-    if reason := unserved(recipe, vlm):
+    if reason := unserved(recipe, config):
         found.append(reason)
     try:
         reduction.check(vlm, recipe.reduce.method, recipe.reduce.options)
@@ -89,15 +146,11 @@ def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
     return found
 
 
-def unserved(recipe: Recipe, vlm: VLM) -> str | None:
+def unserved(recipe: Recipe, config: Mapping[str, Any]) -> str | None:
     """Why the recipe's engine cannot serve its reducer, and what it could serve instead; None when it can."""
-    from vlmcompress.reducers import REGISTRY
-    from vlmcompress.reduction import refusal
-
-    module = recipe.reduce.module
-    if recipe.engine != "vllm" or module.SERVED:
+    if recipe.engine != "vllm":
         return None
-    modules = {name: REGISTRY.get(name) for name in REGISTRY.names()}
-    others = [name for name, one in modules.items() if one.SERVED and refusal(vlm.spec, name) is None]
-    instead = f"use one of {', '.join(others)}, or" if others else "use"
-    return f"reduce {recipe.reduce}: vLLM cannot serve it ({module.WHY_NOT}); {instead} --set engine=transformers"
+    from vlmcompress.engines.vllm.plugin import refusal
+
+    reasons = [reason for name in config.get("architectures") or [] if (reason := refusal(name, recipe.reduce))]
+    return f"reduce {recipe.reduce}: {reasons[0]}; or --set engine=transformers" if reasons else None

@@ -32,6 +32,7 @@ class Side(_Record):
         name: short name for people; `path`: folder or served model name.
         weight_bytes: size of its safetensors files; 0 if the files are out of reach (a server).
         scheme: from its vlmcompress manifest; "" for an original.
+        reducer: of visual tokens, that it carries or that was attached; "" for none.
         layer_errors: linear layer -> modality -> relative output error, from the manifest.
         engine: what the engine says about itself.
     """
@@ -40,6 +41,7 @@ class Side(_Record):
     path: str
     weight_bytes: int = 0
     scheme: str = ""
+    reducer: str = ""
     layer_errors: dict[str, dict[str, float]] = {}
     engine: dict[str, Any] = {}
 
@@ -47,6 +49,7 @@ class Side(_Record):
 class Scored(_Record):
     """One question and what both sides answered. Equal `image` means: about the same image(s).
 
+    `*_tokens` are those of the prompt that the language model got, `*_visual` those of images among them, where known.
     `*_parsed` is False where the task found no answer in the text. `kl` is the divergence of the first token's distribution.
     """
 
@@ -63,6 +66,8 @@ class Scored(_Record):
     candidate_parsed: bool = True
     baseline_tokens: int = 0
     candidate_tokens: int = 0
+    baseline_visual: int | None = None
+    candidate_visual: int | None = None
     image: str = ""
     kl: float | None = None
 
@@ -116,7 +121,7 @@ class Divergence(_Record):
 
 
 class Suite(_Record):
-    """One suite's accuracy. `cut_off`, `empty`, `unparsed`: counts (baseline, candidate).
+    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `*_tokens`: counts (baseline, candidate), over all samples.
 
     `derived_ids`: the data had no ids for some samples, which go by a hash of their content.
     """
@@ -137,6 +142,7 @@ class Suite(_Record):
     empty: tuple[int, int] = (0, 0)
     cut_off: tuple[int, int] = (0, 0)
     prompt_tokens: tuple[int, int] = (0, 0)
+    visual_tokens: tuple[int, int] | None = None
     scoring: str = ""
     derived_ids: bool = False
 
@@ -253,7 +259,7 @@ class Results(_Record):
 
     def identity(self) -> list[tuple[str, int, str]]:
         """Equal for results about the same two checkpoints."""
-        return [(side.name, side.weight_bytes, side.scheme) for side in (self.baseline, self.candidate)]
+        return [(side.name, side.weight_bytes, side.scheme + side.reducer) for side in (self.baseline, self.candidate)]
 
     def to_dict(self, pictures: bool = True) -> dict[str, Any]:
         """Plain data for JSON."""

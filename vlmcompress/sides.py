@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import __version__, manifest
+from vlmcompress import __version__, carried, manifest
 from vlmcompress.errors import UserError
 from vlmcompress.results import Side
 
@@ -20,14 +21,23 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
     made = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
+    own, attached = _carried(path), engine.get("reduce") or ""
     return Side(
-        name=path.resolve().name,
+        name=path.resolve().name + (f" with {attached}" if attached != own and attached else ""),
         path=str(path),
         weight_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
         scheme=(made.get("recipe") or {}).get("scheme") or "",
+        reducer=attached or own,
         layer_errors=made.get("errors") or {},
         engine=dict(engine),
     )
+
+
+def _carried(path: Path) -> str:
+    """The reducer that a checkpoint carries, as the command line has it; "" for none."""
+    config = path / "config.json"
+    found = carried.read(json.loads(config.read_text(encoding="utf-8"))) if config.is_file() else None
+    return str(found.reducer) if found else ""
 
 
 def checkpoint(model: str | Path) -> Path:

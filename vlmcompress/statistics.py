@@ -40,7 +40,7 @@ from vlmcompress.chosen import read as read_reducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
-from vlmcompress.reducing import calibrated
+from vlmcompress.reducing import calibrated, same
 from vlmcompress.resume import BlockFiles, block_file
 from vlmcompress.sensitivity import Gradients, sensitivities
 from vlmcompress.solve import Method
@@ -202,7 +202,7 @@ class Statistics:
     def _other_reducer(self, recipe: Recipe) -> list[str]:
         """Behind another reducer, or none, the decoder sees other tokens."""
         was, now = self.reducer, calibrated(recipe)
-        if was == now:
+        if same(was, now):
             return []
         seen = f"behind the reducer {was}" if was else "of all visual tokens"
         remedy = f"add --reduce {was}" if was else "leave out --reduce"

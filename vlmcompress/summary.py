@@ -62,6 +62,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
             table(
                 [
                     ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({_ratio(plan)})"),
+                    *([("images", tokens_text(plan.recipe.reduce, plan.tokens))] if plan.recipe.reduce else []),
                     ("peak memory", f"about {size(plan.peak_bytes)}"),
                     ("calibration", data),
                     ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
@@ -85,9 +86,20 @@ def allocation_text(found: Mapping[str, Any]) -> str:
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
 
 
+def tokens_text(reducer: object, tokens: Mapping[str, Any] | None) -> str:
+    """What a reducer does to an image, as `reducing.example` found it."""
+    if tokens is None:
+        return f"{reducer}"
+    after = "as many as it shows" if tokens["after"] is None else f"{tokens['after']:,} visual tokens"
+    return f"{reducer}: {tokens['before']:,} -> {after} of a {tokens['image']} image"
+
+
 def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The outcome of `quantize` as data."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
+    recipe = manifest["recipe"]
+    compare = f"vlmcompress eval {shlex.quote(str(out))} --baseline {shlex.quote(str(model))}"
+    serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {
         "ok": True,
         "out": str(out),
@@ -98,11 +110,10 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
         "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "kv_cache": kv_cache(manifest["kv_cache"]),
+        "reduce": recipe.get("reduce"),
+        "visual_tokens": manifest.get("visual_tokens"),
         "warnings": manifest["warnings"],
-        "next": [
-            f"vlmcompress eval {shlex.quote(str(out))} --baseline {shlex.quote(str(model))}",
-            f"vlmcompress serve {shlex.quote(str(out))}",
-        ],
+        "next": [compare, serve] if recipe.get("engine", "vllm") == "vllm" else [f"{compare} --engine hf"],
     }
 
 
@@ -167,6 +178,10 @@ def quantize_text(result: Mapping[str, Any]) -> str:
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
     before, after = result["weights_before"], result["weights_after"]
     lines.append(f"  weights   {size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)")
+    if result["reduce"]:
+        from vlmcompress.chosen import read
+
+        lines.append(f"  images    {tokens_text(read(result['reduce']), result['visual_tokens'])}")
     if result["bits"]:
         lines.append(f"  bits      {result['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(result["worst_layers"]):

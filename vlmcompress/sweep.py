@@ -93,12 +93,14 @@ def run(
     """Score `settings` and budgets.
 
     Args:
-        recipe: names the model, the statistics, a target if any and what is skipped; its own scheme is no matter.
+        recipe: names the model, the statistics, a target if any and what is skipped; its own scheme is no matter, and the
+            reducer is that of the statistics.
         rows: of each group that errors are predicted on.
         budgets: bits per weight; those below what is reachable are left out.
     """
     assert recipe.calibrate.stats is not None
-    facts = statistics.read(Path(recipe.calibrate.stats)).facts
+    known = statistics.read(Path(recipe.calibrate.stats))
+    facts, recipe = known.facts, recipe.model_copy(update={"reduce": known.reducer})
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]
     asked, left_out = settings(balances), []
@@ -133,6 +135,8 @@ def run(
 
 def _point(work: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: float) -> Point:
     assert work.room is not None
+    if work.recipe.reduce:
+        keys = keys | {"reduce": work.recipe.reduce.plain()}
     return Point(name, keys, work.room.bits(nbytes), nbytes + work.room.fixed, predicted)
 
 

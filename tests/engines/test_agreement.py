@@ -5,12 +5,15 @@ The demo model answers nearly all of them surely; BF16 in another order of addit
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.engines.processes import session_ends, session_members
+from vlmcompress import carried
 from vlmcompress.calibration.sources import load_samples
+from vlmcompress.chosen import parse
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Run, Settings
 from vlmcompress.errors import UserError
@@ -180,3 +185,22 @@ def worker() -> int:
             found.append(int(stat.parent.name))
     assert len(found) == 1
     return found[0]
+
+
+def test_reduced_answers_count_the_tokens_that_are_left(asked, transformers, tmp_path) -> None:
+    """A reducer that is attached by name, and the same one carried by the checkpoint: equal answers and counts."""
+    attached = replace(get("hf"), reduce="uniform:0.5").answer(MODEL, asked[0], media=asked[1], settings=SETTINGS)
+    shutil.copytree(MODEL, tmp_path / "reduced")
+    config = tmp_path / "reduced" / "config.json"
+    config.write_text(json.dumps(carried.write(json.loads(config.read_text()), parse("uniform:0.5"))))
+    found = get("hf").answer(tmp_path / "reduced", asked[0], media=asked[1], settings=SETTINGS)
+    assert (
+        found.engine["reduce"] == attached.engine["reduce"] == "uniform:0.5" and transformers.engine["reduce"] is None
+    )
+    assert {name: one.text for name, one in found.answers.items()} == {
+        n: one.text for n, one in attached.answers.items()
+    }
+    for request in asked[0]:
+        full, less = transformers.answers[request.id], found.answers[request.id]
+        assert full.visual_tokens == 81 * request.images() and less.visual_tokens == 41 * request.images()
+        assert full.prompt_tokens - less.prompt_tokens == 40 * request.images()

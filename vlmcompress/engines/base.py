@@ -55,7 +55,8 @@ class Answer:
     """What the model said. `finish` is `stop`, or `length` when `max_tokens` cut it off.
 
     `first` maps the text of the most likely first tokens to their log-probabilities (natural, of the whole vocabulary);
-    None if it was not asked for. Tokens with equal text count as one, with the sum of their probabilities.
+    None if it was not asked for. `prompt_tokens` are those that the language model got, `visual_tokens` those of images among
+    them, where the engine tells. Tokens with equal text count as one, with the sum of their probabilities.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Answer:
     prompt_tokens: int
     output_tokens: int
     first: dict[str, float] | None = None
+    visual_tokens: int | None = None
 
 
 @dataclass(frozen=True)

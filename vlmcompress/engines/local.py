@@ -44,6 +44,7 @@ class Local:
         interpreter: gives the Python that has the engine.
         environment: gives the environment variables of the worker.
         advice: what to do when that Python can't import the engine.
+        reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Local:
     environment: Callable[[], dict[str, str]]
     advice: str
     local: bool = True
+    reduce: str | None = None
 
     def answer(
         self,
@@ -102,6 +104,7 @@ class Local:
             "media": str(media.resolve()),
             "images_per_prompt": max((request.images() for request in requests), default=0),
             "settings": asdict(settings),
+            "reduce": self.reduce,
         }
         lines = [asdict(request) for request in requests]
         yield from self.events(job, lines, model, settings.start_timeout, settings.answer_timeout)

@@ -172,6 +172,7 @@ def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) ->
         empty=_count(both, lambda sample: not sample.text),
         cut_off=_count(both, lambda sample: sample.answer.finish == "length"),
         prompt_tokens=_count(both, lambda sample: sample.answer.prompt_tokens),
+        visual_tokens=_visual(both),
         scoring=suite.scoring,
         derived_ids=suite.derived_ids,
     ), scored
@@ -180,6 +181,12 @@ def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) ->
 def _count(both: tuple[Sequence[Sample], Sequence[Sample]], of) -> tuple[int, int]:
     first, second = (sum(map(of, samples)) for samples in both)
     return first, second
+
+
+def _visual(both: tuple[Sequence[Sample], Sequence[Sample]]) -> tuple[int, int] | None:
+    """Visual tokens of all prompts, before and after; None where an engine does not tell."""
+    known = all(sample.answer.visual_tokens is not None for samples in both for sample in samples)
+    return _count(both, lambda sample: sample.answer.visual_tokens) if known else None
 
 
 def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scored:
@@ -197,6 +204,8 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
         candidate_parsed=after.parsed,
         baseline_tokens=before.answer.prompt_tokens,
         candidate_tokens=after.answer.prompt_tokens,
+        baseline_visual=before.answer.visual_tokens,
+        candidate_visual=after.answer.visual_tokens,
         image=after.image,
         kl=kl,
     )
@@ -257,7 +266,7 @@ def _replay(recorded: Results, name: str) -> Asked:
             score=s.baseline_score,
             parsed=s.baseline_parsed,
             image=s.image,
-            answer=Answer(s.id, s.baseline, "stop", s.baseline_tokens, 0),
+            answer=Answer(s.id, s.baseline, "stop", s.baseline_tokens, 0, visual_tokens=s.baseline_visual),
         )
         for s in recorded.samples
         if s.suite == name

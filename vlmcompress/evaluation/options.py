@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="the candidate: a checkpoint, or a model that the server knows")
     parser.add_argument(
-        "--baseline", metavar="MODEL", required=True, help="the original, or the report of an earlier evaluation of it"
+        "--baseline",
+        metavar="MODEL",
+        help="the original, or the report of an earlier evaluation of it; with --reduce: OUT itself, unless given",
     )
     parser.add_argument(
         "--suite",
@@ -30,6 +33,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="FILE", help="local copy of the suite's data; alone: questions and answers")
     parser.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, hf or openai:URL")
     parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
+    parser.add_argument(
+        "--reduce", metavar="METHOD:KEEP", help="attach a visual-token reducer to OUT, whatever it carries; --engine hf"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     judging(parser)
@@ -57,13 +63,30 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return conclude(results, gate, args.report)
 
 
+def reducing(name: str, reduce: str) -> engines.Engine:
+    """The engine of that name with a reducer on the model. UserError where that is no engine that can attach one."""
+    from vlmcompress.chosen import parse
+
+    chosen = parse(reduce)
+    if name != "hf":
+        raise UserError(
+            f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
+        )
+    from vlmcompress.engines.hf import ENGINE
+
+    return dataclasses.replace(ENGINE, name=f"hf, {chosen}", reduce=str(chosen))
+
+
 def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
     """What the flags ask for."""
     from vlmcompress.evaluation.accuracy import Ask, evaluate
 
+    engine = reducing(args.engine, args.reduce) if args.reduce else engines.get(args.engine)
+    if args.baseline is None and not args.reduce:
+        raise UserError("nothing to compare with; name the original with --baseline MODEL")
     progress = terminal.Progress()
     how = Ask(
-        engine=engines.get(args.engine),
+        engine=engine,
         baseline_engine=engines.get(args.baseline_engine or args.engine),
         limit=args.limit,
         seed=args.seed,
@@ -72,6 +95,6 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
         progress=progress,
     )
     try:
-        return evaluate(args.out, args.baseline, args.suite, Path(args.data) if args.data else None, how)
+        return evaluate(args.out, args.baseline or args.out, args.suite, Path(args.data) if args.data else None, how)
     finally:
         progress.close()

@@ -33,8 +33,9 @@ from vlmcompress.reduction._merging import Merging
 from vlmcompress.reduction._pixels import Pixels
 from vlmcompress.reduction._support import check, check_counter, refusal
 from vlmcompress.reduction._units import Reduced
+from vlmcompress.reduction.carrying import attach_carried
 
-__all__ = ["Attachment", "Chosen", "Reduced", "attach", "refusal"]
+__all__ = ["Attachment", "Chosen", "Reduced", "attach", "attach_carried", "refusal"]
 
 
 def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter | None = None) -> Attachment:

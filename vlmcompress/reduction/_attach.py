@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import reducers
+from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Reduction, Signals
@@ -48,6 +49,11 @@ class Attachment:
         except BaseException:
             self.detach()
             raise
+
+    @property
+    def chosen(self) -> Chosen:
+        """The reducer with its options."""
+        return Chosen(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
 
     def detach(self) -> None:
         """Take all hooks away. The model is what it was; caches filled with the reducer on cannot be continued."""

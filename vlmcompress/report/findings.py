@@ -88,9 +88,23 @@ def headline(results: Results) -> list[str]:
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     if before and after:
         lines.append(f"Weights are {smaller(before, after)} ({size(before)} to {size(after)}).")
+    lines += [f"{suite.name}: " * several + found for suite in results.suites for found in tokens(suite)]
     if results.bench and (found := main_speed(results.bench)):
         lines.append(f"Speed: {pace(found[1])} ({spread(found[1])}), {found[0]}.")
     return lines
+
+
+def tokens(suite: Suite) -> list[str]:
+    """What prompts cost before and after, where that differs."""
+    before, after = suite.prompt_tokens
+    if before == after or not before or not after:
+        return []
+    text = f"{figures(before / suite.samples)} tokens a request before, {figures(after / suite.samples)} after"
+    if suite.visual_tokens is not None:
+        old, new = suite.visual_tokens
+        of = f"{figures(old / suite.samples)} and {figures(new / suite.samples)} of them visual"
+        text += f"; {of}, {new / max(old, 1):.1%} of which are left"
+    return [f"Prompts: {text}."]
 
 
 def changes(suite: Suite) -> list[str]:

@@ -60,9 +60,11 @@ def _suite(suite: Suite) -> list[str]:
     rows = [_row("all", suite.overall), *(_row(name, c) for name, c in list(suite.families.items())[:_FAMILIES])]
     head = ["family", "n", "baseline", "candidate", "points", "interval", "verdict (margin)"]
     o = suite.overall
-    notes = findings.changes(suite) + [
-        f"{what}: {b:,} before, {c:,} after." for what, (b, c) in findings.trouble(suite)
-    ]
+    notes = (
+        findings.tokens(suite)
+        + findings.changes(suite)
+        + [f"{what}: {b:,} before, {c:,} after." for what, (b, c) in findings.trouble(suite)]
+    )
     if o.baseline_only is not None:
         notes.insert(0, f"Right only before: {o.baseline_only:,}. Right only after: {o.candidate_only:,}.")
     if (hidden := len(suite.families) - _FAMILIES) > 0:

@@ -28,7 +28,11 @@ def accuracy(suite: Suite) -> str:
         "",
     )
     rows = [_row("all", suite.overall), *(_row(name, found) for name, found in suite.families.items())]
-    lines = [f"{suite.name}: {suite.metric}", table([head, *rows]), *(f"  {line}" for line in findings.changes(suite))]
+    lines = [
+        f"{suite.name}: {suite.metric}",
+        table([head, *rows]),
+        *(f"  {line}" for line in findings.tokens(suite) + findings.changes(suite)),
+    ]
     for what, (before, after) in findings.trouble(suite):
         if before or after:
             lines.append(f"  {what}: {before} of the baseline's, {after} of the candidate's")

@@ -26,6 +26,7 @@ def start(job: dict):
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "max_model_len": engine.longest,
         "max_num_seqs": job["settings"]["max_num_seqs"] or IN_FLIGHT,
+        "reduce": engine.reduce,
         "start_seconds": round(time.monotonic() - began, 2),
     }
     return engine, about
@@ -71,6 +72,7 @@ class Engine:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         settings, folder = job["settings"], job["model"]
+        self.folder = folder
         local: Any = {"local_files_only": True, "trust_remote_code": False}
         torch.manual_seed(settings["seed"])
         found: Any = AutoModelForImageTextToText.from_pretrained(
@@ -90,6 +92,17 @@ class Engine:
         own, wanted = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
         self.longest = own if wanted < 0 else min(own, wanted)
         self.media = Path(job["media"])
+        names = ("image_token_id", "image_token_index")
+        self.image_token = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), -1)
+        self.attached = self._attach(job.get("reduce"))
+        self.reduce = None if self.attached is None else str(self.attached.chosen)
+
+    def _attach(self, reduce: str | None):
+        """The reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
+        from vlmcompress.chosen import parse
+        from vlmcompress.reduction import attach_carried
+
+        return attach_carried(self.model, self.processor, self.folder, parse(reduce) if reduce else None)
 
     def encode(self, batch: list[dict]):
         """The inputs of the model: tokens [batch, longest prompt] and pixels."""
@@ -133,6 +146,7 @@ class Engine:
 
         padded = inputs["input_ids"].shape[1]
         prompts = inputs["attention_mask"].sum(1).tolist()
+        visual = (inputs["input_ids"] == self.image_token).sum(1).tolist()
         limits = [request["max_tokens"] or settings["max_tokens"] for request in batch]
         first = FirstToken(settings["logprobs"])
         with torch.inference_mode():
@@ -147,6 +161,7 @@ class Engine:
                 pad_token_id=min(self.ends, default=0),
                 logits_processor=[first],
             )[:, padded:]
+        dropped = self._dropped(len(batch)) if images(batch[0]) else [0] * len(batch)
         for row, (request, limit) in enumerate(zip(batch, limits, strict=True)):
             answer = tokens[row, :limit].tolist()
             end = next((at for at, token in enumerate(answer) if token in self.ends), None)
@@ -154,11 +169,19 @@ class Engine:
             found = {
                 "text": self.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False),
                 "finish": "length" if end is None else "stop",
-                "prompt_tokens": prompts[row],
+                "prompt_tokens": prompts[row] - dropped[row],
+                "visual_tokens": visual[row] - dropped[row],
                 "output_tokens": len(answer),
                 "first": [[self.tokenizer.decode([token]), value] for token, value in first.top(row)] or None,
             }
             yield request["id"], found
+
+    def _dropped(self, rows: int) -> list[int]:
+        """How many visual tokens the attached reducer has dropped of each prompt of the latest batch."""
+        found = [0] * rows
+        for unit in self.attached.seen if self.attached else ():
+            found[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)
+        return found
 
 
 class FirstToken:

@@ -1,0 +1,45 @@
+"""Reducers of checkpoints: attach what a folder's config.json carries to the model that was loaded from it.
+
+    model = AutoModelForImageTextToText.from_pretrained("OUT", dtype="auto")
+    processor = AutoProcessor.from_pretrained("OUT")
+    attach_carried(model, processor, "OUT")
+
+transformers itself does not know the block and keeps all visual tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress import carried
+from vlmcompress.models import VLM, spec_for
+from vlmcompress.models._read import read_json
+
+if TYPE_CHECKING:
+    from vlmcompress.chosen import Chosen
+    from vlmcompress.reduction._attach import Attachment
+
+
+def attach_carried(model: Any, processor: Any, folder: str | Path, reducer: Chosen | None = None) -> Attachment | None:
+    """Reduce the visual tokens of a transformers model from now on, as its checkpoint says.
+
+    Args:
+        model, processor: what `from_pretrained(folder)` gave.
+        folder: the checkpoint.
+        reducer: this one instead of what the checkpoint carries.
+
+    Returns:
+        The attached reducer, None for a checkpoint without one, whose model stays as it is.
+
+    Raises:
+        UserError: the block in config.json is not right, or the model cannot have its tokens reduced so.
+    """
+    from vlmcompress.reduction import attach
+
+    config = read_json(Path(folder) / "config.json", "config")
+    found = carried.read(config)
+    reducer = reducer or (found.reducer if found else None)
+    if reducer is None:
+        return None
+    return attach(VLM(model, processor, spec_for(config), Path(folder)), reducer)
