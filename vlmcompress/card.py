@@ -10,6 +10,7 @@ from typing import Any
 
 from vlmcompress import carried
 from vlmcompress.manifest import MANIFEST, hash_files, read
+from vlmcompress.reducing import label
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
@@ -36,7 +37,7 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
     if reducer := carried.read(config):
-        sections.append("## Visual tokens\n\n" + _reducer(str(reducer.reducer), record.get("visual_tokens")))
+        sections.append("## Visual tokens\n\n" + _reducer(label(reducer.reducer), record.get("visual_tokens")))
     sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
     if accuracy:
         sections.append("## Accuracy\n\n" + _accuracy(accuracy))
@@ -104,7 +105,9 @@ def _args(args: Mapping[str, Any] | None) -> str:
 def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
     """What is reduced, and what of it depends on the engine."""
     text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
-    if tokens and tokens["after"] is not None:
+    if tokens and tokens["after"] is None:
+        text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."
+    elif tokens:
         text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
     text += " Tokens that are kept have their original positions, and no weight depends on it."
     return f"{text} The block `{carried.KEY}` of config.json says what is reduced."

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoProcessor, CompressedTensorsConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from vlmcompress import carried, manifest, models, reduction, tensorfile
+from vlmcompress import carried, manifest, models, reducing, reduction, tensorfile
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors, misread
@@ -160,7 +160,8 @@ def _reducer(subject: _Subject) -> str:
     vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
     reduction.check(vlm, found.reducer.method, found.reducer.options)
     reason = plugin.refusal(config["architectures"][0], found.reducer)
-    return f"{found.reducer}, {f'for transformers only: {reason}' if reason else 'served by the plugin of vLLM'}"
+    where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
+    return f"{reducing.label(found.reducer)}, {where}"
 
 
 def _tensors(subject: _Subject) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,15 @@ def warnings(recipe: Recipe, origin: Mapping[str, Any] | None) -> list[str]:
     if recipe.reduce is None or origin is None or calibrated(recipe):
         return []
     return [f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"]
+
+
+def label(reducer: Chosen) -> str:
+    """As the command line has it, without the numbers that it has learnt."""
+    learnt = isinstance(getattr(reducer.options, "thresholds", None), tuple)
+    if not learnt:
+        return str(reducer)
+    shown = dataclasses.replace(reducer, options=dataclasses.replace(reducer.options, thresholds=None))
+    return f"{shown} (learnt thresholds)"
 
 
 def example(recipe: Recipe) -> dict[str, Any] | None:

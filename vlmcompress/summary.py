@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vlmcompress.reducing import label
 from vlmcompress.terminal import duration, size, table
 
 if TYPE_CHECKING:
+    from vlmcompress.chosen import Chosen
     from vlmcompress.plan import Plan
     from vlmcompress.recipe import Resolved
 
@@ -86,12 +88,13 @@ def allocation_text(found: Mapping[str, Any]) -> str:
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
 
 
-def tokens_text(reducer: object, tokens: Mapping[str, Any] | None) -> str:
+def tokens_text(reducer: Chosen, tokens: Mapping[str, Any] | None) -> str:
     """What a reducer does to an image, as `reducing.example` found it."""
     if tokens is None:
-        return f"{reducer}"
-    after = "as many as it shows" if tokens["after"] is None else f"{tokens['after']:,} visual tokens"
-    return f"{reducer}: {tokens['before']:,} -> {after} of a {tokens['image']} image"
+        return label(reducer)
+    if tokens["after"] is None:
+        return f"{label(reducer)}: fewer than the {tokens['before']:,} visual tokens of a {tokens['image']} image, as it shows"
+    return f"{label(reducer)}: {tokens['before']:,} -> {tokens['after']:,} visual tokens of a {tokens['image']} image"
 
 
 def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -177,7 +180,8 @@ def quantize_text(result: Mapping[str, Any]) -> str:
     """The same for people."""
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
     before, after = result["weights_before"], result["weights_after"]
-    lines.append(f"  weights   {size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)")
+    smaller = f"{size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)"
+    lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else smaller}")
     if result["reduce"]:
         from vlmcompress.chosen import read
 
@@ -218,6 +222,8 @@ def _listed(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _ratio(plan: Plan) -> str:
+    if plan.bytes_after == plan.bytes_before:
+        return "as they are"
     return f"{plan.bytes_before / max(plan.bytes_after, 1):.2f}x smaller"
 
 

@@ -183,3 +183,21 @@ def test_statistics_are_of_one_reducer(world, built, tmp_path):
     given["calibrate"] = {"stats": str(plain)}
     with pytest.raises(UserError, match="are of all visual tokens; calibrate with --reduce dart:0.5, or leave out"):
         quantize(recipe(world, model, tmp_path / "third", **given, reduce="dart:0.5"))
+
+
+def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_path):
+    """Once: statistics pass theirs on. A checkpoint carries them, and is refused for another model by their number."""
+    model, stats = built("llava"), tmp_path / "stats"
+    dymu = {"reduce": "dymu:0.5", "engine": "transformers"}
+    done = quantize(recipe(world, model, tmp_path / "alone", **dymu))
+    carries = json.loads((tmp_path / "alone" / "config.json").read_text())["vlmcompress"]["reduce"]
+    assert len(carries["thresholds"]) == 2 and done.manifest["recipe"]["reduce"]["thresholds"] == carries["thresholds"]
+    calibrate(recipe(world, model, stats, **dymu), needs={"absmean", "gram"})
+    assert statistics.read(stats).reducer.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
+    given = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
+    quantize(recipe(world, model, tmp_path / "out", **given, **dymu))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"] == carries
+    with pytest.raises(UserError, match="are behind the reducer dymu:0.5"):
+        quantize(recipe(world, model, tmp_path / "other", **given, **dymu | {"reduce": "dymu:0.25"}))
+    with pytest.raises(UserError, match="reducer 'dymu' needs calibration images; name some with --calib"):
+        quantize(recipe(world, model, tmp_path / "none", calibrate={}, **dymu))

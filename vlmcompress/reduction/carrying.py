@@ -39,7 +39,7 @@ def attach_carried(model: Any, processor: Any, folder: str | Path, reducer: Chos
 
     config = read_json(Path(folder) / "config.json", "config")
     found = carried.read(config)
-    reducer = reducer or (found.reducer if found else None)
-    if reducer is None:
-        return None
-    return attach(VLM(model, processor, spec_for(config), Path(folder)), reducer)
+    vlm = VLM(model, processor, spec_for(config), Path(folder))
+    if reducer is not None:
+        return attach(vlm, reducer)
+    return attach(vlm, found.reducer, counter=found.count) if found else None
