@@ -104,3 +104,5 @@ def test_eval_attaches_only_to_transformers(models, capsys):
     assert code == 2 and "name the original with --baseline MODEL" in said
     code, _, said = run(capsys, "eval", models["llava"], "--engine", "hf", "--reduce", "dart:2")
     assert code == 2 and "keep must be a number above 0" in said
+    code, _, said = run(capsys, "eval", models["qwen2-5-vl"], "--engine", "hf", "--reduce", "visionzip")
+    assert code == 2 and "--reduce visionzip:1/3: 'visionzip' reads attention from CLS" in said

@@ -63,15 +63,19 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return conclude(results, gate, args.report)
 
 
-def reducing(name: str, reduce: str) -> engines.Engine:
-    """The engine of that name with a reducer on the model. UserError where that is no engine that can attach one."""
+def reducing(name: str, reduce: str, model: str) -> engines.Engine:
+    """The engine of that name with a reducer on the model. UserError where they do not go together."""
     from vlmcompress.chosen import parse
+    from vlmcompress.models import read_config, spec_for
+    from vlmcompress.reduction import refusal
 
     chosen = parse(reduce)
     if name != "hf":
         raise UserError(
             f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
         )
+    if reason := refusal(spec_for(read_config(model)), chosen.method):
+        raise UserError(f"--reduce {chosen}: {reason}")
     from vlmcompress.engines.hf import ENGINE
 
     return dataclasses.replace(ENGINE, name=f"hf, {chosen}", reduce=str(chosen))
@@ -81,7 +85,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
     """What the flags ask for."""
     from vlmcompress.evaluation.accuracy import Ask, evaluate
 
-    engine = reducing(args.engine, args.reduce) if args.reduce else engines.get(args.engine)
+    engine = reducing(args.engine, args.reduce, args.out) if args.reduce else engines.get(args.engine)
     if args.baseline is None and not args.reduce:
         raise UserError("nothing to compare with; name the original with --baseline MODEL")
     progress = terminal.Progress()

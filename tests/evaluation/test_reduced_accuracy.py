@@ -1,0 +1,72 @@
+"""Tokens before and after a reducer, from the engine's answers to the report's sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.evaluation.echo import Echo, checkpoint, picture, question, write_rows
+from vlmcompress import carried, results
+from vlmcompress.chosen import parse
+from vlmcompress.evaluation.accuracy import Ask, evaluate
+from vlmcompress.report import findings
+from vlmcompress.report.text import text
+
+
+class Counting(Echo):
+    """Tells tokens of images, `visual` of each, beside 10 others; None: it can't tell."""
+
+    def __init__(self, visual, known=True):
+        super().__init__(question)
+        self.visual, self.known = visual, known
+
+    def answer(self, model, requests, *, on_answer, **more):
+        run = super().answer(model, requests, on_answer=lambda _: None, **more)
+        for request in requests:
+            seen = self.visual * request.images()
+            counts = {"prompt_tokens": 10 + seen, "visual_tokens": seen if self.known else None}
+            run.answers[request.id] = dataclasses.replace(run.answers[request.id], **counts)
+            on_answer(run.answers[request.id])
+        return run
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Two checkpoints, of which the second carries a reducer, and questions about one image and none."""
+    rows = [
+        {"id": str(i), "question": f"{i}?", "answer": f"{i}?", "image": picture(tmp_path, f"{i}.png")} for i in range(3)
+    ]
+    data = write_rows(tmp_path / "data.jsonl", *rows, {"id": "3", "question": "3?", "answer": "3?"})
+    full, less = checkpoint(tmp_path / "full"), checkpoint(tmp_path / "less")
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (less / "config.json").write_text(json.dumps(carried.write(config, parse("dart:0.25"))))
+    return full, less, data
+
+
+def test_tokens_of_both_sides_are_compared(asked, tmp_path):
+    full, less, data = asked
+    found = evaluate(less, full, [None], data, Ask(Counting(20), Counting(80)))
+    (suite,) = found.suites
+    assert suite.prompt_tokens == (280, 100) and suite.visual_tokens == (240, 60)
+    assert (found.baseline.reducer, found.candidate.reducer) == ("", "dart:0.25")
+    assert [(s.baseline_visual, s.candidate_visual) for s in found.samples] == [(80, 20)] * 3 + [(0, 0)]
+    said = "Prompts: 70.0 tokens a request before, 25.0 after; 60.0 and 15.0 of them visual, 25.0% of which are left."
+    assert findings.tokens(suite) == [said] and said in text(found)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "results.json").write_text(json.dumps(found.to_dict()))
+    assert results.load(tmp_path / "report").suites == found.suites
+
+
+def test_an_engine_that_does_not_tell_visual_tokens(asked):
+    full, less, data = asked
+    (suite,) = evaluate(less, full, [None], data, Ask(Counting(20, known=False), Counting(80))).suites
+    assert suite.visual_tokens is None
+    assert findings.tokens(suite) == ["Prompts: 70.0 tokens a request before, 25.0 after."]
+
+
+def test_equal_prompts_are_not_spoken_of(asked):
+    full, less, data = asked
+    (suite,) = evaluate(less, full, [None], data, Ask(Counting(80), Counting(80))).suites
+    assert findings.tokens(suite) == []
