@@ -94,9 +94,9 @@ def noisy() -> list[Turns]:
     ]
 
 
-def questions(count: int) -> list[Turns]:
+def questions(count: int, variant: str = "qwen") -> list[Turns]:
     """`count` questions about one image, a third as many about two, a sixth without and a sixth with the image last."""
-    rows = load_rows("qwen", "validation")
+    rows = load_rows(variant, "validation")
     by = {number: [row for row in rows if len(row["image"]) == number] for number in (0, 1, 2)}
     found = [messages(row) for row in by[1][:count] + by[2][: count // 3] + by[0][: count // 6]]
     for row in by[1][count : count + count // 6]:
@@ -116,13 +116,18 @@ def request(vlm: VLM, turns: Turns, folder: Path) -> dict[str, Any]:
     return {"prompt": prompt, "images": files}
 
 
+def rows_of(positions: torch.Tensor) -> torch.Tensor:
+    """`[rows, s]`, three rows of M-RoPE's or the one of plain RoPE, of positions as transformers' models take them."""
+    return positions[-3:, 0] if positions.ndim == 3 else positions
+
+
 @torch.inference_mode()
 def reference(vlm: VLM, reducer: str, requests: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
     found, seen = [], []
     with attach(vlm, parse(reducer)) as attached:
         hook = attached.text.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(kwargs["position_ids"][-3:, 0]), with_kwargs=True
+            lambda _, args, kwargs: seen.append(rows_of(kwargs["position_ids"])), with_kwargs=True
         )
         for one in requests:
             seen.clear()

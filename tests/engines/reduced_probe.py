@@ -35,8 +35,11 @@ def run(job: dict) -> dict:
     positions: list = []
 
     def watch(model) -> None:
-        first = model.language_model.model.layers[0]
-        first.register_forward_pre_hook(lambda _, args, kwargs: positions.append(args[0].clone()), with_kwargs=True)
+        language_model = model.get_language_model()
+        first = getattr(language_model, "model", language_model).layers[0]
+        first.register_forward_pre_hook(
+            lambda _, args, kwargs: positions.append(args[0].clone().view(-1, args[0].shape[-1])), with_kwargs=True
+        )
 
     llm = LLM(job["folder"], **(DEFAULTS | job["settings"]))
     llm.apply_model(watch)

@@ -5,10 +5,6 @@ One process serves them all, one after the other: with a prefix cache that is hi
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +13,9 @@ import pytest
 import torch
 
 from tests.engines import reduced_cases as cases
+from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
-TOKENS = 8
-CACHED = {"enable_prefix_caching": True, "block_size": 32}
-CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
 METHODS = [f"{method}:{keep}" for method in ("random", "uniform", "dart", "divprune") for keep in (0.5, 0.25)]
 
 
@@ -86,30 +79,9 @@ def prompts(case: Case) -> list[cases.Turns]:
     return [[cases.turn(cases.noise(0, 56, 28 * 383), "what?")]] if case.source == "tall" else cases.noisy()
 
 
-def probe(jobs: list[dict], folder: Path) -> list[dict]:
-    """Run `reduced_probe.py`."""
-    given, found = folder / "jobs.json", folder / "found.json"
-    given.write_text(json.dumps(jobs))
-    command = [sys.executable, "tests/engines/reduced_probe.py", str(given), str(found)]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
-    assert found.exists(), run.stderr[-3000:]
-    return json.loads(found.read_text())
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
     return serve(CASES | TALL, tmp_path_factory.mktemp("reduced"))
-
-
-def check(found: dict, expected: list[dict]) -> None:
-    """Prompts as long as they should be, the same answers one by one and together, the same positions."""
-    for answers in (*found["passes"], found["together"]):
-        assert [len(answer["prompt"]) for answer in answers] == [one["prompt"] for one in expected]
-        assert [answer["tokens"] for answer in answers] == [one["tokens"] for one in expected]
-    for answers in found["passes"]:
-        for answer, one in zip(answers, expected, strict=True):
-            assert answer["positions"] == one["positions"][answer["cached"] :]
 
 
 @pytest.mark.parametrize("name", CASES)

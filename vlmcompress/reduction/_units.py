@@ -147,7 +147,11 @@ def whole(units: Sequence[Reduced]) -> Reduction:
 
 def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:
     """`[b, s]` bool: words of the prompt; no padding, placeholder or other special token."""
-    tokenizer = vlm.processor.tokenizer
+    wordless = no_words(vlm.processor.tokenizer, getattr(vlm.model.config, vlm.spec.image_token))
+    return mask & ~torch.isin(ids, torch.tensor(sorted(wordless), device=ids.device))
+
+
+def no_words(tokenizer: Any, image_token: int) -> set[int]:
+    """Ids that are placeholder or other special token."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= {*tokenizer.all_special_ids, getattr(vlm.model.config, vlm.spec.image_token)}
-    return mask & ~torch.isin(ids, torch.tensor(sorted(special), device=ids.device))
+    return special | {*tokenizer.all_special_ids, image_token}

@@ -21,6 +21,8 @@ from vlmcompress.errors import did_you_mean
 from vlmcompress.registry import Registry
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from vlmcompress.chosen import Chosen
 
 FAMILIES = Registry(__name__, "family")
@@ -63,13 +65,20 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
     families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
     if architecture not in families:
         return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
-    given = set(FAMILIES.constant(families[architecture], "SIGNALS"))
-    fit = [name for name in REGISTRY.names() if (other := REGISTRY.get(name)).SERVED and given >= other.NEEDS]
+    family = families[architecture]
+    given = set(FAMILIES.constant(family, "SIGNALS"))
+    fit = [name for name in REGISTRY.names() if not _missing(REGISTRY.get(name), given) and REGISTRY.get(name).SERVED]
     if not module.SERVED:
         return f"vLLM cannot serve '{method}' ({module.WHY_NOT}){did_you_mean('', fit)}"
-    if missing := sorted(module.NEEDS - given):
-        family = families[architecture]
-        return f"vLLM does not serve '{method}' with {family} (without {', '.join(missing)}){did_you_mean('', fit)}"
+    if missing := _missing(module, given):
+        return f"vLLM does not serve '{method}' with {family} (without {missing}){did_you_mean('', fit)}"
     if "query" not in given and getattr(reducer.options, "text_pivots", False):
         return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
     return None
+
+
+def _missing(module: ModuleType, given: set[str]) -> str:
+    """What a method would look at that the family's model cannot show it: names, or nothing."""
+    if module.STAGE == "pixels" and "pixels" not in given:
+        return "what it needs before the encoder"
+    return ", ".join(sorted(module.NEEDS - given))

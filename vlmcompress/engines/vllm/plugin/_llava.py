@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
@@ -44,7 +45,7 @@ class LlavaInfo(ReducedInfo):
         return _spec(own.get_hf_config().model_type).layout(own.get_hf_processor(), width, height, 1)
 
 
-class LlavaProcessor(ReducedProcessor):
+class LlavaProcessor(AskingProcessor, ReducedProcessor):
     """Put before a family's processor."""
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
@@ -59,7 +60,7 @@ class LlavaProcessor(ReducedProcessor):
         return result
 
 
-class LlavaShaped(OriginalPositions, PlainRope):
+class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
     """Put before a family's model: whatever its encoder and projector make of an image is reduced behind them."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -98,7 +99,8 @@ class LlavaShaped(OriginalPositions, PlainRope):
         """
         found = []
         for number, (rows, size) in enumerate(zip(images, sizes, strict=True)):
-            result = self._reduction(rows, self._layout(*size), signals(number) if signals else {})
+            seen = self.question(number) | (signals(number) if signals else {})
+            result = self._reduction(rows, self._layout(*size), seen)
             found.append(self._placed(result.apply(rows), result))
         return tuple(found)
 

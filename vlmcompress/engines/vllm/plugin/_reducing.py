@@ -54,6 +54,11 @@ class Reducer:
         """Whether the choice follows from the grid alone, so that it is known before the encoder runs."""
         return not self.chosen.module.NEEDS
 
+    @property
+    def asks(self) -> bool:
+        """Whether the choice depends on the question."""
+        return "query" in self.chosen.module.NEEDS or bool(getattr(self.chosen.options, "text_pivots", 0))
+
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
         """What becomes of the tokens of one image.
 

@@ -21,7 +21,7 @@ from vlmcompress.reducers import Reduction
 from vlmcompress.reduction._support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "saliency", "windowed", "keys", "heads")
+SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads")
 
 
 class Info(LlavaInfo, LlavaProcessingInfo):
@@ -48,8 +48,8 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
 
     def _size(self, item: Any) -> tuple[int, int]:
-        height, width = item["pixel_values"].data.shape[-2:]
-        return height, width
+        side = self.config.vision_config.image_size
+        return side, side
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         pixels = image_input["pixel_values"]

@@ -1,0 +1,102 @@
+"""Reduced checkpoints of families with plain RoPE in the real vLLM engine answer as transformers does with the reducer.
+
+One process serves them all, one after the other: with a prefix cache that is hit, and in chunks that cut images.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.engines import reduced_cases as cases
+from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+
+pytestmark = pytest.mark.engine
+DEMO = cases.DEMO.with_name("demo-llava")
+ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+# Source, reducer, settings, passes.
+CASES = {
+    "cached": ("demo", "dart:0.5", CACHED, 2),
+    "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
+    "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
+    "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
+}
+MORE = {
+    "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
+    "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
+    "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
+}
+METHODS = (
+    "random:0.25",
+    "uniform:0.5",
+    "dart:0.25",
+    "divprune:0.5",
+    "visionzip:0.5",
+    "vscan:0.25,shallow=1",
+    "tome:0.25",
+)
+
+
+def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, list[dict]]]:
+    """Of each case what the engine made of it, and what transformers does. `count`: of the demo's questions about one image."""
+    jobs, expected, models = [], [], {}
+    for name, (source, reducer, settings, passes) in chosen.items():
+        if source not in models:
+            path = DEMO if source == "demo" else cases.tiny(source, folder / source)
+            models[source] = path, cases.loaded(path)
+        path, vlm = models[source]
+        turns = cases.questions(count, "llava") if source == "demo" else cases.noisy()
+        requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
+        reduced = cases.reduced(path, folder / name / "model", reducer)
+        jobs.append(
+            {
+                "folder": str(reduced),
+                "settings": settings,
+                "passes": passes,
+                "max_tokens": TOKENS,
+                "requests": requests,
+            }
+        )
+        expected.append(cases.reference(vlm, reducer, requests, TOKENS))
+    return dict(zip(chosen, zip(probe(jobs, folder), expected, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
+    return serve(CASES, tmp_path_factory.mktemp("reduced"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_and_positions_are_those_of_transformers(name, served):
+    """Oracle: transformers in float32 with the same reducer attached."""
+    check(*served[name])
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, passes) in CASES.items() if passes > 1])
+def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
+    first, second = served[name][0]["passes"]
+    assert cached(second) > cached(first)
+
+
+def cached(answers: Sequence[dict]) -> int:
+    """Tokens that came from the prefix cache."""
+    return sum(answer["cached"] for answer in answers)
+
+
+@pytest.mark.slow
+def test_other_families_and_settings(tmp_path):
+    """Oracle: transformers in float32 with the same reducer attached."""
+    chosen = {name: case for name, case in MORE.items() if name != "smolvlm" or importlib.util.find_spec("num2words")}
+    for found, expected in serve(chosen, tmp_path).values():
+        check(found, expected)
+
+
+@pytest.mark.slow
+def test_two_hundred_questions_with_every_method(tmp_path):
+    """Oracle: transformers in float32 with the same reducer attached."""
+    for found, expected in serve({name: ("demo", name, CACHED, 1) for name in METHODS}, tmp_path, count=130).values():
+        assert len(expected) > 200
+        check(found, expected)

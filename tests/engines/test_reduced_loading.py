@@ -1,0 +1,159 @@
+"""What the plugin says to checkpoints that cannot be served, before any engine runs and in vLLM itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.engines.reduced_cases import reduced
+from vlmcompress import carried
+from vlmcompress.chosen import parse
+from vlmcompress.engines.vllm import plugin
+from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
+from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.errors import UserError
+from vlmcompress.models import all_specs
+from vlmcompress.reducers import REGISTRY
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "eval" / "demo" / "demo-llava"
+PLAIN = json.loads((DEMO / "config.json").read_text())
+
+
+def config(reducer: str, folder: Path, **block):
+    """The demo's config as transformers reads it, with a reducer whose block has been changed."""
+    written = carried.write(PLAIN, parse(reducer))
+    written["vlmcompress"].update(block)
+    (folder / "config.json").write_text(json.dumps(written))
+    return AutoConfig.from_pretrained(folder)
+
+
+def test_the_reducer_survives_transformers(tmp_path):
+    assert Reducer.of(config("dart:0.25,pivots=3", tmp_path)).chosen == parse("dart:0.25,pivots=3")
+
+
+@pytest.mark.parametrize(
+    ("reducer", "block", "text"),
+    [
+        ("dart:0.5", {"schema": 2}, "upgrade"),
+        ("dart:0.5", {"model_type": "qwen2_vl"}, "is for model_type 'qwen2_vl'"),
+        ("dart:0.5", {"reduce": {"method": "dart", "keep": 7}}, "keep must be"),
+        ("dart:0.5", {"reduce": {"method": "future", "keep": 0.5}}, "unknown reducer 'future'"),
+        ("fastv:0.5", {}, "choose from"),
+        ("dart-llm:0.5", {}, "choose from dart"),
+        ("vscan:0.5,shallow=99", {}, "shallow=99"),
+        ("tome:0.01", {}, "out of reach"),
+        ("pixelprune", {}, "before the encoder"),
+        ("litevlm", {}, "before the encoder"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
+    with pytest.raises(UserError) as caught:
+        Reducer.of(config(reducer, tmp_path, **block))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_without_a_reducer_is_refused():
+    with pytest.raises(UserError, match="carries no reducer"):
+        Reducer.of(AutoConfig.from_pretrained(DEMO))
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+def test_every_family_serves_the_baselines_and_no_method_within_the_language_model(family):
+    architecture = FAMILIES.constant(family, "ARCHITECTURE")
+    served = {name for name in REGISTRY.names() if refusal(architecture, parse(name)) is None}
+    assert {"random", "uniform", "dart", "divprune"} <= served
+    assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
+    assert refusal(plugin.PREFIX + architecture, parse("dart:0.5")) is None
+
+
+def test_text_pivots_need_the_question():
+    asking = parse("dart:0.5,text_pivots=4")
+    assert refusal("LlavaForConditionalGeneration", asking) is None
+    assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
+
+
+def test_families_have_specs():
+    """A reduced checkpoint's positions and counts come from its family's layout."""
+    known = {name for spec in all_specs() for name in spec.model_types}
+    assert {family.replace("-", "_") for family in FAMILIES.names()} <= known
+
+
+def test_a_family_that_is_not_served_names_those_that_are():
+    assert "LlavaForConditionalGeneration" in (refusal("Gemma3ForConditionalGeneration", parse("dart:0.5")) or "")
+
+
+@pytest.mark.parametrize(
+    ("version", "right"),
+    [("0.32.0", True), ("0.32.7", True), ("0.33.0", False), ("0.31.2", False), ("1.0", False), ("dev", True)],
+)
+def test_versions(version, right):
+    assert supported(version) is right
+
+
+def test_fingerprints_differ_between_reducers(tmp_path):
+    found = {Reducer(parse(text)).fingerprint for text in ("dart:0.5", "dart:0.25", "dart:0.5,pivots=5", "random:0.5")}
+    assert len(found) == 4
+
+
+def test_importing_the_plugin_imports_nothing_heavy():
+    code = (
+        f"import sys, {plugin.__name__}; print(sorted({{'torch', 'transformers', 'vllm', 'numpy'}} & {{*sys.modules}}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_longer_table_is_that_of_a_longer_model():
+    """Oracle: vLLM's own table, made as long at once."""
+    pytest.importorskip("vllm")
+    from vlmcompress.engines.vllm.plugin._rope import lengthened
+
+    angles = torch.outer(torch.arange(5000.0), 10000 ** -torch.arange(0, 1, 1 / 32))
+    table = 1.7 * torch.cat([angles.cos(), angles.sin()], 1)
+    for rows in (2, 700, 2048, 5000):
+        longer = lengthened(table[:rows], 5000)
+        assert torch.equal(longer[:rows], table[:rows])
+        assert (longer - table).abs().max() < 2e-3
+
+
+PROBE = """
+import sys
+from vllm.config import ModelConfig
+from vllm.plugins import load_general_plugins
+import vllm
+if sys.argv[2]:
+    vllm.__version__ = sys.argv[2]
+load_general_plugins()
+try:
+    ModelConfig(sys.argv[1])
+except Exception as error:
+    print("REFUSED", str(error).replace(chr(10), " | "))
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("plugins", "version", "reducer", "text"),
+    [
+        (None, "0.99.0", "dart:0.5", "this is vLLM 0.99.0"),
+        (None, "", "fastv:0.5", "vLLM cannot serve 'fastv'"),
+        ("", "", "dart:0.5", "VlmcompressLlavaForConditionalGeneration"),
+    ],
+)
+def test_vllm_refuses(plugins, version, reducer, text, tmp_path):
+    """A vLLM that this plugin was not made for, a method that engines cannot serve, and a vLLM without the plugin."""
+    pytest.importorskip("vllm")
+    folder = reduced(DEMO, tmp_path / "model", reducer)
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    run = subprocess.run([sys.executable, "-c", PROBE, str(folder), version], env=env, capture_output=True, text=True)
+    assert run.stdout.startswith("REFUSED"), run.stderr[-2000:]
+    assert text in run.stdout

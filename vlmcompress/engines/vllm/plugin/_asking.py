@@ -1,0 +1,78 @@
+"""The question for methods that ask it: from the prompt to the reducer, and into the names of images in caches.
+
+It is all words of the prompt, or what a request has under `mm_processor_kwargs: {"query": ...}`. As an argument of the
+processor it is part of what vLLM names an image by, so an image and another question are another entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reduction._units import no_words
+
+ARGUMENT = "query"
+FIELD = "query_ids"
+
+
+class AskingProcessor:
+    """Mixin of a multimodal processor, before vLLM's class: beside each image the question's token ids, `[q]`."""
+
+    info: Any
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """vLLM's. ValueError for a question to a method that does not ask."""
+        given = dict(inputs.hf_processor_mm_kwargs)
+        if not self.info.reducer.asks:
+            if ARGUMENT in given:
+                raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
+        elif inputs.mm_data_items:
+            given[ARGUMENT] = self._words(given.get(ARGUMENT, inputs.prompt))
+            inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
+        return super().apply(inputs, timing_ctx)  # type: ignore[misc]
+
+    def _words(self, text: Any) -> list[int]:
+        """Token ids of the words of a text or of other token ids."""
+        if isinstance(text, str):
+            text = self.info.get_tokenizer().encode(text, add_special_tokens=False)
+        if not isinstance(text, list) or not all(isinstance(token, int) for token in text):
+            raise ValueError(f"'{ARGUMENT}' must be a text, got {text!r}")
+        return [token for token in text if token not in self._no_words]
+
+    @functools.cached_property
+    def _no_words(self) -> set[int]:
+        return no_words(self.info.get_tokenizer(), self.info.get_hf_config().image_token_index)
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        own = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
+        data = super()._apply_hf_processor_main(mm_items, own)  # type: ignore[misc]
+        if ARGUMENT in hf_kwargs and (images := mm_items.get_all_counts().get("image", 0)):
+            data[FIELD] = torch.tensor(hf_kwargs[ARGUMENT], dtype=torch.int64).expand(images, -1)
+        return data
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        from vllm.multimodal.inputs import MultiModalFieldConfig
+
+        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
+        return {**fields, FIELD: MultiModalFieldConfig.batched("image")}
+
+
+class AskingModel:
+    """Mixin of a model, before vLLM's class: knows the question's embeddings of each image that it encodes."""
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """As the model does."""
+        self._questions = kwargs.pop(FIELD, None)
+        return super().embed_multimodal(**kwargs)  # type: ignore[misc]
+
+    def question(self, image: int) -> dict[str, Tensor]:
+        """The field `query [q, d]` of `Signals`, for an image of those that are encoded, where the method asks."""
+        if self._questions is None:
+            return {}
+        language_model = self.get_language_model()  # type: ignore[attr-defined]
+        return {"query": language_model.embed_input_ids(self._questions[image].flatten())}
