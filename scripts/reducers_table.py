@@ -26,6 +26,10 @@ BEYOND = 1.96
 POINT = 0.01
 HALF = 0.5
 SIMILAR = ("dart", "dart-llm", "divprune", "tome", "dymu", "pixelprune")  # methods that drop or merge what is alike
+MARKS = {
+    "random": " o",
+    "random_cached": " (o)",
+}  # of what is no better than random at as many tokens, or as much cache
 CLOSE = ("read", "locate")  # families that hang on small details and places
 Row = dict[str, Any]
 
@@ -176,8 +180,8 @@ def dump(found: Mapping[str, Any]) -> str:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """README's tables: exact match by share, o where a reducer does not beat `random` at its share of the tokens; what half the
-    tokens cost each family, in points; the reducers that decide the count themselves; prefill time and cache."""
+    """README's tables: exact match by share, marked (`MARKS`); what half the tokens cost each family, in points; the reducers
+    that decide the count themselves; prefill time and cache."""
     tables = [_by_share(found), _by_family(found), _own_counts(found)]
     return "\n\n".join([*tables, reducers_speed.render(found["speed"])] if "speed" in found else tables)
 
@@ -197,8 +201,8 @@ def _by_share(found: Mapping[str, Any]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    no_better = row.get("random") is not None and row["random"][1] <= 0
-    return f"{100 * row['exact']['all']:.1f}" + (" o" if no_better else "")
+    mark = next((mark for name, mark in MARKS.items() if row.get(name) and row[name][1] <= 0), "")
+    return f"{100 * row['exact']['all']:.1f}{mark}"
 
 
 def _by_family(found: Mapping[str, Any]) -> str:
