@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests import tiny
+from tests import calibration_rows, tiny
 from vlmcompress import cli
 
 
@@ -106,3 +106,13 @@ def test_eval_attaches_only_to_transformers(models, capsys):
     assert code == 2 and "keep must be a number above 0" in said
     code, _, said = run(capsys, "eval", models["qwen2-5-vl"], "--engine", "hf", "--reduce", "visionzip")
     assert code == 2 and "--reduce visionzip:1/3: 'visionzip' reads attention from CLS" in said
+
+
+def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys):
+    calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
+    given = ("calibrate", models["llava"], "--calib", tmp_path / "calib.jsonl", "--samples", 2, "--needs", "absmean")
+    code, text, _ = run(capsys, *given, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
+    assert code == 0 and "behind      uniform:0.25, whose dropped tokens are not counted" in text
+    assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
+    code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
+    assert code == 2 and "none leaves the weights as they are" in said

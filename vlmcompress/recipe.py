@@ -167,7 +167,8 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
     if "scheme" not in values:
-        raise UserError(f"no scheme given; add --scheme ({', '.join(SCHEMES.names())}), --recipe or --target")
+        alone = " (none leaves the weights as they are)" if values.get("reduce") else ""
+        raise UserError(f"no scheme given; add --scheme ({', '.join(SCHEMES.names())}), --recipe or --target{alone}")
     if "model" not in values:
         raise UserError("no model given; name the folder of the checkpoint")
     options, reduce = values.pop("options", {}), values.pop("reduce", None)

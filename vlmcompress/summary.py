@@ -58,8 +58,8 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
         [
             f"Recipe for {plan.recipe.model} ({plan.spec.family})",
             table(settings),
-            f"\nWhat is quantized: {plan.linear_layers} linear layers",
-            table(rows),
+            f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}",
+            *([table(rows)] if plan.rows else []),
             "",
             table(
                 [
@@ -86,6 +86,13 @@ def allocation_text(found: Mapping[str, Any]) -> str:
     errors += [(f"all {name}", one["bits"], f"{one['predicted']:.4g}") for name, one in found["uniform"].items()]
     errors.append((f"by {found['by']}", found["bits"], f"{found['predicted']:.4g}"))
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
+
+
+def asked_for(reduce: Mapping[str, Any]) -> str:
+    """A reducer as one asks for it on the command line, without what it has learnt since."""
+    from vlmcompress.chosen import read
+
+    return str(read({key: value for key, value in reduce.items() if key != "thresholds"}))
 
 
 def tokens_text(reducer: Chosen, tokens: Mapping[str, Any] | None) -> str:
@@ -122,6 +129,8 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
 
 def calibrate_result(out: Path, model: Path, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The outcome of `calibrate` as data."""
+    reduce = facts["calibration"].get("reduce")
+    same = f" --reduce {shlex.quote(asked_for(reduce))}" if reduce else ""
     return {
         "ok": True,
         "out": str(out),
@@ -133,7 +142,7 @@ def calibrate_result(out: Path, model: Path, facts: Mapping[str, Any], seconds: 
         "kv_cache": facts["kv_cache"],
         "calibration": facts["calibration"],
         "next": [
-            f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))} -o OUT --scheme SCHEME"
+            f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))}{same} -o OUT --scheme SCHEME"
         ],
     }
 
@@ -151,6 +160,8 @@ def calibrate_text(result: Mapping[str, Any]) -> str:
         ("tokens", tokens),
         ("prefix", "float: the model ran unquantized"),
     ]
+    if data.get("reduce"):
+        rows.append(("behind", f"{asked_for(data['reduce'])}, whose dropped tokens are not counted"))
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}.", table(rows), "Next:"]
     return "\n".join([*lines, *(f"  {command}" for command in result["next"])])
 
