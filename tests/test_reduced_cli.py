@@ -101,7 +101,7 @@ def test_eval_attaches_only_to_transformers(models, capsys):
     code, _, said = run(capsys, "eval", models["llava"], "--reduce", "dart:0.5")
     assert code == 2 and "add --engine hf" in said
     code, _, said = run(capsys, "eval", models["llava"])
-    assert code == 2 and "name the original with --baseline MODEL" in said
+    assert code == 2 and "missing --baseline; name the original" in said
     code, _, said = run(capsys, "eval", models["llava"], "--engine", "hf", "--reduce", "dart:2")
     assert code == 2 and "keep must be a number above 0" in said
     code, _, said = run(capsys, "eval", models["qwen2-5-vl"], "--engine", "hf", "--reduce", "visionzip")

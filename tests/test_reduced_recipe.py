@@ -79,7 +79,7 @@ def test_what_is_wrong_with_a_reducer_is_said_in_one_line(given, text):
         (
             "llava",
             {"reduce": "fastv:0.5,layer=1"},
-            r"vLLM cannot serve it \(it drops tokens within .*use one of dart, ",
+            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from dart, .*or --set engine=transformers",
         ),
         ("llava", {"reduce": "fastv:0.5,layer=9", "engine": "transformers"}, "layer 9 is none of the language model's"),
         ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use dart"),

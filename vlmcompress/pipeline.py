@@ -62,7 +62,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         work = allocate.planned(work, resume=resume, progress=progress)
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     batches, origin = _input(recipe, vlm, work)
-    recipe = reducing.settled(recipe, vlm, batches, work.statistics and work.statistics.reducer, progress)
+    known = work.statistics.reducer if work.statistics else None
+    recipe = reducing.settled(recipe, vlm, batches, known, progress)
     if not (work.needs_data or recipe.calibrate.data):  # only the reducer learnt from them
         batches = []
     whole, (vlm, batches, origin) = vlm, behind_reducer(recipe, vlm, batches, origin, progress)

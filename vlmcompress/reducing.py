@@ -147,13 +147,11 @@ def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
         if before is not None:
             found.append(f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another")
         return found
-    if reason := unserved(recipe, config):
-        found.append(reason)
     try:
         reduction.check(vlm, recipe.reduce.method, recipe.reduce.options)
     except UserError as error:
-        found.append(f"reduce {recipe.reduce}: {error}")
-    return found
+        return [f"reduce {recipe.reduce}: {error}"]
+    return [reason] if (reason := unserved(recipe, config)) else []
 
 
 def unserved(recipe: Recipe, config: Mapping[str, Any]) -> str | None:

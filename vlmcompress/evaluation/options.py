@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
 
     engine = reducing(args.engine, args.reduce, args.out) if args.reduce else engines.get(args.engine)
     if args.baseline is None and not args.reduce:
-        raise UserError("nothing to compare with; name the original with --baseline MODEL")
+        raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     progress = terminal.Progress()
     how = Ask(
         engine=engine,
