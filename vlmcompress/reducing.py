@@ -138,15 +138,14 @@ def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
     """
     from vlmcompress import carried, reduction
 
-    found = []
     try:
         before = carried.read(config)
     except UserError as error:
         return [str(error)]
     if recipe.reduce is None:
-        if before is not None:
-            found.append(f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another")
-        return found
+        if before is None:
+            return []
+        return [f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another"]
     try:
         reduction.check(vlm, recipe.reduce.method, recipe.reduce.options)
     except UserError as error:

@@ -86,7 +86,7 @@ def headline(results: Results) -> list[str]:
         lines.append(f"Accuracy: {tally(judged, [suite.overall.verdict for suite in results.suites])}.")
     lines += [f"{suite.name}: " * several + verdict(suite.overall) for suite in results.suites]
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    if before and after:
+    if before and after and before != after:
         lines.append(f"Weights are {smaller(before, after)} ({size(before)} to {size(after)}).")
     lines += [f"{suite.name}: " * several + found for suite in results.suites for found in tokens(suite)]
     if results.bench and (found := main_speed(results.bench)):

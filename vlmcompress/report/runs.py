@@ -127,7 +127,7 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
             Row(
                 name=name,
                 folder=_unused(folder, [row.folder for row in rows]),
-                scheme=run.candidate.scheme,
+                scheme=" + ".join(part for part in (run.candidate.scheme, run.candidate.reducer) if part),
                 baseline=run.baseline.name,
                 weight_bytes=after,
                 smaller=before / after if before and after else None,
