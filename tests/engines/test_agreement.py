@@ -26,6 +26,7 @@ from vlmcompress.calibration.sources import load_samples
 from vlmcompress.chosen import parse
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Run, Settings
+from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.errors import UserError
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo"
@@ -189,7 +190,7 @@ def worker() -> int:
 
 def test_reduced_answers_count_the_tokens_that_are_left(asked, transformers, tmp_path) -> None:
     """A reducer that is attached by name, and the same one carried by the checkpoint: equal answers and counts."""
-    attached = replace(get("hf"), reduce="uniform:0.5").answer(MODEL, asked[0], media=asked[1], settings=SETTINGS)
+    attached = replace(HF, reduce="uniform:0.5").answer(MODEL, asked[0], media=asked[1], settings=SETTINGS)
     shutil.copytree(MODEL, tmp_path / "reduced")
     config = tmp_path / "reduced" / "config.json"
     config.write_text(json.dumps(carried.write(json.loads(config.read_text()), parse("uniform:0.5"))))
