@@ -211,8 +211,11 @@ def main() -> int:
     parser.add_argument("--data", help="questions about images; default: the ones bundled with the model or demo-llava")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="keep the log of the soaked server here")
-    own, _, flags = _split(sys.argv[1:])
-    options = parser.parse_args(own)
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    options, flags = parser.parse_args(given[:end]), given[end + 1 :]
+    if min(options.requests, options.clients) < 1:
+        parser.error("--requests and --clients must be at least 1")
     data = options.data or bundled(options.model, "test") or bundled(ROOT / "eval/demo/demo-llava", "test")
     samples = load_samples(data, samples=None, seed=options.seed, check_images=False)
     asks = traffic(options.requests, options.seed)
@@ -228,11 +231,6 @@ def main() -> int:
         print(problem, file=sys.stderr)
     print(json.dumps(report(options, soaked, seen | {"flags": hard})))
     return 1 if soaked.problems else 0
-
-
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:at], "--", arguments[at + 1 :]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Figures and README table of `bench_serving.py`.
+
+A figure of a variant is its median over the turns (TTFT: its percentile over the requests of all turns); a ratio is the median
+over turns of that to the group's first variant, the full model in BF16, in the same turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+FULL = "bf16 full"
+
+
+def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`{group: {load: {variant: figures}}}`, and what part of prefill no reducer saves and one takes itself."""
+    rows, summary = found["rows"], {}
+    for group, load in dict.fromkeys((row["group"], row["load"]) for row in rows):
+        own = [row for row in rows if (row["group"], row["load"]) == (group, load)]
+        variants = dict.fromkeys(row["variant"] for row in own)
+        summary.setdefault(group, {})[load] = {variant: _figures(own, variant) for variant in variants}
+    return {"groups": summary, **_limits(found, summary), "seconds": found["seconds"], "created": found["created"]}
+
+
+def _figures(rows: Sequence[Row], variant: str) -> dict[str, float]:
+    own = _by_turn(rows, variant)
+    ttft = [value for row in own.values() for value in row["ttft_ms"]]
+    return {
+        "visual_tokens": next(iter(own.values()))["visual_tokens"],
+        "requests": len(ttft),
+        "request_throughput": round(median(row["request_throughput"] for row in own.values()), 4),
+        "throughput_ratio": round(_ratio(rows, variant, lambda row: row["request_throughput"]), 3),
+        "ttft_p50_ms": round(float(np.percentile(ttft, 50)), 1),
+        "ttft_p99_ms": round(float(np.percentile(ttft, 99)), 1),
+        "ttft_ratio": round(_ratio(rows, variant, lambda row: median(row["ttft_ms"])), 3),
+        "most_running": max(row["most_running"] for row in own.values()),
+        "fits": min(row["fits"] for row in own.values()),
+        "fits_ratio": round(_ratio(rows, variant, lambda row: row["fits"]), 2),
+    }
+
+
+def _by_turn(rows: Sequence[Row], variant: str) -> dict[int, Row]:
+    return {row["turn"]: row for row in rows if row["variant"] == variant}
+
+
+def _ratio(rows: Sequence[Row], variant: str, figure: Callable[[Row], float]) -> float:
+    full, own = _by_turn(rows, FULL), _by_turn(rows, variant)
+    return median(figure(own[turn]) / figure(full[turn]) for turn in own)
+
+
+def _limits(found: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the cold group: the floor's share of the full TTFT, and each reducer's own time as a share of the full prefill and
+    of its own model's."""
+    latency = summary.get("cold", {}).get("latency")
+    if not latency:
+        return {}
+    floor = next(figures for variant, figures in latency.items() if variant.startswith("bf16 uniform:"))
+    own = {
+        reduce: {
+            "ms": round(ms, 2),
+            "of_full": round(ms / latency[FULL]["ttft_p50_ms"], 4),
+            "of_own": round(ms / latency[f"bf16 {reduce}"]["ttft_p50_ms"], 4),
+        }
+        for reduce, ms in found["reducer_ms"].items()
+    }
+    return {"floor": floor["ttft_ratio"], "reducer": own}
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """README's tables."""
+    summary = summarise(found)
+    parts = [_table(group, loads) for group, loads in summary["groups"].items()]
+    if "floor" in summary:
+        worst = max(share["of_own"] for share in summary["reducer"].values())
+        parts.append(
+            f"With one visual token the time to first token is still {100 * summary['floor']:.0f}% of the full one: no reducer "
+            f"saves that. Reducing takes at most {100 * worst:.1f}% of the reduced model's time to first token."
+        )
+    return "\n\n".join(parts)
+
+
+def _table(group: str, loads: Mapping[str, Mapping[str, Any]]) -> str:
+    head = ["", "visual tokens"]
+    for load in loads:
+        if load == "latency":
+            head += ["TTFT, one client", "of full"]
+        else:
+            head += ["requests/s", "of full", "TTFT p50", "p99"]
+    head += ["requests that fit", "of full"]
+    lines = [f"{group}:", "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for variant in next(iter(loads.values())):
+        cells = [variant, str(next(iter(loads.values()))[variant]["visual_tokens"])]
+        for load, figures in loads.items():
+            own = figures[variant]
+            if load == "latency":
+                cells += [_seconds(own["ttft_p50_ms"]), f"{own['ttft_ratio']:.2f}x"]
+            else:
+                cells += [f"{own['request_throughput']:.2f}", f"{own['throughput_ratio']:.2f}x"]
+                cells += [_seconds(own["ttft_p50_ms"]), _seconds(own["ttft_p99_ms"])]
+        last = list(loads.values())[-1][variant]
+        cells += [f"{last['fits']:.1f}", f"{last['fits_ratio']:.1f}x"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s"

@@ -1,0 +1,106 @@
+"""The serving benchmark: its checkpoints, its sums, and a small run of it in the real server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from vlmcompress import carried, terminal
+from vlmcompress.bench.client import Outcome
+from vlmcompress.bench.counters import Counters
+from vlmcompress.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import bench_serving  # noqa: E402
+import serving_table  # noqa: E402
+from serving_model import Variant, prepare  # noqa: E402
+
+FULL, QUARTER, FLOOR = Variant("bf16"), Variant("bf16", "dart:1/4"), Variant("bf16", bench_serving.FLOOR)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+def test_a_reduced_checkpoint_has_the_weights_of_the_full_one(work: Path) -> None:
+    reduced, full = prepare(QUARTER, work, 1), prepare(FULL, work, 1)
+    assert (reduced / "model.safetensors").samefile(full / "model.safetensors")
+    found = carried.read(json.loads((reduced / "config.json").read_text()))
+    assert found is not None and str(found.reducer) == "dart:0.25"
+    assert carried.read(json.loads((full / "config.json").read_text())) is None
+    with safe_open(full / "model.safetensors", "pt") as weights:
+        assert any(name.startswith("vision_tower.vision_model.") for name in weights.keys())  # noqa: SIM118
+
+
+def test_every_group_starts_with_the_full_model() -> None:
+    for variants in bench_serving.GROUPS.values():
+        assert str(variants[0]) == serving_table.FULL
+        assert len(set(variants)) == len(variants)
+    kept = [bench_serving.visual_tokens(variant) for variant in bench_serving.GROUPS["cold"]]
+    assert kept == [1024, 512, 256, 114, 1]
+
+
+def test_four_full_requests_fit() -> None:
+    assert (bench_serving.BLOCKS - 1) // -(-(1024 + 40 + 16) // bench_serving.BLOCK) == 4
+
+
+def row(variant: str, turn: int, seconds: float, load: str = "latency", **more) -> dict:
+    return {"group": "cold", "variant": variant, "load": load, "turn": turn, "most_running": 1 + turn, "visual_tokens": 9,
+            "request_throughput": 1 / seconds, "ttft_ms": [900 * seconds, 1000 * seconds, 1100 * seconds],
+            "e2e_ms": [], "fits": 8.0, **more}  # fmt: skip
+
+
+def test_ratios_are_those_of_a_turn() -> None:
+    """A machine that gets three times as slow changes no ratio."""
+    rows = [row(name, turn, own * slow, fits=4 / own) for turn, slow in enumerate((1.0, 3.0, 1.0))
+            for name, own in (("bf16 full", 1.0), ("bf16 dart:1/4", 0.25), ("bf16 uniform:1/1024", 0.1))]  # fmt: skip
+    found = {"rows": rows, "reducer_ms": {"dart:1/4": 5.0}, "seconds": 1, "created": ""}
+    summary = serving_table.summarise(found)
+    quarter = summary["groups"]["cold"]["latency"]["bf16 dart:1/4"]
+    assert (quarter["ttft_ratio"], quarter["throughput_ratio"], quarter["fits_ratio"]) == (0.25, 4, 4)
+    assert (quarter["requests"], quarter["ttft_p50_ms"], quarter["most_running"]) == (9, 275, 3)
+    assert quarter["ttft_p99_ms"] == pytest.approx(825, abs=10)
+    assert summary["floor"] == 0.1
+    assert summary["reducer"] == {"dart:1/4": {"ms": 5, "of_full": round(5 / 1100, 4), "of_own": round(5 / 275, 4)}}
+    assert "| bf16 dart:1/4 | 9 | 0.28 s | 0.25x | 16.0 | 4.0x |" in serving_table.render(found)
+
+
+def test_a_run_that_is_not_what_it_says_is_refused() -> None:
+    good = Outcome(prompt_tokens=290, visual_tokens=256, output_tokens=4)
+    none, some = Counters(0, 0), Counters(32, 1)
+    bench_serving.check("cold", QUARTER, [good], none, none, "latency")
+    bench_serving.check("cold", QUARTER, [good], some, some, "latency")
+    with pytest.raises(UserError, match="256 of 1024 visual tokens"):
+        bench_serving.check("cold", FULL, [good], none, none, "latency")
+    with pytest.raises(UserError, match="4 of 16 tokens"):
+        bench_serving.check("cold", QUARTER, [good], none, none, "load")
+    with pytest.raises(UserError, match="no such model"):
+        bench_serving.check("cold", QUARTER, [good, Outcome(error="no such model")], none, none, "latency")
+    with pytest.raises(UserError, match="a cold run took 32 tokens and 1 images"):
+        bench_serving.check("cold", QUARTER, [good], some, none, "latency")
+    again = Outcome(prompt_tokens=290, visual_tokens=256, output_tokens=16, cached_tokens=256)
+    bench_serving.check("warm", QUARTER, [again], some, none, "again")
+    with pytest.raises(UserError, match="found nothing in a cache"):
+        bench_serving.check("warm", QUARTER, [again], some, some, "again")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_groups_in_the_real_server(work: Path) -> None:
+    """One decoder layer; what each burst claims is checked as it runs."""
+    folders = {variant: prepare(variant, work, 1) for variant in (FULL, QUARTER)}
+    cold, warm = (bench_serving.run_group(g, folders, 1, terminal.Progress()) for g in ("cold", "warm"))
+    assert [(r["variant"], r["load"]) for r in cold] == [
+        (str(v), load) for load in ("latency", "load") for v in folders
+    ]
+    assert [r["load"] for r in warm] == ["again", "again"]
+    for full, quarter in (cold[2:], warm):
+        assert quarter["fits"] > 2.5 * full["fits"] > 10
+        assert quarter["request_throughput"] > 0
+    assert cold[2]["most_running"] <= 4
