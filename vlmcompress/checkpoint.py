@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vlmcompress import atomic, card, carried, tensorfile
 from vlmcompress.chosen import Chosen
+from vlmcompress.counts import Counter
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.manifest import MANIFEST, hash_files
@@ -78,6 +79,7 @@ def write(
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: Chosen | None = None,
+    counter: Counter | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
     exporter: ModuleType = compressed_tensors,
@@ -95,6 +97,7 @@ def write(
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: of visual tokens, that the checkpoint is to carry.
+        counter: says how many tokens an image keeps, for a reducer that an engine must be told.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         exporter: the format.
@@ -111,7 +114,7 @@ def write(
     with atomic.new_folder(out) as tree:
         _write_weights(tree, plan, limit, quantized, exporter, progress)
         config |= {"quantization_config": quantization_config} if quantization_config else {}
-        _write_json(tree / "config.json", carried.write(config, reducer) if reducer else config)
+        _write_json(tree / "config.json", carried.write(config, reducer, counter) if reducer else config)
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)

@@ -22,6 +22,7 @@ from vlmcompress import allocate, atomic, checkpoint, kv_range, manifest, models
 from vlmcompress.balance import weighed
 from vlmcompress.blocks import compress, solve_blocks
 from vlmcompress.calibration import bundled, encode, load_mixed, provenance
+from vlmcompress.counts import Counter
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM
@@ -64,7 +65,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     batches, origin = _input(recipe, vlm, work)
     known = work.statistics.reducer if work.statistics else None
     recipe = reducing.settled(recipe, vlm, batches, known, progress)
-    if not (work.needs_data or recipe.calibrate.data):  # only the reducer learnt from them
+    counter = reducing.counter(recipe, vlm, batches)
+    if work.statistics or not (work.needs_data or recipe.calibrate.data):  # only the reducer learnt from them
         batches = []
     whole, (vlm, batches, origin) = vlm, behind_reducer(recipe, vlm, batches, origin, progress)
     folder = out.with_name(f".{out.name}.resume")
@@ -76,7 +78,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
             solve_blocks(vlm.model, work.blocks, work.method, store, work.statistics, **more)
         else:
             compress(vlm, work.blocks, work.method, batches, store, **more)
-    written = _write(recipe, whole, work, store, origin, out, overwrite, progress)
+    written = _write(recipe, whole, work, store, origin, counter, out, overwrite, progress)
     store.remove()
     allocate.clean(out)
     return Result(out, written)
@@ -84,10 +86,11 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 
 def _input(recipe: Recipe, vlm: VLM, work: plan.Plan) -> tuple[list[dict[str, Tensor]], dict | None]:
     """Calibration samples, where they are to be run, and what the manifest says about where statistics come from."""
+    learns = f"reducer '{recipe.reduce.method}'" if recipe.reduce and reducing.learns(recipe) else None
     if work.statistics:
         _check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
-        return [], work.statistics.origin
-    learns = f"reducer '{recipe.reduce.method}'" if reducing.learns(recipe) else None
+        samples = calibration_batches(recipe, vlm, learns)[0] if reducing.counted(recipe) else []
+        return samples, work.statistics.origin
     batches, origin = calibration_batches(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else learns)
     return batches, origin and origin | {"prefix": work.prefix}
 
@@ -152,6 +155,7 @@ def _write(
     work: plan.Plan,
     store: LayerStore,
     origin: dict | None,
+    counter: Counter | None,
     out: Path,
     overwrite: bool,
     progress: Progress,
@@ -187,6 +191,7 @@ def _write(
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
+        counter=counter,
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),

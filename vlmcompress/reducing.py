@@ -10,6 +10,7 @@ from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.chosen import Chosen
+    from vlmcompress.counts import Counter
     from vlmcompress.models import VLM
     from vlmcompress.progress import Progress
     from vlmcompress.recipe import Recipe
@@ -61,7 +62,22 @@ def calibrated(recipe: Recipe) -> Chosen | None:
 
 def learns(recipe: Recipe) -> bool:
     """Whether the reducer has to learn from calibration images first."""
-    return recipe.reduce is not None and getattr(recipe.reduce.options, "thresholds", ()) is None
+    return counted(recipe) or (recipe.reduce is not None and getattr(recipe.reduce.options, "thresholds", ()) is None)
+
+
+def counted(recipe: Recipe) -> bool:
+    """Whether the engine has to be told how many tokens an image keeps, before its encoder finds out."""
+    module = recipe.reduce and recipe.reduce.module
+    return recipe.engine == "vllm" and hasattr(module, "merge") and module.COUNT == "adaptive"
+
+
+def counter(recipe: Recipe, vlm: VLM, batches: Sequence[Mapping[str, Any]]) -> Counter | None:
+    """What says that from an image's pixels, fitted to calibration samples `batches`; None where nothing has to."""
+    if not counted(recipe):
+        return None
+    from vlmcompress.reduction import thresholds
+
+    return thresholds.counter(vlm, batches, recipe.reduce)
 
 
 def settled(
@@ -146,6 +162,8 @@ def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
         if before is None:
             return []
         return [f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another"]
+    if getattr(recipe.reduce.options, "vtu", False):
+        return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
         reduction.check(vlm, recipe.reduce.method, recipe.reduce.options)
     except UserError as error:

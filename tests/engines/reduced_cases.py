@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from eval.demo.measure import load_rows, messages
 from tests.tiny import build
 from vlmcompress import carried
-from vlmcompress.chosen import parse
+from vlmcompress.chosen import Chosen, parse
+from vlmcompress.counts import Counter
 from vlmcompress.models import VLM, load
 from vlmcompress.reduction import attach
 
@@ -23,14 +24,19 @@ DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-qwen"
 Turns = list[dict[str, Any]]
 
 
-def reduced(source: Path, folder: Path, reducer: str) -> Path:
+def chosen(reducer: str | Chosen) -> Chosen:
+    """A reducer, as it is or as the command line has it."""
+    return parse(reducer) if isinstance(reducer, str) else reducer
+
+
+def reduced(source: Path, folder: Path, reducer: str | Chosen, counter: Counter | None = None) -> Path:
     """The checkpoint in `source`, with a reducer, in `folder`. Its files are links."""
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
     config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(carried.write(config, parse(reducer))))
+    (folder / "config.json").write_text(json.dumps(carried.write(config, chosen(reducer), counter)))
     return folder
 
 
@@ -122,10 +128,12 @@ def rows_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def reference(vlm: VLM, reducer: str, requests: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+def reference(
+    vlm: VLM, reducer: str | Chosen, requests: list[dict[str, Any]], tokens: int, counter: Counter | None = None
+) -> list[dict[str, Any]]:
     """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
     found, seen = [], []
-    with attach(vlm, parse(reducer)) as attached:
+    with attach(vlm, chosen(reducer), counter=counter) as attached:
         hook = attached.text.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append(rows_of(kwargs["position_ids"])), with_kwargs=True
         )

@@ -25,8 +25,7 @@ from vlmcompress.reducers.tome import join, match
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})
 COUNT = "adaptive"
-SERVED = False
-WHY_NOT = "the count is known only behind the encoder, and engines reserve an image's tokens before it runs"
+SERVED = True  # to an exact count, said from the pixels before the encoder runs (`vlmcompress.counts`)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,13 @@ class Merging:
             _hear(layer.self_attn, self._listen)
             layer.layer_norm2.register_forward_pre_hook(functools.partial(self._join, number))
 
-    def begin(self, grids: Sequence[Grid], device: Any) -> Merger:
-        """Before the tower runs on images of these grids: what will have become of them then."""
+    def begin(self, grids: Sequence[Grid], device: Any, counts: Sequence[int] | None = None) -> Merger:
+        """Before the tower runs on images of these grids: what will have become of them then.
+
+        `counts`: how many tokens each is to keep, where the method leaves that open.
+        """
         chosen = self._reducer.chosen
-        self._merger = Merger(chosen.module, chosen.options, grids, self._layers, aside=1, device=device)
+        self._merger = Merger(chosen.module, chosen.options, grids, self._layers, 1, counts, device)
         return self._merger
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:

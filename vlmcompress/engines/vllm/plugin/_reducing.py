@@ -12,20 +12,25 @@ from torch import Tensor
 
 from vlmcompress import __version__, carried, reducers
 from vlmcompress.chosen import Chosen
+from vlmcompress.counts import Counter
 from vlmcompress.engines.vllm.plugin import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import spec_for
 from vlmcompress.reducers import Grid, Reduction, Signals
-from vlmcompress.reduction._support import check_config
+from vlmcompress.reduction._support import check_config, check_counter
 
 _READ = ("architectures", "model_type", carried.KEY)
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """A method with its options, as the config of a model that vLLM loads carries it."""
+    """A method with its options, as the config of a model that vLLM loads carries it.
+
+    `counter`: says from an image's pixels how many of its tokens stay, for a method whose count depends on the image.
+    """
 
     chosen: Chosen
+    counter: Counter | None = None
 
     @staticmethod
     def of(hf_config: Any) -> Reducer:
@@ -41,13 +46,17 @@ class Reducer:
             raise UserError(f"{where}: {reason}")
         try:
             check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
+            if found.count:
+                check_counter(hf_config, reducer.module, found.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        return Reducer(reducer)
+        if hasattr(reducer.module, "merge") and reducer.module.COUNT == "adaptive" and found.count is None:
+            raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
+        return Reducer(reducer, found.count)
 
     def count(self, grid: Grid) -> int:
-        """How many tokens an image keeps."""
-        return self.chosen.module.budget(grid, self.chosen.options)
+        """How many tokens an image keeps, at most where that depends on the image."""
+        return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
 
     @property
     def known(self) -> bool:
@@ -72,5 +81,5 @@ class Reducer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Sixteen characters that differ between reducers, for keys of whatever caches what came of an image."""
-        text = json.dumps([__version__, self.chosen.plain()], sort_keys=True)
+        text = json.dumps([__version__, self.chosen.plain(), self.counter and self.counter.plain()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

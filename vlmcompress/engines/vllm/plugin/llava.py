@@ -15,6 +15,7 @@ from vllm.model_executor.models.llava import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._encoder import Merging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.reducers import Reduction
@@ -24,11 +25,11 @@ ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads")
 
 
-class Info(LlavaInfo, LlavaProcessingInfo):
+class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
     """vLLM's, with the counts of reduced images."""
 
 
-class Processor(LlavaProcessor, LlavaMultiModalProcessor):
+class Processor(CountedProcessor, LlavaProcessor, LlavaMultiModalProcessor):
     """vLLM's, with cache keys of the reducer's own."""
 
 
@@ -40,6 +41,7 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         method, options = self.reducer.chosen.module, self.reducer.chosen.options
         self._merging = self._scan = None
+        self._counts: list[int] | None = None  # of the images at hand
         tower: Any = self.vision_tower
         if hasattr(method, "merge"):
             self._merging = Merging(tower.vision_model.encoder.layers, self.reducer)
@@ -51,10 +53,15 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         side = self.config.vision_config.image_size
         return side, side
 
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """vLLM's."""
+        self._counts = counts_of(kwargs)
+        return super().embed_multimodal(**kwargs)
+
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         pixels = image_input["pixel_values"]
         grid = grid_of(pixels, self.config)
-        merger = self._merging.begin([grid] * len(pixels), pixels.device) if self._merging else None
+        merger = self._merging.begin([grid] * len(pixels), pixels.device, self._counts) if self._merging else None
         features: Any = super()._process_image_pixels(image_input)
         if merger is not None:
             return self._projected(features, merger.merged)

@@ -1,0 +1,61 @@
+"""DyMU in the real vLLM engine: each image has as many tokens as its pixels say, and answers are those of transformers.
+
+One engine with a prefix cache that is hit and with chunks that cut images.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+from transformers import AutoConfig
+
+from tests.engines import reduced_cases as cases
+from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from vlmcompress import carried
+from vlmcompress.calibration import bundled, encode, load_samples
+from vlmcompress.chosen import parse
+from vlmcompress.errors import UserError
+from vlmcompress.reduction import thresholds
+
+SOURCE = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
+
+
+def prompts() -> list[cases.Turns]:
+    """Questions about one image and two, without one, about a blank image, and about it and noise."""
+    blank = Image.new("RGB", (144, 144), (90, 90, 90))
+    noise = cases.noise(0, 144, 144)
+    return [*cases.questions(8, "llava"), [cases.turn(blank, "what is this?")], [cases.turn(noise, blank, "and?")]]
+
+
+@pytest.mark.engine
+def test_counts_and_answers_are_those_of_transformers(tmp_path):
+    pytest.importorskip("vllm")
+    vlm = cases.loaded(SOURCE)
+    batches = encode(load_samples(bundled(SOURCE, "calibration"), samples=32, seed=0), vlm)
+    reducer = thresholds.learn(vlm, batches, parse("dymu:0.4"))
+    counter = thresholds.counter(vlm, batches, reducer)
+    requests = [cases.request(vlm, turns, tmp_path / "images") for turns in prompts()]
+    expected = cases.reference(vlm, reducer, requests, TOKENS, counter)
+    files = [Image.open(file) for one in requests for file in one["images"]]
+    pixels = vlm.processor.image_processor(files, return_tensors="pt")["pixel_values"]
+    assert len({counter.count(image) for image in pixels}) > 3
+    folder = cases.reduced(SOURCE, tmp_path / "model", reducer, counter)
+    job = {"folder": str(folder), "settings": CHUNKED | CACHED, "passes": 2, "max_tokens": TOKENS, "requests": requests}
+    (found,) = probe([job], tmp_path)
+    check(found, expected)
+    assert any(answer["cached"] for answer in found["passes"][1])
+
+
+def test_without_counts_it_is_refused():
+    pytest.importorskip("vllm")
+    from vlmcompress.engines.vllm.plugin._reducing import Reducer
+
+    config = AutoConfig.from_pretrained(SOURCE)
+    plain = {"model_type": "llava", "architectures": config.architectures}
+    block = carried.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
+    given = SimpleNamespace(**{**vars(config), **block, "vision_config": config.vision_config})
+    with pytest.raises(UserError, match="'count' is missing"):
+        Reducer.of(given)

@@ -1,0 +1,63 @@
+"""Counts that depend on the image: the processor says them from the pixels, so that the prompt has that many placeholders.
+
+They go with the image as a field of its own, `kept_tokens`, to the encoder, which merges to exactly that many. So what the
+processor said is what is met, whatever type the pixels have by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import MultiModalFieldConfig
+from vllm.multimodal.processing import PromptReplacement
+
+FIELD = "kept_tokens"
+
+
+class CountedInfo:
+    """Put before a family's processing info."""
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The highest count: blank images, which vLLM would try, may have few tokens."""
+        own: Any = self
+        return {"image": own.reducer.counter.buckets[-1]} if own.reducer.counter else None
+
+
+class CountedProcessor:
+    """Put before a family's processor whose images are `pixel_values [images, 3, height, width]`."""
+
+    info: Any
+
+    def _postprocess_hf_mm_data(self, mm_inputs: Any, hf_processor_mm_kwargs: Any, processed_data: Any) -> Any:
+        own: Any = super()
+        data = own._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)
+        counter, pixels = self.info.reducer.counter, data.get("pixel_values")
+        if counter and pixels is not None:
+            data[FIELD] = torch.tensor([counter.count(torch.as_tensor(image)) for image in pixels])
+        return data
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        own: Any = super()
+        fields = own._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
+        if self.info.reducer.counter is None:
+            return fields
+        return {**fields, FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
+
+    def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> Sequence[Any]:
+        if self.info.reducer.counter is None:
+            own: Any = super()
+            return own._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        token = self.info.get_hf_config().image_token_index
+
+        def replacement(number: int) -> list[int]:
+            return [token] * int(out_mm_kwargs["image"][number][FIELD].data)
+
+        return [PromptReplacement(modality="image", target=[token], replacement=replacement)]
+
+
+def counts_of(kwargs: dict[str, Any]) -> list[int] | None:
+    """The counts among a model's multimodal arguments, which are taken out; None where there are none."""
+    given = kwargs.pop(FIELD, None)
+    return None if given is None else [int(count) for part in given for count in torch.as_tensor(part).flatten()]
