@@ -13,11 +13,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval.demo.measure import load_rows, messages
+from tests.engines.reduced_probe import about
 from tests.tiny import build
 from vlmcompress import carried
 from vlmcompress.chosen import Chosen, parse
 from vlmcompress.counts import Counter
 from vlmcompress.models import VLM, load
+from vlmcompress.reducers import Signals, reduce
 from vlmcompress.reduction import attach
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-qwen"
@@ -53,11 +55,14 @@ def tiny(family: str, folder: Path, longest_edge: int | None = None) -> Path:
         elif tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
             tensor.mul_(5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "processor_config.json"
+    config = json.loads(file.read_text())
+    images = config["image_processor"]
+    if "video_processor" in config:  # vLLM normalizes videos with the constants of images
+        config["video_processor"] |= {name: images[name] for name in ("image_mean", "image_std")}
     if longest_edge is not None:
-        file = folder / "processor_config.json"
-        config = json.loads(file.read_text())
-        config["image_processor"]["size"]["longest_edge"] = longest_edge
-        file.write_text(json.dumps(config))
+        images["size"]["longest_edge"] = longest_edge
+    file.write_text(json.dumps(config))
     return folder
 
 
@@ -68,9 +73,12 @@ def loaded(source: Path, dtype: torch.dtype = torch.float32) -> VLM:
     return vlm
 
 
-def noise(seed: int, width: int, height: int) -> Image.Image:
-    """An image of which no two tokens are alike."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+def noise(seed: int, width: int, height: int, flat: bool = False) -> Image.Image:
+    """An image of which no two tokens are alike; `flat`: of which the right half is of one colour."""
+    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    if flat:
+        levels[:, width // 2 :] = 90
+    return Image.fromarray(levels)
 
 
 def turn(*parts: Image.Image | str) -> dict[str, Any]:
@@ -84,14 +92,14 @@ def turn(*parts: Image.Image | str) -> dict[str, Any]:
     }
 
 
-def noisy() -> list[Turns]:
+def noisy(flat: bool = False) -> list[Turns]:
     """One image, two of different sizes, none, an image behind text, one that came before, and a second turn."""
-    small, wide = noise(0, 84, 84), noise(1, 196, 112)
+    small, wide = noise(0, 84, 84, flat), noise(1, 196, 112, flat)
     first = turn(wide, "how many?")
     answered = {"role": "assistant", "content": [{"type": "text", "text": "three"}]}
     return [
         [turn(small, "what colour is it?")],
-        [turn(noise(2, 140, 84), "x", noise(3, 84, 112), "which of the two is the larger one?")],
+        [turn(noise(2, 140, 84, flat), "x", noise(3, 84, 112, flat), "which of the two is the larger one?")],
         [turn("hello there")],
         [turn("what is in this picture, please?", wide)],
         [turn(small, wide, "are they the same?")],
@@ -109,6 +117,15 @@ def questions(count: int, variant: str = "qwen") -> list[Turns]:
         (user,) = messages(row)
         found.append([{**user, "content": user["content"][::-1]}])
     return found
+
+
+def film(vlm: VLM, folder: Path) -> dict[str, Any]:
+    """A prompt about a video of six frames, longer on one side than in time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "video.npy"
+    np.save(file, np.stack([np.asarray(noise(number, 288, 64)) for number in range(6)]))
+    prompt = vlm.processor.apply_chat_template([turn(noise(0, 8, 8), "what happens?")], add_generation_prompt=True)
+    return {"prompt": prompt.replace("<|image_pad|>", "<|video_pad|>"), "images": [], "videos": [str(file)]}
 
 
 def request(vlm: VLM, turns: Turns, folder: Path) -> dict[str, Any]:
@@ -148,3 +165,40 @@ def reference(
             found.append({"tokens": answer, "positions": positions, "prompt": seen[0].shape[1]})
         hook.remove()
     return found
+
+
+@torch.inference_mode()
+def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The same of a video, without `attach`: the whole prompt, with what is not kept hidden from attention."""
+    frames, chosen, config = np.load(request["videos"][0]), parse(reducer), vlm.model.config
+    inputs = vlm.processor(
+        text=[request["prompt"]],
+        videos=[frames],
+        video_metadata=[{k: v for k, v in about(len(frames)).items() if k != "do_sample_frames"}],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    video = {name: inputs[name] for name in ("pixel_values_videos", "video_grid_thw")}
+    t, h, w = (video["video_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
+    (features,) = vlm.model.model.get_video_features(**video).pooler_output
+    result = reduce(chosen.module, Signals((t, h, w), features=features), chosen.options)
+    seconds = {name: inputs[name] for name in ("second_per_grid_ts",) if name in inputs}
+    positions, _ = vlm.model.model.get_rope_index(
+        inputs["input_ids"],
+        mm_token_type_ids=inputs["mm_token_type_ids"],
+        video_grid_thw=video["video_grid_thw"],
+        **seconds,
+    )
+    ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
+    mask = torch.ones_like(ids)
+    mask[ids == config.video_token_id] = (result.target >= 0).long()
+    answer: list[int] = []
+    while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "mm_token_type_ids": kinds}
+        answer.append(int(vlm.model(**given, **video, **seconds).logits[0, -1].argmax()))
+        ids = torch.cat([ids, torch.tensor([[answer[-1]]])], 1)
+        mask, kinds = (torch.cat([one, torch.full((1, 1), value)], 1) for one, value in ((mask, 1), (kinds, 0)))
+        positions = torch.cat([positions, positions[..., -1:] + 1], -1)
+    seen = mask[0, :-1].bool()  # the last token enters no language model
+    left = positions[:, 0, :-1][:, seen].T.tolist()
+    return {"tokens": answer, "positions": left, "prompt": len(left) - len(answer) + 1}

@@ -5,7 +5,7 @@
 A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files]}]}`;
 `settings` are `vllm.LLM`'s. Requests are given one by one, `passes` times over, then once all together. Of each in turn:
 the prompt's tokens, the answer's tokens, how many came from the prefix cache, and the positions that the language model was
-given for the rest, in the order in which it ran.
+given for the rest, in the order in which it ran. A job that fails leaves `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from tests.models.engine_probe import SETTINGS
@@ -89,4 +90,10 @@ def answer(out) -> dict:
 
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
-    Path(sys.argv[2]).write_text(json.dumps([run(job) for job in json.loads(Path(sys.argv[1]).read_text())]))
+    found = []
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            found.append(run(job))
+        except Exception:
+            found.append({"error": traceback.format_exc()})
+    Path(sys.argv[2]).write_text(json.dumps(found))

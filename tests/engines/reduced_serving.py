@@ -30,6 +30,7 @@ def probe(jobs: list[dict], folder: Path) -> list[dict]:
 
 def check(found: dict, expected: list[dict]) -> None:
     """Prompts as long as they should be, the same answers one by one and together, the same positions."""
+    assert "error" not in found, found["error"]
     for answers in (*found["passes"], found["together"]):
         assert [len(answer["prompt"]) for answer in answers] == [one["prompt"] for one in expected]
         assert [answer["tokens"] for answer in answers] == [one["tokens"] for one in expected]

@@ -14,17 +14,17 @@ from vlmcompress.engines.vllm.plugin._positions import LIMIT, OriginalPositions,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_places_are_exact_in_every_dtype(dtype):
-    """Each of the 65,536 that there are; bfloat16 by itself would round 257 to 256."""
-    places = torch.arange(LIMIT).repeat(3, 1).T + torch.tensor([0, 1, 2])
-    places %= LIMIT
-    rows = torch.randn(LIMIT, 2).to(dtype)
+    """Of every size that there is; bfloat16 by itself would round 257 to 256."""
+    some = torch.cat([torch.arange(70_000), torch.arange(0, LIMIT, 1009), torch.tensor([LIMIT - 1])])
+    places = torch.stack([some, some.flip(0), some // 2], 1)
+    rows = torch.randn(len(some), 2).to(dtype)
     found, back = unpack(pack(rows, places))
     assert torch.equal(back, places)
     assert torch.equal(found, rows)
 
 
 def test_a_place_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="beyond 65,535"):
+    with pytest.raises(ValueError, match="beyond 16,777,215"):
         pack(torch.zeros(1, 2), torch.tensor([[0, LIMIT, 0]]))
 
 

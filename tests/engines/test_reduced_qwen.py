@@ -28,13 +28,19 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     passes: int = 1
     count: int = 8  # of the demo model's questions about one image
+    film: bool = False  # a prompt about a video, too
 
 
 CASES = {
     "cached": Case("demo", "dart:0.5", CACHED, passes=2),
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
-    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", CHUNKED | CACHED, passes=2),
+    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", CHUNKED | CACHED, passes=2, film=True),
+    "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", CHUNKED | CACHED, passes=2, film=True),
     "qwen3-vl": Case("qwen3-vl", "dart:0.5", CHUNKED | CACHED, passes=2),
+}
+PIXELS = {
+    f"{source} by pixels": Case(source, "pixelprune", CHUNKED | CACHED, passes=2)
+    for source in ("demo", "qwen2-vl", "qwen3-vl")
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
 
@@ -49,6 +55,10 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
         source, vlm = models[case.source]
         turns = prompts(case)
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
+        answers = cases.reference(vlm, case.reducer, requests, TOKENS)
+        if case.film:
+            requests.append(cases.film(vlm, folder / name / "video"))
+            answers.append(cases.film_reference(vlm, case.reducer, requests[-1], TOKENS))
         reduced = cases.reduced(source, folder / name / "model", case.reducer)
         jobs.append(
             {
@@ -59,7 +69,7 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
                 "requests": requests,
             }
         )
-        expected.append(cases.reference(vlm, case.reducer, requests, TOKENS))
+        expected.append(answers)
     return dict(zip(chosen, zip(probe(jobs, folder), expected, strict=True), strict=True))
 
 
@@ -76,21 +86,23 @@ def prompts(case: Case) -> list[cases.Turns]:
     """What a case is asked."""
     if case.source == "demo":
         return cases.questions(case.count)
-    return [[cases.turn(cases.noise(0, 56, 28 * 383), "what?")]] if case.source == "tall" else cases.noisy()
+    if case.source == "tall":
+        return [[cases.turn(cases.noise(0, 56, 28 * 383), "what?")]]
+    return cases.noisy(flat=case.reducer == "pixelprune")
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
-    return serve(CASES | TALL, tmp_path_factory.mktemp("reduced"))
+    return serve(CASES | PIXELS | TALL, tmp_path_factory.mktemp("reduced"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | PIXELS)
 def test_answers_and_positions_are_those_of_transformers(name, served):
     """Oracle: transformers in float32 with the same reducer attached."""
     check(*served[name])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.passes > 1])
+@pytest.mark.parametrize("name", [name for name, case in (CASES | PIXELS).items() if case.passes > 1])
 def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
     first, second = served[name][0]["passes"]
     assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from reducer_data import options, run, signals
 
-from vlmcompress.reducers import REGISTRY, dart, divprune, fastv, uniform
+from vlmcompress.reducers import REGISTRY, dart, divprune, evs, fastv, uniform
 
 
 def cosine(a, b):
@@ -118,6 +118,17 @@ def test_divprune_keeps_every_kind_before_a_second_of_any():
     kinds = [i // 5 for i in divprune.select(features, 4).tolist()]
     assert sorted(kinds) == [0, 1, 2, 3]
     assert len(set(divprune.select(features, 9).tolist())) == 9  # only duplicates are left, and none is taken twice
+
+
+def test_evs_keeps_the_first_frame_and_what_changes_most():
+    """Oracle: each token against the one at its place a frame before. An image is a first frame."""
+    grid = (3, 4, 5)
+    features = signals(grid).features
+    change = [math.inf] * 20 + [1 - cosine(features[i], features[i - 20]) for i in range(20, 60)]
+    for keep, count in ((0.75, 45), (0.5, 30), (0.1, 20)):
+        kept = run("evs", signals(grid), evs.Options(keep=keep)).anchor.tolist()
+        assert kept == sorted(best(change, count))
+    assert len(run("evs", signals((1, 6, 8)), evs.Options(keep=0.1)).anchor) == 48
 
 
 def test_fastv_keeps_the_most_attended():

@@ -21,26 +21,26 @@ import torch
 from torch import Tensor
 
 DIMS = 3
-DIGITS = 2
+DIGITS = 3
 CHANNELS = DIMS * DIGITS
 BASE = 256  # digits up to 255 are exact in bfloat16, which rounds 257 to 256
 LIMIT = BASE**DIGITS
 
 
 def pack(rows: Tensor, places: Tensor) -> Tensor:
-    """`rows [k, d]` with `places [k, 3]`, whole numbers from 0 to 65,535, in six more channels, exact in every dtype."""
+    """`rows [k, d]` with `places [k, 3]`, whole numbers from 0 to 2^24 - 1, in nine more channels, exact in every dtype."""
     if len(places) and not 0 <= int(places.min()) <= int(places.max()) < LIMIT:
         raise ValueError(
             f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
         )
-    digits = torch.stack([places // BASE, places % BASE], -1).flatten(1)
+    digits = torch.stack([places // BASE**power % BASE for power in range(DIGITS)], -1).flatten(1)
     return torch.cat([rows, digits.to(rows)], 1)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     """What `pack` put together: rows and places."""
     digits = packed[:, -CHANNELS:].long().unflatten(1, (DIMS, DIGITS))
-    return packed[:, :-CHANNELS], digits[..., 0] * BASE + digits[..., 1]
+    return packed[:, :-CHANNELS], (digits * digits.new_tensor([BASE**power for power in range(DIGITS)])).sum(-1)
 
 
 class OriginalPositions:
@@ -115,7 +115,7 @@ def _check(config: Any) -> None:
     speculative = config.speculative_config
     for wrong, text in (
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
-        (config.parallel_config.enable_dbo, "dual batch overlap; leave out --enable-dbo"),
+        (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
         (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
         (
             speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"),

@@ -9,12 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+from vllm.multimodal.inputs import MultiModalFieldConfig
+from vllm.multimodal.processing import PromptUpdateDetails
 
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._rope import longest_prompt, make_room
+from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid
+
+CHOICE = "kept_visual_tokens"  # field of an image: which of its tokens are kept, where its pixels decide
 
 
 def grid_of(patches: Iterable[int], config: Any) -> Grid:
@@ -24,20 +31,54 @@ def grid_of(patches: Iterable[int], config: Any) -> Grid:
     return t, h // side, w // side
 
 
+def pace_of(item: Any, modality: str, config: Any) -> float:
+    """Positions from one frame to the next in what the processor made of an image or a video."""
+    if modality == "image":
+        return 1.0
+    seconds = item.get("second_per_grid_ts")
+    return (1.0 if seconds is None else seconds.data.item()) * _rate(config)
+
+
+def _rate(config: Any) -> float:
+    """Positions in a second of video; 1 for each pair of frames where a family does not count seconds."""
+    return getattr(config.vision_config, "tokens_per_second", 1.0)
+
+
 def places(grid: Grid, pace: float) -> np.ndarray:
     """`[n, 3]` int64: M-RoPE positions of the tokens from the first one on; frames are `pace` apart, rounded down."""
     found = np.indices(grid)
-    if pace != 1:
-        found[0] = (found[0] * pace).astype(np.int64)
+    found[0] = (found[0] * pace).astype(np.int64)
     return found.reshape(DIMS, -1).T
+
+
+def extent(grid: Grid, pace: float) -> int:
+    """How far behind the first of its tokens the text after an image or a video starts."""
+    return max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
+
+
+@dataclasses.dataclass
+class Placeholders(PromptUpdateDetails):
+    """What stands for an image or a video in the prompt, and how many positions it takes up there."""
+
+    positions: int = 0
+
+
+def by_pixels(reducer: Reducer) -> bool:
+    """Whether the choice is made before the encoder."""
+    return reducer.chosen.module.STAGE == "pixels"
 
 
 class QwenInfo(ReducedInfo):
     """Counts of reduced images and videos."""
 
     def kept(self, grid: Grid) -> int:
-        """How many tokens of an image or a video are kept."""
-        return self.reducer.count(grid)
+        """How many tokens of an image or a video are kept, at most where that depends on its pixels."""
+        return math.prod(grid) if by_pixels(self.reducer) else self.reducer.count(grid)
+
+    def get_supported_mm_limits(self) -> dict[str, int | None]:
+        """No videos where pixels decide."""
+        limits = super().get_supported_mm_limits()  # type: ignore[misc]
+        return {**limits, "video": 0} if by_pixels(self.reducer) else limits
 
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
@@ -45,6 +86,18 @@ class QwenInfo(ReducedInfo):
         side = vision.patch_size * vision.spatial_merge_size
         rows, columns = size.height // side, size.width // side
         return size, self.kept((tokens // (rows * columns), rows, columns))
+
+
+class QwenDummies:
+    """Images to measure memory with: noise where pixels decide, so that nothing is dropped."""
+
+    info: Any
+
+    def _get_dummy_images(self, **arguments: Any) -> list[Any]:
+        images = super()._get_dummy_images(**arguments)  # type: ignore[misc]
+        if not by_pixels(self.info.reducer):
+            return images
+        return [Image.effect_noise(image.size, 64).convert("RGB") for image in images]
 
 
 class QwenProcessor(ReducedProcessor):
@@ -59,15 +112,47 @@ class QwenProcessor(ReducedProcessor):
     def _shortened(self, update: Any, out_mm_kwargs: Any) -> Any:
         config = self.info.get_hf_config()
 
-        def replacement(item: int) -> Any:
-            patches = out_mm_kwargs[update.modality][item][f"{update.modality}_grid_thw"].data
-            return self._first(update.replacement(item), grid_of(patches, config))
+        def replacement(number: int) -> Placeholders:
+            item = out_mm_kwargs[update.modality][number]
+            grid = grid_of(item[f"{update.modality}_grid_thw"].data, config)
+            full = update.replacement(number)
+            if CHOICE in item:
+                return Placeholders(full[: int(item[CHOICE].data.sum())], positions=extent(grid, 1.0))
+            return self._placeholders(full, grid, pace_of(item, update.modality, config))
 
         return replacement
 
-    def _first(self, full: Any, grid: Grid) -> Any:
-        """What stands for an image in the prompt, of what stood for it without a reducer."""
-        return full[: self.info.kept(grid)]
+    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
+        """Of what stands for an image or a video without a reducer, what stands for it now."""
+        return Placeholders(full[: self.info.kept(grid)], positions=extent(grid, pace))
+
+    def _postprocess_hf_mm_data(self, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
+        """vLLM's, with the choice among an image's tokens where that is made by its pixels."""
+        found = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)  # type: ignore[misc]
+        if by_pixels(self.info.reducer) and "pixel_values" in found:
+            images_of = self.info.get_image_processor()
+            found[CHOICE] = choose(self.info.reducer, images_of, found["pixel_values"], found["image_grid_thw"])
+        return found
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> dict[str, Any]:
+        fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))  # type: ignore[misc]
+        if CHOICE in hf_inputs:
+            side = self.info.get_hf_config().vision_config.spatial_merge_size
+            tokens = hf_inputs["image_grid_thw"].prod(-1) // side**2
+            fields[CHOICE] = MultiModalFieldConfig.flat_from_sizes("image", tokens, keep_on_cpu=True)
+        return fields
+
+    def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], Any]:
+        """vLLM's. ValueError, which a server answers with status 400, for a prompt whose positions end too far on."""
+        tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
+        contents = [update.content for items in mm_res.prompt_updates.values() for (update,) in items]
+        end = len(tokens) + sum(content.positions - len(content.full) for content in contents)
+        if end > (most := longest_prompt(self.info.ctx.model_config)):
+            raise ValueError(
+                f"the prompt ends at position {end}, counted before its images are reduced, and the model knows {most}; "
+                "send fewer images or less text"
+            )
+        return tokens, placeholders
 
 
 class ReducedQwen(OriginalPositions):
@@ -77,34 +162,46 @@ class ReducedQwen(OriginalPositions):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
         self.reducer = Reducer.of(self.config)
+        self._choice: Tensor | None = None
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """As the model does; the choice made by pixels is an argument that it does not know."""
+        self._choice = kwargs.pop(CHOICE, None)
+        return super().embed_multimodal(**kwargs)  # type: ignore[misc]
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """All tokens of an image or video begin where it begins."""
-        ((_, *grid, pace),) = self.iter_mm_grid_thw([feature])  # type: ignore[attr-defined]
-        extent = max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
-        return np.zeros((DIMS, feature.mm_position.length), dtype=np.int64), extent
+        grid = grid_of(feature.data[f"{feature.modality}_grid_thw"].data, self.config)
+        starts = np.zeros((DIMS, feature.mm_position.length), dtype=np.int64)
+        return starts, extent(grid, pace_of(feature.data, feature.modality, self.config))
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
+        if self._choice is not None:
+            return self._chosen(image_input, self._choice)
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
             self.reduced(rows, grid_of(patches, self.config))
             for rows, patches in zip(images, image_input["image_grid_thw"].tolist(), strict=True)
         )
 
+    def _chosen(self, image_input: Any, kept: Tensor) -> tuple[Tensor, ...]:
+        """The tokens `kept [tokens of all images]`, with their places; the encoder sees no others."""
+        patches = image_input["image_grid_thw"].tolist()
+        rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
+        where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
+        parts = kept.split([math.prod(grid_of(sides, self.config)) for sides in patches])
+        return pack(rows, where[kept]).split([int(part.sum()) for part in parts])
+
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
         videos, patches = super()._process_video_input(video_input), video_input["video_grid_thw"].tolist()  # type: ignore[misc]
         seconds = video_input.get("second_per_grid_ts")
         seconds = [1.0] * len(patches) if seconds is None else seconds.flatten().tolist()
-        rate = getattr(self.config.vision_config, "tokens_per_second", 1.0)
         return tuple(
-            self.reduced_video(rows, grid_of(sides, self.config), each * rate)
+            self.reduced(rows, grid_of(sides, self.config), each * _rate(self.config))
             for rows, sides, each in zip(videos, patches, seconds, strict=True)
         )
-
-    def reduced_video(self, rows: Tensor, grid: Grid, pace: float) -> Tensor:
-        """The same of a video whose frames are `pace` positions apart."""
-        return self.reduced(rows, grid, pace)
 
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0) -> Tensor:
         """What is left of the tokens `rows [n, d]` of one image or video, with their places."""
@@ -122,8 +219,8 @@ class ReducedQwen(OriginalPositions):
         return dataclasses.replace(config, modalities=[])
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Patches and tokens in encoder and projector, which see the full image."""
-        if mm_kwargs is not None:
+        """Patches and tokens in encoder and projector, which see the full image unless pixels decided."""
+        if mm_kwargs is not None and CHOICE not in mm_kwargs:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
         return super().get_mm_lora_token_counts(  # type: ignore[misc]
             modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds

@@ -16,15 +16,7 @@ class PlainRope:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        config = vllm_config.model_config
-        needed = longest_prompt(config) + config.max_model_len
-        language_model: nn.Module = self.get_language_model()  # type: ignore[attr-defined]
-        ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
-        if not ropes:
-            raise ValueError("the language model's positions are not RoPE's, so kept tokens cannot keep theirs")
-        for rope in ropes:  # usually one, shared by all layers
-            if len(rope.cos_sin_cache) < needed:
-                rope.cos_sin_cache = lengthened(rope._compute_cos_sin_cache(), needed).to(rope.cos_sin_cache)
+        make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -36,6 +28,20 @@ class PlainRope:
     ) -> Any:
         """As the model does, with the first row of `positions [3, s]`."""
         return super().forward(input_ids, positions[0], intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
+
+
+def make_room(language_model: nn.Module, config: Any) -> None:
+    """Lengthen RoPE's tables to the last position that a token may have, as far behind the longest prompt as an answer goes.
+
+    ValueError for a model without RoPE.
+    """
+    needed = longest_prompt(config) + config.max_model_len
+    ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
+    if not ropes:
+        raise ValueError("the language model's positions are not RoPE's, so kept tokens cannot keep theirs")
+    for rope in ropes:  # usually one, shared by all layers
+        if len(rope.cos_sin_cache) < needed:
+            rope.cos_sin_cache = lengthened(rope._compute_cos_sin_cache(), needed).to(rope.cos_sin_cache)
 
 
 def longest_prompt(config: Any) -> int:

@@ -10,10 +10,10 @@ from vllm.model_executor.models.qwen2_vl import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen
+from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen
 
 ARCHITECTURE = "Qwen2VLForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "pixels")
 
 
 class Info(QwenInfo, Qwen2VLProcessingInfo):
@@ -24,6 +24,10 @@ class Processor(QwenProcessor, Qwen2VLMultiModalProcessor):
     """vLLM's, with as many placeholders as tokens are kept."""
 
 
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Qwen2VLDummyInputsBuilder)
+class Dummies(QwenDummies, Qwen2VLDummyInputsBuilder):
+    """vLLM's, that no reducer makes shorter than they can be."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
 class VlmcompressQwen2VLForConditionalGeneration(ReducedQwen, Qwen2VLForConditionalGeneration):
     """vLLM's Qwen2-VL with a reducer behind its encoder."""

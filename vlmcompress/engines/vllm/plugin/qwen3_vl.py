@@ -1,7 +1,7 @@
-"""Qwen3-VL: deepstack features follow their tokens; of a video, each frame is reduced as an image.
+"""Qwen3-VL: deepstack features follow their tokens, and a video's timestamps stay between what is left of its frames.
 
-A timestamp, as text, stands before every frame of a video, so the prompt says how many tokens each frame has before any of
-them is known.
+How many tokens each frame keeps is not known when the prompt is made, so where its timestamps stand is not, either. The
+prompt has one run of placeholders for all of a video, text and marks included; the encoder's output fills it with both.
 """
 
 from __future__ import annotations
@@ -18,56 +18,95 @@ from vllm.model_executor.models.qwen3_vl import (
     Qwen3VLProcessingInfo,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.processing import PromptUpdateDetails
 
-from vlmcompress.engines.vllm.plugin._positions import DIMS
-from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen, grid_of
+from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
+from vlmcompress.engines.vllm.plugin._qwen import (
+    Placeholders,
+    QwenDummies,
+    QwenInfo,
+    QwenProcessor,
+    ReducedQwen,
+    grid_of,
+)
 from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "pixels")
 
 
 class Info(QwenInfo, Qwen3VLProcessingInfo):
-    """vLLM's, with the counts of reduced images and frames."""
+    """vLLM's, with the counts of reduced images and videos."""
 
-    def kept(self, grid: Grid) -> int:
-        """How many tokens of an image, or of all frames of a video, are kept."""
-        return grid[0] * self.reducer.count((1, *grid[1:]))
+    def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
+        """Timestamps are among them."""
+        tokens, video = super().get_max_video_tokens(seq_len, mm_counts), self.get_video_processor()
+        mark = self.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
+        frames = video.max_frames // video.temporal_patch_size
+        return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
 
 
 class Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
     """vLLM's, with as many placeholders as tokens are kept."""
 
-    def _first(self, full: Any, grid: Grid) -> Any:
-        """Of an image's placeholders the first; of a video's the first of each frame, and all text."""
+    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
+        """Of an image's placeholders the first; for a video as many as it has tokens, text among them."""
         if isinstance(full, list):
-            return super()._first(full, grid)
-        visual, tokens = self.info.get_hf_config().video_token_id, grid[1] * grid[2]
-        kept, seen, ids = self.info.kept((1, *grid[1:])), 0, []
-        for token in full.full:
-            if token != visual or seen % tokens < kept:
-                ids.append(token)
-            seen += token == visual
-        return PromptUpdateDetails.select_token_id(ids, visual)
+            return super()._placeholders(full, grid, pace)
+        visual = self.info.get_hf_config().video_token_id
+        text = len(full.full) - full.full.count(visual)
+        return Placeholders([visual] * (text + self.info.kept(grid)), positions=text + _sides(grid))
 
 
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
+def _sides(grid: Grid) -> int:
+    """Positions that the frames of a video take up, without the text between them."""
+    return grid[0] * max(grid[1:])
+
+
+class Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
+    """vLLM's, that no reducer makes shorter than they can be."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
 class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen, Qwen3VLForConditionalGeneration):
     """vLLM's Qwen3-VL with a reducer behind its encoder; it sees the last layer's features, not deepstack's."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """All tokens of a frame begin where it begins, and text counts on behind its full grid."""
-        _, *sides = grid_of(feature.data[f"{feature.modality}_grid_thw"].data, self.config)
-        visual = np.ones(feature.mm_position.length, dtype=bool)
-        if feature.mm_position.is_embed is not None:
-            visual = feature.mm_position.is_embed.numpy()
-        begins = visual & ~np.append(False, visual[:-1])
-        # Every text token takes one position, every frame as many as its longer side, all at its first token.
-        ahead = np.append(0, np.cumsum(~visual + begins * max(sides)))
-        starts = np.where(visual, ahead[1:] - max(sides), ahead[:-1])
-        return np.broadcast_to(starts, (DIMS, len(visual))), int(ahead[-1])
+        """All tokens of an image or video, text between frames among them, begin where it begins."""
+        starts, end = super().span(feature)
+        if feature.modality == "video":
+            grid = grid_of(feature.data["video_grid_thw"].data, self.config)
+            end = starts.shape[1] - self.reducer.count(grid) + _sides(grid)
+        return starts, end
 
-    def reduced_video(self, rows: Tensor, grid: Grid, pace: float) -> Tensor:
-        """Frame by frame."""
-        return torch.cat([self.reduced(frame, (1, *grid[1:])) for frame in rows.chunk(grid[0])])
+    def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
+        videos = Qwen3VLForConditionalGeneration._process_video_input(self, video_input)
+        patches = video_input["video_grid_thw"].tolist()
+        return tuple(
+            self._with_text(rows, grid_of(sides, self.config), list(times))
+            for rows, sides, times in zip(videos, patches, video_input["timestamps"], strict=True)
+        )
+
+    def _with_text(self, rows: Tensor, grid: Grid, times: list[float]) -> Tensor:
+        """What is left of a video's tokens `rows [n, d]`, between the marks and `times` of its frames, with places."""
+        kept, where = unpack(self.reduced(rows, grid))
+        config, frame = self.config, where[:, 0]
+        ids = Qwen3VLMultiModalProcessor.get_video_repl(
+            tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
+            timestamps=times,
+            tokenizer=self._tokenizer,
+            vision_start_token_id=config.vision_start_token_id,
+            vision_end_token_id=config.vision_end_token_id,
+            video_token_id=config.video_token_id,
+        ).full
+        tokens = torch.tensor(ids, device=rows.device)
+        visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
+        # A text token stands one behind the last text token or, behind a frame, where that one's longer side ends.
+        text = (~visual).cumsum(0)
+        places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
+        places = places[:, None].repeat(1, DIMS)
+        places[visual] = where * places.new_tensor([0, 1, 1]) + (text[visual] + frame * max(grid[1:]))[:, None]
+        out = rows.new_zeros(len(ids), rows.shape[1])
+        out[visual] = kept
+        words = self.get_language_model().embed_input_ids(tokens[~visual])
+        out[~visual, : words.shape[1]] = words.to(out)
+        return pack(out, places)
