@@ -8,6 +8,7 @@ import re
 from typing import Any, NoReturn
 
 from vlmcompress import __version__, recipe
+from vlmcompress import doctor_options as doctor
 from vlmcompress import thresholds_options as thresholds
 from vlmcompress.bench import options as bench
 from vlmcompress.errors import UserError, did_you_mean
@@ -137,9 +138,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     check = verb("check", "Tell in seconds whether a recipe works for a model, a target and an engine.")
     _recipe(check)
     check.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
-    doctor = verb("doctor", "Examine a finished checkpoint.")
-    doctor.add_argument("out", metavar="OUT")
-    doctor.add_argument("--source", metavar="MODEL", help="compare with the original, too")
+    doctor.options(verb("doctor", "Examine a finished checkpoint, or ask it in the engine that will serve it."))
     _tokens(verb("tokens", "Count what images cost before and after a reducer, without reading weights."))
     _inspect(verb("inspect", "Draw which parts of an image reducers keep, merge and drop."))
     thresholds.options(

@@ -15,7 +15,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from vlmcompress import arguments, summary, terminal
@@ -99,16 +98,6 @@ def check(args: argparse.Namespace) -> Outcome:
     return OK if fine else BAD_INPUT, data, summary.looked_text(title, found)
 
 
-def doctor(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress doctor`"""
-    from vlmcompress.doctor import diagnose
-
-    checks = diagnose(Path(args.out), Path(args.source) if args.source else None)
-    fine = all(check.ok for check in checks)
-    data = {"ok": fine, "out": args.out, "checks": [vars(check) for check in checks]}
-    return OK if fine else GATE, data, summary.looked_text(args.out, checks)
-
-
 def _verb(module: str, function: str = "run_verb") -> Callable[[argparse.Namespace], Outcome]:
     """A verb of another module, which is imported when it runs."""
 
@@ -186,7 +175,7 @@ VERBS = {
     "calibrate": calibrate,
     "quantize": quantize,
     "check": check,
-    "doctor": doctor,
+    "doctor": _verb("doctor_options"),
     "tokens": _verb("reduction.verbs", "tokens"),
     "inspect": _verb("reduction.verbs", "inspect"),
     "thresholds": _verb("thresholds_options"),

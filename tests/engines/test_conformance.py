@@ -1,0 +1,170 @@
+"""`vlmcompress doctor --engine vllm`: a reduced checkpoint passes every check, and each check sees what it is there for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines import reduced_cases as cases
+from vlmcompress import cli
+from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
+from vlmcompress.engines.vllm.conformance import _compare, _questions
+from vlmcompress.engines.vllm.conformance._checks import CHECKS, Findings
+from vlmcompress.errors import UserError
+
+DEMO = Path(__file__).parents[2] / "eval" / "demo"
+engine = pytest.mark.engine
+
+
+def pair(*tokens: int, likely: float = -0.5) -> _compare.Pair:
+    """An engine that said 1, 2 with log-probability -0.5 each, and found 7 as likely as `likely`."""
+    record = {"tokens": [[1, 2]], "best": [[[1, -0.5], [7, likely]], [[2, -0.5], [7, likely]]]}
+    return _compare.Pair("q", tokens, record)
+
+
+def test_equal_but_for_ties():
+    assert _compare.same([pair(1, 2), pair(1, 2)], "float32") == "1 of 1 answers equal"  # by id
+    assert _compare.same([pair(1, 7, likely=-0.5005)], "float32") == (
+        "1 of 1 answers equal, 1 of them but for ties within 0.0005 nats"
+    )
+    assert "but for ties" in _compare.same([pair(7, 2, likely=-0.7)], "bfloat16")
+    for tokens, likely, dtype in (((1, 7), -0.51, "float32"), ((7, 2), -0.8, "bfloat16"), ((1, 3), -0.5, "bfloat16")):
+        with pytest.raises(UserError, match="1 of 1 answers differ, first 'q', by "):
+            _compare.same([pair(*tokens, likely=likely)], dtype)
+    with pytest.raises(UserError, match="by inf nats"):
+        _compare.same([pair(1)], "float32")
+
+
+def test_questions_come_from_a_seed(tmp_path):
+    """Drawn or given, of four kinds in turn, and the same again."""
+    made = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made.append(_questions.make(tmp_path / name, 8, None, True, seed=3))
+    assert [question.kind for question in made[0].plain] == [*_questions.KINDS] * 2
+    pictures = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b")]
+    assert pictures[0] == pictures[1] and len(set(pictures[0].values())) == len(pictures[0]) == 10
+    data = DEMO / "data" / "llava" / "validation.parquet"
+    given = _questions.make(tmp_path, 4, data, False, seed=0)
+    assert sum("image_url" in json.dumps(question.messages) for question in given.plain) == 3
+    with pytest.raises(UserError, match="take at least 4"):
+        _questions.make(tmp_path, 3, None, False, 0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> Findings:
+    """What vLLM and transformers say about a reduced demo model."""
+    pytest.importorskip("vllm")
+    folder = cases.reduced(DEMO / "demo-qwen", tmp_path_factory.mktemp("reduced") / "demo-qwen", "dart:0.5")
+    return conformance.collect(folder, prompts=8, data=DEMO / "data" / "qwen" / "validation.parquet")
+
+
+@engine
+def test_a_reduced_checkpoint_passes(found):
+    assert [(check.name, check.detail) for check in conformance.judge(found) if not check.ok] == []
+
+
+def records(found: Findings, engine: str, name: str) -> list[dict]:
+    """Of all requests of a round."""
+    return [record for request, record in found.engines[engine]["rounds"][name].items() if request]
+
+
+def rounded(rows: list[list[int]]) -> list[list[int]]:
+    return torch.tensor(rows).bfloat16().long().tolist()
+
+
+def other_words(record: dict) -> None:
+    record["tokens"][0][-1] = 600 if record["tokens"][0][-1] != 600 else 601
+
+
+SPOILED = {
+    "exact count": lambda f: records(f, "plain", "alone")[1]["prompt"].pop(),
+    "budgets": lambda f: f.engines["plain"]["about"].update(image_tokens=10),
+    "parity": lambda f: other_words(records(f, "plain", "mixed")[2]),
+    "agreement": lambda f: [record["tokens"][0].insert(0, 600) for record in records(f, "served", "agree")],
+    "positions": lambda f: records(f, "plain", "turn")[1]["positions"][0].__setitem__(-1, 3),
+    "far positions": lambda f: [
+        record.update(positions=rounded(record["positions"])) for record in records(f, "served", "far")
+    ],
+    "prefix cache": lambda f: [record.update(cached=0) for record in records(f, "caches", "again")],
+    "chunked prefill": lambda f: other_words(records(f, "chunks", "cut")[0]),
+    "encoder cache": lambda f: records(f, "caches", "warm")[0].update(encoded=1),
+    "cache names": lambda f: records(f, "other", "one")[0].update(media=records(f, "served", "agree")[0]["media"]),
+    "second turn": lambda f: other_words(records(f, "caches", "repeat")[1]),
+    "structured output": lambda f: records(f, "served", "json")[3].update(
+        text=['{"colour":"pink","sure":true,"count":1}']
+    ),
+    "streaming": lambda f: records(f, "served", "stream")[0]["pieces"].pop(0),
+    "log-probabilities": lambda f: records(f, "plain", "alone")[0]["best"][0][0].__setitem__(1, 0.0),
+    "several answers": lambda f: other_words(records(f, "plain", "sample 1")[0]),
+    "abort": lambda f: f.engines["served"]["about"].update(kv_usage=0.01),
+    "n-gram speculation": lambda f: other_words(records(f, "ngram", "few")[0]),
+}
+
+
+@engine
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_check_sees_what_it_is_there_for(found, name):
+    """An answer, a position, a count of its own is made wrong."""
+    spoiled = copy.deepcopy(found)
+    SPOILED[name](spoiled)
+    (check,) = (check for check in conformance.judge(spoiled) if check.name == name)
+    assert not check.ok, check.detail
+
+
+@engine
+def test_an_engine_that_fails_fails_what_needs_it(found):
+    spoiled = copy.deepcopy(found)
+    spoiled.engines["caches"] = {"error": "ValueError: out of luck"}
+    failed = {check.name: check.detail for check in conformance.judge(spoiled) if not check.ok}
+    assert failed.keys() == {"prefix cache", "encoder cache", "second turn"}
+    assert failed["prefix cache"] == "vLLM failed: ValueError: out of luck"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--engine", "vllm", "--prompts", "2"], "--prompts is 2; take at least 4"),
+        (["--engine", "vllm", "--source", "x"], "--source is for examining files; leave out --engine vllm"),
+        (["--engine", "sglang"], "--engine: no 'sglang'"),
+        (["--prompts", "9"], "--prompts is for asking an engine; add --engine vllm"),
+    ],
+)
+def test_bad_calls_of_doctor(arguments, text, capfd):
+    assert cli.main(["doctor", str(DEMO / "demo-llava"), *arguments]) == 2
+    assert text in capfd.readouterr().err
+
+
+def test_doctor_without_an_engine(tmp_path, monkeypatch, capfd):
+    """One line that says what to do, before any model is loaded."""
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
+    assert cli.main(["doctor", str(DEMO / "demo-llava"), "--engine", "vllm", "--json"]) == 2
+    assert "point it to the Python that has vLLM" in json.loads(capfd.readouterr().out)["error"]
+
+
+SLOW = {
+    "demo-llava": (
+        "random:0.5",
+        "uniform:0.25",
+        "dart:0.5",
+        "divprune:0.25",
+        "visionzip:0.25",
+        "tome:0.5",
+        "vscan:0.5",
+    ),
+    "demo-qwen": ("random:0.5", "uniform:0.25", "dart:0.25", "divprune:0.25"),
+}
+
+
+@engine
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "reducer"), [(model, each) for model, found in SLOW.items() for each in found])
+def test_two_hundred_prompts(tmp_path, model, reducer):
+    folder = cases.reduced(DEMO / model, tmp_path / model, reducer)
+    data = DEMO / "data" / model.removeprefix("demo-") / "validation.parquet"
+    failed = [check for check in conformance.examine(folder, prompts=200, data=data) if not check.ok]
+    assert failed == []

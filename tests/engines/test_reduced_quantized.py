@@ -1,0 +1,114 @@
+"""Reduced and quantized: every reducer that a family serves, with every kind of weights, loads in vLLM and answers.
+
+Checkpoints are written by the pipeline from tiny random models, calibrated behind the reducer. Oracle: transformers on the
+same checkpoint with the reducer attached: the same prompt, and the same probabilities of the first token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import calibration_rows, tiny
+from vlmcompress import carried, models
+from vlmcompress.chosen import parse
+from vlmcompress.engines.vllm import conformance, plugin
+from vlmcompress.engines.vllm.conformance import _questions
+from vlmcompress.engines.vllm.conformance._reference import Reference
+from vlmcompress.pipeline import quantize
+from vlmcompress.recipe import resolve
+
+pytestmark = pytest.mark.engine
+SCHEMES = {"fp8": {}, "int8": {}, "awq": {"group_size": 32}, "gptq": {"group_size": 64}}
+ARCHITECTURES = {
+    "llava": "LlavaForConditionalGeneration",
+    "qwen2-5-vl": "Qwen2_5_VLForConditionalGeneration",
+}
+REDUCERS = (
+    "random:0.5",
+    "uniform:0.5",
+    "dart:0.5",
+    "divprune:0.5",
+    "visionzip:0.5",
+    "vscan:0.5",
+    "tome:0.5",
+    "pixelprune",
+)
+SERVED = [
+    (family, reducer)
+    for family, name in ARCHITECTURES.items()
+    for reducer in REDUCERS
+    if plugin.refusal(name, parse(reducer)) is None
+]
+FEW = [("llava", "visionzip:0.5", "fp8"), ("qwen2-5-vl", "dart:0.5", "int8"), ("qwen2-5-vl", "uniform:0.5", "awq")]
+REST = [(*pair, scheme) for pair, scheme in itertools.product(SERVED, SCHEMES) if (*pair, scheme) not in FEW]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models of the families, calibration data, and images to ask about."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, 6, lambda i: [] if i == 0 else ["1.png", "0.png"] if i == 1 else f"{i}.png")
+    for family in ARCHITECTURES:
+        tiny.build(family, folder / family)
+    (folder / "media").mkdir()
+    return folder
+
+
+def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> Path:
+    """The checkpoint."""
+    given = {"model": str(world / family), "out": str(out), "scheme": scheme, "reduce": reducer}
+    calibrate = {"data": str(world / "calib.jsonl"), "samples": 6}
+    quantize(resolve(given | {"options": SCHEMES[scheme], "calibrate": calibrate}).recipe)
+    assert carried.read(models.read_config(out)).reducer == parse(reducer)
+    return out
+
+
+def answered(folders: dict[str, Path], questions: list[Any], media: Path) -> dict[str, dict[str, Any]]:
+    """What each checkpoint says to each question, one engine after the other in one process."""
+    rounds = [{"name": "all", "ask": [question.id for question in questions], "sampling": {"max_tokens": 4}}]
+    options = {"max_model_len": 2048, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 2, "video": 0, "audio": 0}}
+    plans = [
+        {"name": name, "model": str(folder), "config": models.read_config(folder), "options": options, "rounds": rounds}
+        for name, folder in folders.items()
+    ]
+    lines = [{"id": question.id, "messages": question.messages} for question in questions]
+    job = {"engines": plans, "media": str(media)}
+    events = conformance.ENGINE.events(job, lines, media, 600, 600)
+    with contextlib.closing(events):
+        return {event["id"]: event for event in events if event["event"] == "answer"}
+
+
+def check(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> None:
+    questions = _questions.make(world / "media", 4, None, False, seed=0).plain
+    folders = {" ".join(one): written(world, folder / " ".join(one).replace(":", "-"), *one) for one in combinations}
+    found = answered(folders, questions, world / "media")
+    wrong = {}
+    for name, out in folders.items():
+        if "error" in found[name]:
+            wrong[name] = found[name]["error"]
+            continue
+        reference = Reference(out, "auto")
+        with reference.reduced(carried.read(models.read_config(out))):
+            for question in questions:
+                record, expected = found[name]["rounds"]["all"][question.id], reference.ask(question.messages, 1)
+                gaps = [abs(math.exp(value) - math.exp(expected.first[token])) for token, value in record["best"][0]]
+                if record["prompt"] != expected.prompt or max(gaps) > 0.02:
+                    wrong[name] = f"{question.id}: {len(record['prompt'])} tokens, probabilities {max(gaps):.3f} apart"
+    assert wrong == {}
+
+
+def test_a_few(world, tmp_path):
+    check(world, tmp_path, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", SERVED, ids=" ".join)
+def test_all(world, tmp_path, pair):
+    check(world, tmp_path, [one for one in REST if one[:2] == pair])

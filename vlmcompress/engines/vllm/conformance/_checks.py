@@ -1,0 +1,296 @@
+"""What is judged: each check looks at what the engines gave and says what it found, or raises UserError."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vlmcompress.engines.vllm.conformance._compare import Pair, same
+from vlmcompress.engines.vllm.conformance._plan import SAMPLES, SCHEMA
+from vlmcompress.engines.vllm.conformance._questions import KINDS, Questions
+from vlmcompress.engines.vllm.conformance._reference import Expected
+from vlmcompress.errors import UserError
+
+
+@dataclass
+class Findings:
+    """All that is known.
+
+    Attributes:
+        exact: what transformers makes of the questions, in the type in which answers must be equal.
+        half, whole: the same in the checkpoint's own type, with the reducer and without; without a reducer both are one.
+        ends: tokens that end an answer.
+        engines: what each engine gave.
+    """
+
+    questions: Questions
+    reducer: Any
+    ends: set[int]
+    exact: dict[str, Expected]
+    half: dict[str, Expected]
+    whole: dict[str, Expected]
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def asks(self) -> bool:
+        """Whether what is kept of an image depends on the question, so that it is encoded anew for another one."""
+        if self.reducer is None:
+            return False
+        return "query" in self.reducer.module.NEEDS or bool(getattr(self.reducer.options, "text_pivots", 0))
+
+    def engine(self, name: str) -> dict[str, Any]:
+        """What an engine gave. UserError if it could not."""
+        found = self.engines[name]
+        if "error" in found:
+            raise UserError(f"vLLM failed: {found['error'][:300]}")
+        return found
+
+    def round(self, engine: str, name: str) -> dict[str, Any]:
+        """Records of a round by request."""
+        return self.engine(engine)["rounds"][name]
+
+    def dtype(self, engine: str) -> str:
+        """The type in which an engine ran."""
+        return self.engine(engine)["about"]["dtype"]
+
+    def as_plain(self, engine: str, *rounds: str, leave: tuple[str, ...] = ()) -> str:
+        """Compare rounds with the answers of the engine without caches."""
+        plain = self.round("plain", "alone") | self.round("plain", "turn")
+        pairs = [
+            Pair(f"{name}, {each}", plain[name]["tokens"][0], record)
+            for each in rounds
+            for name, record in self.round(engine, each).items()
+            if name and name not in leave
+        ]
+        return same(pairs, self.dtype(engine))
+
+
+def counts(found: Findings) -> str:
+    """Prompts have exactly the tokens that they should."""
+    records = found.round("plain", "alone") | found.round("plain", "turn") | found.round("plain", "large")
+    for name, record in records.items():
+        if name and record["prompt"] != found.exact[name].prompt:
+            wanted = len(found.exact[name].prompt)
+            raise UserError(
+                f"the prompt of '{name}' has {len(record['prompt'])} tokens, or others, not the {wanted} due"
+            )
+    kept = [count for name in records if name for count in found.exact[name].kept]
+    visual = f", {min(kept)} to {max(kept)} tokens an image" if kept else ""
+    return f"{len(records) - 1} prompts as budgeted, token by token{visual}"
+
+
+def budgets(found: Findings) -> str:
+    """The largest image fits what was set aside for it, also where a step has room for a part of it only."""
+    about, small = found.engine("plain")["about"], found.engine("chunks")["about"]
+    (record,) = (record for name, record in found.round("plain", "large").items() if name)
+    largest = max([sum(found.exact["large"].kept), 1])
+    if largest > about["image_tokens"]:
+        raise UserError(f"an image of {largest} tokens, but vLLM plans for at most {about['image_tokens']}")
+    said = same([Pair("large", record["tokens"][0], found.round("chunks", "large")["large"])], small["dtype"])
+    return f"{largest} tokens of {about['image_tokens']} planned; in steps of {small['step_tokens']}: {said}"
+
+
+def parity(found: Findings) -> str:
+    """Greedy tokens are those of transformers, one by one and mixed."""
+    said = []
+    for name in ("alone", "mixed"):
+        records = found.round("plain", name)
+        pairs = [Pair(key, found.exact[key].tokens, record) for key, record in records.items() if key]
+        said.append(f"{name} {same(pairs, found.dtype('plain'))}")
+    return f"{found.dtype('plain')}, {', '.join(KINDS)}: {'; '.join(said)}"
+
+
+def agreement(found: Findings) -> str:
+    """In the checkpoint's own type the engines agree with a reducer as often as without."""
+    reduced = _agreed(found, found.half, "served")
+    total = len(found.questions.plain)
+    text = f"{found.dtype('served')}: {reduced} of {total} answers as transformers gives them"
+    if found.reducer is None:
+        return text
+    bare = _agreed(found, found.whole, "unreduced")
+    rates = [reduced / total, bare / total]
+    error = math.sqrt(sum(rate * (1 - rate) for rate in rates) / total)
+    text += f", unreduced {bare}"
+    if rates[0] < rates[1] - max(2 * error, 1.5 / total):
+        raise UserError(text)
+    return text
+
+
+def _agreed(found: Findings, expected: Mapping[str, Expected], engine: str) -> int:
+    """Answers, up to the token that ends them, that are the same."""
+
+    def answer(tokens: list[int]) -> list[int]:
+        end = next((at for at, token in enumerate(tokens) if token in found.ends), len(tokens))
+        return tokens[:end]
+
+    records = found.round(engine, "agree")
+    return sum(answer(record["tokens"][0]) == answer(expected[name].tokens) for name, record in records.items() if name)
+
+
+def positions(found: Findings) -> str:
+    """Every token, visual, behind an image or generated, is where transformers has it."""
+    records = found.round("plain", "alone") | found.round("plain", "turn")
+    for name, record in records.items():
+        if record["positions"] != found.exact[name].positions.tolist():
+            raise UserError(f"'{name}' has other positions than in transformers")
+    return f"{len(records)} prompts and their continuations at the positions that transformers gives"
+
+
+def far(found: Findings) -> str:
+    """Positions beyond 256 are exact in a type of eight bits' precision.
+
+    Which tokens are kept may differ by rounding, so the kept ones are looked for, in order, in the full prompt.
+    """
+    got = torch.tensor(found.round("served", "far")["far"]["positions"]).T.tolist()
+    full = found.whole["far"].positions.T.tolist()
+    left = iter(full)
+    if not all(one in left for one in got):
+        raise UserError("positions of the reduced prompt are not a part of those of the full one")
+    kept = len(found.half["far"].prompt) + len(found.half["far"].tokens) - 1
+    high = [max(one) for one in got if max(one) > 256]
+    if len(got) != kept or got[-1] != full[-1] or not any(one % 2 for one in high):
+        raise UserError(f"{len(got)} positions up to {got[-1]}, due are {kept} up to {full[-1]}")
+    return f"{found.dtype('served')}: {len(high)} of {len(got)} positions beyond 256, up to {max(high)}, all exact"
+
+
+def prefix_cache(found: Findings) -> str:
+    """Answers from cached prefixes are the same."""
+    said = found.as_plain("caches", "cold", "again", "together")
+    again = [record for name, record in found.round("caches", "again").items() if name]
+    hits = sum(record["cached"] for record in again)
+    if not hits:
+        raise UserError("asked again, no prompt had a token from the prefix cache")
+    return f"{said}; {hits} of {sum(len(record['prompt']) for record in again)} prompt tokens from the cache"
+
+
+def chunked(found: Findings) -> str:
+    """Answers to prompts that are cut within an image are the same."""
+    return f"steps of {found.engine('chunks')['about']['step_tokens']} tokens: {found.as_plain('chunks', 'cut')}"
+
+
+def encoder_cache(found: Findings) -> str:
+    """Answers from cached encoder outputs are the same, and images seen before are not encoded again."""
+    said = found.as_plain("caches", "warm", "repeat")
+    cold, warm = (
+        sum(record["encoded"] for record in found.round("caches", each).values()) for each in ("cold", "warm")
+    )
+    repeated = sum(record["encoded"] for record in found.round("caches", "repeat").values())
+    if warm or bool(repeated) != found.asks or not cold:
+        raise UserError(f"{cold} images encoded at first, {warm} again, {repeated} for other words about one of them")
+    return f"{said}; {cold} images encoded once, none again{', but for other words' if found.asks else ''}"
+
+
+def names(found: Findings) -> str:
+    """An image has another name in the caches of another reducer, at the same path."""
+    if found.reducer is None:
+        return "no reducer to tell apart"
+    first = found.questions.plain[0].id
+    served = found.round("served", "agree")[first]["media"]
+    others = [found.round("unreduced", "agree")[first]["media"], found.round("other", "one")[first]["media"]]
+    if not served or any(set(served) & set(other) for other in others):
+        raise UserError(f"image {served} has the same name with another reducer or without one")
+    return "an image has a name of its own with this reducer, with another one and without"
+
+
+def turn(found: Findings) -> str:
+    """The second turn of a conversation, from the cache, too."""
+    record = found.round("plain", "turn")["turn"]
+    alone = same([Pair("turn", found.exact["turn"].tokens, record)], found.dtype("plain"))
+    cached = found.round("caches", "repeat")["turn"]["cached"]
+    return f"as transformers: {alone}; {cached} tokens cached: {found.as_plain('caches', 'repeat', leave=('again',))}"
+
+
+def structured(found: Findings) -> str:
+    """A JSON schema is kept to."""
+    records = {name: record for name, record in found.round("served", "json").items() if name}
+    for name, record in records.items():
+        text = record["text"][0]
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"'{name}' gave no JSON: {text[:80]!r}") from error
+        kinds: dict[str, Any] = SCHEMA["properties"]  # type: ignore[assignment]
+        right = values.keys() == kinds.keys() and type(values["sure"]) is bool
+        if not right or any("enum" in kind and values[key] not in kind["enum"] for key, kind in kinds.items()):
+            raise UserError(f"'{name}' does not keep to the schema: {text[:80]!r}")
+    return f"{len(records)} of {len(records)} answers keep to a JSON schema"
+
+
+def streaming(found: Findings) -> str:
+    """The pieces of a streamed answer are the answer."""
+    first = found.questions.plain[0].id
+    pieces = found.round("served", "stream")[first]["pieces"]
+    whole = found.round("served", "whole")[first]["text"][0]
+    if "".join(pieces) != whole or len(pieces) < 2:
+        raise UserError(f"streamed {''.join(pieces)[:80]!r}, whole {whole[:80]!r}")
+    return f"{len(pieces)} pieces make up the whole answer"
+
+
+def logprobs(found: Findings) -> str:
+    """Reported log-probabilities are those of transformers, and the greedy token has the highest."""
+    limit, largest, records = 1e-3 if found.dtype("plain") == "float32" else 0.25, 0.0, found.round("plain", "alone")
+    for name, record in records.items():
+        for token, step in zip(record["tokens"][0], record["best"], strict=True):
+            values = dict(map(tuple, step))
+            if max(values, key=values.__getitem__) != token and values[token] < max(values.values()):
+                raise UserError(f"'{name}': a greedy token is not the likeliest")
+        gaps = [abs(value - float(found.exact[name].first[token])) for token, value in record["best"][0] if value > -10]
+        largest = max([largest, *gaps])
+    if largest > limit:
+        raise UserError(f"log-probabilities differ from transformers' by up to {largest:.2g} nats")
+    return f"of {len(records)} first tokens, as transformers' to {largest:.1g} nats"
+
+
+def several(found: Findings) -> str:
+    """`n` answers to one prompt are those that their seeds give one by one."""
+    together = {name: record for name, record in found.round("plain", "sampled").items() if name}
+    for name, record in together.items():
+        single = [found.round("plain", f"sample {n}")[name]["tokens"][0] for n in range(SAMPLES)]
+        if sorted(record["tokens"]) != sorted(single):
+            raise UserError(f"'{name}': {SAMPLES} answers at once are not those of their seeds")
+    return f"n={SAMPLES} gives the {SAMPLES} answers of its seeds, {len(together)} prompts"
+
+
+def abort(found: Findings) -> str:
+    """Requests that are given up, one of them in the middle of an image, leave nothing behind and harm no other."""
+    leave = tuple(found.questions.few(2))
+    for engine in ("chunks", "served"):
+        about = found.engine(engine)["about"]
+        if about["unfinished"] or about["kv_usage"]:
+            raise UserError(
+                f"{about['unfinished']} requests and {about['kv_usage']:.1%} of the KV cache are still held"
+            )
+    return f"{found.as_plain('chunks', 'abort', leave=leave)} beside them, {found.as_plain('chunks', 'after')} later"
+
+
+def speculation(found: Findings) -> str:
+    """N-gram speculation gives the same answers, or vLLM says why not."""
+    if error := found.engines["ngram"].get("error"):
+        return f"refused: {error[:200]}"
+    return found.as_plain("ngram", "few")
+
+
+CHECKS: dict[str, Callable[[Findings], str]] = {
+    "exact count": counts,
+    "budgets": budgets,
+    "parity": parity,
+    "agreement": agreement,
+    "positions": positions,
+    "far positions": far,
+    "prefix cache": prefix_cache,
+    "chunked prefill": chunked,
+    "encoder cache": encoder_cache,
+    "cache names": names,
+    "second turn": turn,
+    "structured output": structured,
+    "streaming": streaming,
+    "log-probabilities": logprobs,
+    "several answers": several,
+    "abort": abort,
+    "n-gram speculation": speculation,
+}

@@ -1,0 +1,136 @@
+"""Which engines are started, with which settings, and in which rounds they are asked what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import carried
+from vlmcompress.chosen import Chosen
+from vlmcompress.engines.vllm.conformance._questions import Questions
+
+TOKENS = 8
+FEW = 8
+JSON_TOKENS = 48
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green", "blue"]},
+        "sure": {"type": "boolean"},
+        "count": {"enum": [1, 2, 3]},
+    },
+    "required": ["colour", "sure", "count"],
+    "additionalProperties": False,
+}
+ON = {"max_tokens": TOKENS, "ignore_eos": True}
+SAMPLES, SAMPLED = 3, ON | {"temperature": 1.0, "seed": 11}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+Round = dict[str, Any]
+
+
+def unreduced(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same checkpoint without its reducer."""
+    names = [name.removeprefix(carried.PREFIX) for name in config["architectures"]]
+    return {key: value for key, value in config.items() if key != carried.KEY} | {"architectures": names}
+
+
+def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: str, cut: int) -> list[dict[str, Any]]:
+    """All engines, in the order in which they run.
+
+    Args:
+        view: folder with the checkpoint's files; the engines write their config.json there, so all know it by one path.
+        config: of the checkpoint.
+        exact: type in which answers must be equal: "float32", or "auto" where weights have no such form.
+        cut: tokens of a step that cut every image.
+    """
+    reducer = found.reducer if (found := carried.read(config)) else None
+    asked, few = [question.id for question in questions.plain], questions.few(FEW)
+    off: dict[str, Any] = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0, "max_num_seqs": FEW}
+
+    def engine(name: str, rounds: list[Round], own: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        limits = {"image": 2, "video": 0, "audio": 0}
+        common = {"dtype": exact, "max_model_len": -1, "limit_mm_per_prompt": limits, "seed": 0}
+        return {
+            "name": name,
+            "model": str(view),
+            "config": dict(own or config),
+            "options": common | options,
+            "rounds": rounds,
+        }
+
+    all_engines = [
+        engine("plain", _plain(asked, few), **off),
+        engine("caches", _cached(few), enable_prefix_caching=True, max_num_seqs=FEW),
+        engine("chunks", _chunked(few), **off | {"max_num_seqs": min(4, cut), "max_num_batched_tokens": cut}),
+        engine("served", _served(asked, few), dtype="auto", enable_prefix_caching=True, max_num_seqs=FEW),
+    ]
+    if reducer is not None:
+        agree = {"name": "agree", "ask": asked, "sampling": ON}
+        one = {"name": "one", "ask": few[:1], "sampling": ON}
+        all_engines += [
+            engine("unreduced", [agree], unreduced(config), dtype="auto", max_num_seqs=FEW),
+            engine("other", [one], carried.write(config, another(reducer)), dtype="auto", max_num_seqs=FEW),
+        ]
+    # The last one: it imports numba, and vLLM 0.32, which looks into all modules, starts no engine behind that.
+    all_engines.append(engine("ngram", [{"name": "few", "ask": few, "sampling": ON}], **off, speculative_config=NGRAM))
+    return all_engines
+
+
+def another(reducer: Chosen) -> Chosen:
+    """A reducer that keeps as many tokens as `reducer` could, chosen otherwise: only its name tells them apart."""
+    from vlmcompress import chosen
+
+    other = "uniform" if reducer.method != "uniform" else "random"
+    return chosen.choose(other, {"keep": getattr(reducer.options, "keep", 0.5)}, "another")
+
+
+def _plain(asked: list[str], few: list[str]) -> list[Round]:
+    """No caches, no prompt cut: one after the other, then all mixed."""
+    return [
+        {"name": "alone", "ask": asked, "alone": True, "sampling": ON},
+        {"name": "mixed", "ask": asked, "sampling": ON},
+        {"name": "turn", "ask": ["again", "turn"], "alone": True, "sampling": ON},
+        {"name": "large", "ask": ["large"], "sampling": ON},
+        {"name": "sampled", "ask": few[:3], "sampling": SAMPLED | {"n": SAMPLES}},
+        *(
+            {"name": f"sample {n}", "ask": few[:3], "sampling": SAMPLED | {"seed": SAMPLED["seed"] + n}}
+            for n in range(SAMPLES)
+        ),
+    ]
+
+
+def _cached(few: list[str]) -> list[Round]:
+    """Prefixes and encoder outputs from caches."""
+    return [
+        {"name": "cold", "ask": few, "alone": True, "sampling": ON},
+        {"name": "again", "ask": few, "alone": True, "sampling": ON},
+        {"name": "together", "ask": few, "sampling": ON},
+        {"name": "warm", "ask": few, "alone": True, "reset": ["prefix"], "sampling": ON},
+        {"name": "repeat", "ask": ["again", "turn"], "alone": True, "sampling": ON},
+    ]
+
+
+def _chunked(few: list[str]) -> list[Round]:
+    """Prompts in pieces that end within images; the third step is in the middle of one."""
+    return [
+        {"name": "cut", "ask": few, "sampling": ON},
+        {"name": "abort", "ask": few, "sampling": ON, "steps": 3, "abort": few[:2]},
+        {"name": "after", "ask": few, "sampling": ON},
+        {"name": "large", "ask": ["large"], "sampling": ON},
+    ]
+
+
+def _served(asked: list[str], few: list[str]) -> list[Round]:
+    """As `vllm serve` runs it, in the checkpoint's own type."""
+    forced = {"max_tokens": JSON_TOKENS, "json": SCHEMA}
+    return [
+        {"name": "agree", "ask": asked, "sampling": ON},
+        {"name": "far", "ask": ["far"], "alone": True, "sampling": ON},
+        {"name": "json", "ask": few, "sampling": forced},
+        {"name": "stream", "ask": few[:1], "stream": True, "alone": True, "sampling": forced},
+        {"name": "whole", "ask": few[:1], "alone": True, "sampling": forced},
+        {"name": "abort", "ask": few, "sampling": ON, "steps": 2, "abort": few[:2]},
+        {"name": "after", "ask": few, "sampling": ON},
+    ]

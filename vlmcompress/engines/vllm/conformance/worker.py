@@ -1,0 +1,184 @@
+"""vLLM for `engines/worker.py`: engine after engine in one process, each asked as a plan says. Judges nothing.
+
+The job has `engines`, a list of
+
+    {"name", "model": folder, "config": {...}, "options": {of vllm.LLM}, "rounds": [round, ...]}
+
+where `config` is written to the folder as its config.json, and a round is
+
+    {"name", "ask": [id of a request, ...], "sampling": {of SamplingParams; "json": a schema}, ...}
+    alone     one request after the other; default: all at once
+    reset     caches to empty before, of "prefix" and "encoder"
+    stream    the text is reported in the pieces in which it came
+    abort     ids of requests to abort after so many `steps` of the engine
+
+What comes back for each engine is `{"about": {...}, "rounds": {name: {id: record}}}`, or `{"error": line}`. A record `""` is
+of a whole round. Imports only the standard library and vLLM. The engine runs in this process (no multiprocessing) and
+without compilation, so that its model can be watched.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import traceback
+from typing import Any
+
+PACKAGE = "vllm"
+LOGPROBS = 5
+
+
+def start(job: dict):
+    """Nothing is loaded yet; what there is to say about the engine."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    return None, {"name": "vllm", "version": vllm.__version__, "device": current_platform.device_type}
+
+
+def answers(_, requests, job: dict):
+    """The name of each engine, and what its rounds gave."""
+    known = {request["id"]: request["messages"] for request in requests}
+    for plan in job["engines"]:
+        yield plan["name"], run(plan, known, job["media"])
+
+
+def run(plan: dict, known: dict, media: str) -> dict:
+    """One engine from its start to its end."""
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    options = {"allowed_local_media_path": media, "enforce_eager": True, "disable_log_stats": True, **plan["options"]}
+    options = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}} | options
+    if current_platform.is_cpu():
+        options.setdefault("block_size", 32)  # by default 128, which is longer than many prompts: none would be cached
+    llm = None
+    try:
+        with open(os.path.join(plan["model"], "config.json"), "w", encoding="utf-8") as file:
+            json.dump(plan["config"], file)
+        llm = vllm.LLM(plan["model"], max_logprobs=LOGPROBS, **options)
+        watched = Watched(llm)
+        rounds = {each["name"]: Round(llm, watched, each).run(known) for each in plan["rounds"]}
+        return {"about": about(llm), "rounds": rounds}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def about(llm) -> dict:
+    """Budgets of the engine, and what is left in it when all is answered."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    config = llm.llm_engine.vllm_config
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "step_tokens": config.scheduler_config.max_num_batched_tokens,
+        "image_tokens": MultiModalBudget(config, MULTIMODAL_REGISTRY).mm_max_toks_per_item["image"],
+        "unfinished": llm.llm_engine.get_num_unfinished_requests(),
+        "kv_usage": scheduler.kv_cache_manager.usage,
+    }
+
+
+class Watched:
+    """Counts the images that the encoder gets, and keeps the positions that the language model gets."""
+
+    def __init__(self, llm):
+        self.encoded = 0
+        self.positions: list[Any] = []
+        llm.apply_model(self._hook)
+
+    def _hook(self, model) -> None:
+        embed = model.embed_multimodal
+
+        def counted(*args, **kwargs):
+            found = embed(*args, **kwargs)
+            self.encoded += len(found)
+            return found
+
+        model.embed_multimodal = counted
+        first = next(module for name, module in model.named_modules() if name.endswith("model.layers.0"))
+        first.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, module, args, kwargs) -> None:
+        given = kwargs["positions"] if "positions" in kwargs else args[0]
+        self.positions.append(given.expand(3, -1).cpu().clone())
+
+    def take(self) -> dict:
+        """Images encoded, and positions `[3, tokens]` given, since the last call."""
+        import torch
+
+        found = {
+            "encoded": self.encoded,
+            "positions": torch.cat([torch.zeros(3, 0).long(), *self.positions], 1).tolist(),
+        }
+        self.encoded, self.positions = 0, []
+        return found
+
+
+class Round:
+    """One pass over some of the requests."""
+
+    def __init__(self, llm, watched: Watched, plan: dict):
+        self.llm, self.engine, self.watched, self.plan = llm, llm.llm_engine, watched, plan
+
+    def run(self, known: dict) -> dict[str, Any]:
+        """A record for each request; `""`: of the whole round."""
+        for cache in self.plan.get("reset", ()):
+            {"prefix": self.llm.reset_prefix_cache, "encoder": self.engine.reset_encoder_cache}[cache]()
+        self.watched.take()
+        wanted = {name: known[name] for name in self.plan["ask"]}
+        if not self.plan.get("alone"):
+            return self._ask(wanted) | {"": {"encoded": self.watched.take()["encoded"]}}
+        records: dict[str, Any] = {}
+        for name, messages in wanted.items():
+            records[name] = self._ask({name: messages})[name] | self.watched.take()
+        return records
+
+    def _ask(self, conversations: dict) -> dict[str, Any]:
+        records: dict[str, Any] = {}
+        for name, messages in conversations.items():
+            (prompt,) = self.llm._preprocess_chat([messages])
+            hashes = (prompt.get("mm_hashes") or {}).get("image", [])
+            records[name] = {"prompt": list(prompt["prompt_token_ids"]), "media": list(hashes), "pieces": []}
+            self.engine.add_request(name, prompt, self._sampling())
+        steps = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                self._note(records[output.request_id], output)
+            steps += 1
+            if steps == self.plan.get("steps"):
+                self.engine.abort_request(list(self.plan["abort"]))
+        return records
+
+    def _sampling(self):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        given = {"temperature": 0.0, "logprobs": LOGPROBS, **self.plan.get("sampling", {})}
+        if schema := given.pop("json", None):
+            given["structured_outputs"] = StructuredOutputsParams(json=schema)
+        kind = RequestOutputKind.DELTA if self.plan.get("stream") else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**given, output_kind=kind)
+
+    def _note(self, record: dict, output) -> None:
+        """Add what a step of the engine said to a request's record."""
+        if self.plan.get("stream"):
+            record["pieces"].append(output.outputs[0].text)
+        if output.finished:
+            best = output.outputs[0].logprobs or []
+            record |= {
+                "cached": output.num_cached_tokens or 0,
+                "tokens": [list(one.token_ids) for one in output.outputs],
+                "text": [one.text for one in output.outputs],
+                "finish": [one.finish_reason for one in output.outputs],
+                "best": [[[token, value.logprob] for token, value in step.items()] for step in best],
+            }
