@@ -157,7 +157,7 @@ def reference(
         for one in requests:
             seen.clear()
             images = [Image.open(file) for file in one["images"]]
-            inputs = vlm.processor(text=[one["prompt"]], images=[images] if images else None, return_tensors="pt")
+            inputs = vlm.processor(text=[one["prompt"]], images=images or None, return_tensors="pt")
             inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
             out = vlm.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
             answer = out[0, inputs["input_ids"].shape[1] :].tolist()

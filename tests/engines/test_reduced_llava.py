@@ -27,6 +27,8 @@ CASES = {
 MORE = {
     "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
     "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
+    "internvl": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
+    "question": ("demo", "relevance:0.5", CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
 }
 METHODS = (

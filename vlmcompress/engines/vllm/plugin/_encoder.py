@@ -117,7 +117,7 @@ def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
     """`[b, n]`: what the patches get of the attention of CLS, mean over all heads."""
     heads = attention.num_heads_per_partition
     got = received(_heads_first(query[:, :1], heads)[:, :, 0], _heads_first(key, heads), attention.scale)[:, 1:]
-    return got if attention.tp_size == 1 else tensor_model_parallel_all_reduce(got) / attention.tp_size
+    return got if attention.tp_size == 1 else tensor_model_parallel_all_reduce(got.contiguous()) / attention.tp_size
 
 
 def _all_heads(attention: Any, key: Tensor) -> Tensor:

@@ -1,0 +1,100 @@
+"""vLLM's own processor of a reduced checkpoint, without an engine: counts, names of images in caches, refused prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.reduced_cases import reduced
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "eval" / "demo" / "demo-llava"
+REDUCERS = {"half": "dart:0.5", "quarter": "dart:0.25", "asks": "relevance:0.5"}
+SCRIPT = """
+import json, sys
+import numpy as np
+from PIL import Image
+from vllm.config import ModelConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (144, 144, 3), dtype=np.uint8))
+
+def ask(processor, text, images=1, **arguments):
+    tokenizer = processor.info.get_tokenizer()
+    items = processor.info.parse_mm_data({"image": arguments.pop("embeds", [image] * images)})
+    prompt = tokenizer.encode("<image>" * images + text, add_special_tokens=False)
+    try:
+        out = processor.apply(ProcessorInputs(prompt, items, hf_processor_mm_kwargs=arguments), TimingContext(enabled=False))
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"prompt": len(out["prompt_token_ids"]) - len(prompt), "name": out["mm_hashes"]["image"][0]}
+
+found = {}
+for name, folder in json.loads(sys.argv[1]).items():
+    config = ModelConfig(folder, limit_mm_per_prompt={"image": 40}, enable_mm_embeds=True, max_model_len=1024)
+    processor = MULTIMODAL_REGISTRY.create_processor(config)
+    found[name] = {
+        "plain": ask(processor, "what is red ?"),
+        "again": ask(processor, "what is red ?"),
+        "other": ask(processor, "how many ?"),
+        "query": ask(processor, "how many ?", query="what is red ?"),
+        "long": ask(processor, "what ?", images=30),
+    }
+    import torch
+    found[name]["embeds"] = ask(processor, "what ?", embeds=torch.zeros(1, 81, 256))
+print("FOUND " + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    """Of each checkpoint what its processor makes of the script's prompts."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("reduced")
+    folders = {name: str(reduced(DEMO, folder / name, text)) for name, text in REDUCERS.items()}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(folders)]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, run.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("FOUND "))
+
+
+def test_counts_are_exact(found):
+    """81 tokens, rounded half up, where one placeholder stood."""
+    assert found["half"]["plain"]["prompt"] == 41 - 1
+    assert found["quarter"]["plain"]["prompt"] == 20 - 1
+
+
+def test_an_image_has_another_name_with_another_reducer(found):
+    assert len({found[name]["plain"]["name"] for name in REDUCERS}) == 3
+    assert found["half"]["plain"]["name"] == found["half"]["again"]["name"] == found["half"]["other"]["name"]
+
+
+def test_an_image_has_another_name_with_another_question_where_the_method_asks(found):
+    asks = found["asks"]
+    assert asks["plain"]["name"] == asks["again"]["name"] == asks["query"]["name"]
+    assert asks["plain"]["name"] != asks["other"]["name"]
+
+
+def test_a_question_for_a_method_that_does_not_ask_is_refused(found):
+    assert "does not look at the question" in found["half"]["query"]["error"]
+
+
+def test_a_prompt_beyond_the_positions_of_the_model_is_refused(found):
+    """30 images of 81 tokens are more than 2,048, though the 41 that are kept of each are fewer."""
+    assert "tokens before its images are reduced, the model knows 2048 positions" in found["half"]["long"]["error"]
+
+
+def test_embeddings_of_images_are_refused(found):
+    assert "send images, not embeddings" in found["half"]["embeds"]["error"]
