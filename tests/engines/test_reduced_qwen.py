@@ -31,18 +31,23 @@ class Case:
     film: bool = False  # a prompt about a video, too
 
 
+BOTH = CHUNKED | CACHED
 CASES = {
     "cached": Case("demo", "dart:0.5", CACHED, passes=2),
-    "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
-    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", CHUNKED | CACHED, passes=2, film=True),
-    "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", CHUNKED | CACHED, passes=2, film=True),
-    "qwen3-vl": Case("qwen3-vl", "dart:0.5", CHUNKED | CACHED, passes=2),
-}
-PIXELS = {
-    f"{source} by pixels": Case(source, "pixelprune", CHUNKED | CACHED, passes=2)
-    for source in ("demo", "qwen2-vl", "qwen3-vl")
+    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
+    "qwen3-vl": Case("qwen3-vl", "dart:0.5", BOTH, passes=2, film=True),
+    "by pixels": Case("demo", "pixelprune", BOTH, passes=2),
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
+MORE = {
+    "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
+    "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
+    "qwen3-vl, videos only": Case("qwen3-vl", "evs:0.5", BOTH, passes=2, film=True),
+    "qwen2-vl by pixels": Case("qwen2-vl", "pixelprune", BOTH, passes=2),
+    "qwen3-vl by pixels": Case("qwen3-vl", "pixelprune", BOTH, passes=2),
+    "asked": Case("demo", "relevance:0.5", BOTH, passes=2),
+    "qwen3-vl, asked": Case("qwen3-vl", "relevance:0.5", BOTH, passes=2),
+}
 
 
 def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[dict]]]:
@@ -93,16 +98,16 @@ def prompts(case: Case) -> list[cases.Turns]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
-    return serve(CASES | PIXELS | TALL, tmp_path_factory.mktemp("reduced"))
+    return serve(CASES | TALL, tmp_path_factory.mktemp("reduced"))
 
 
-@pytest.mark.parametrize("name", CASES | PIXELS)
+@pytest.mark.parametrize("name", CASES)
 def test_answers_and_positions_are_those_of_transformers(name, served):
     """Oracle: transformers in float32 with the same reducer attached."""
     check(*served[name])
 
 
-@pytest.mark.parametrize("name", [name for name, case in (CASES | PIXELS).items() if case.passes > 1])
+@pytest.mark.parametrize("name", CASES)
 def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
     first, second = served[name][0]["passes"]
     assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first)
@@ -116,6 +121,13 @@ def test_positions_beyond_256_are_exact_in_bf16(served):
     assert answer["positions"] == expected["positions"][:count]
     assert count > expected["prompt"]
     assert 257 in torch.tensor(expected["positions"])
+
+
+@pytest.mark.slow
+def test_the_same_of_more_families_and_methods(tmp_path):
+    """Oracle: transformers in float32 with the same reducer attached."""
+    for found, expected in serve(MORE, tmp_path).values():
+        check(found, expected)
 
 
 @pytest.mark.slow

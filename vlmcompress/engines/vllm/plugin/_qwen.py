@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,12 +15,14 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.processing import PromptUpdateDetails
 
+from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt, make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid
+from vlmcompress.reduction._units import no_words
 
 CHOICE = "kept_visual_tokens"  # field of an image: which of its tokens are kept, where its pixels decide
 
@@ -68,6 +71,11 @@ def by_pixels(reducer: Reducer) -> bool:
     return reducer.chosen.module.STAGE == "pixels"
 
 
+def _for_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's arguments of the processor without the question, which is none of transformers'."""
+    return {name: value for name, value in arguments.items() if name != ARGUMENT}
+
+
 class QwenInfo(ReducedInfo):
     """Counts of reduced images and videos."""
 
@@ -76,9 +84,12 @@ class QwenInfo(ReducedInfo):
         return math.prod(grid) if by_pixels(self.reducer) else self.reducer.count(grid)
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """No videos where pixels decide."""
+        """No videos where pixels or the question decide."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
-        return {**limits, "video": 0} if by_pixels(self.reducer) else limits
+        return {**limits, "video": 0} if by_pixels(self.reducer) or self.reducer.asks else limits
+
+    def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._merge_and_resolve_mm_processor_kwargs(_for_images(mm_kwargs))  # type: ignore[misc]
 
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
@@ -100,13 +111,14 @@ class QwenDummies:
         return [Image.effect_noise(image.size, 64).convert("RGB") for image in images]
 
 
-class QwenProcessor(ReducedProcessor):
+class QwenProcessor(AskingProcessor, ReducedProcessor):
     """Placeholders for as many tokens as are kept."""
 
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
-        updates = super()._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)  # type: ignore[misc]
+        own = _for_images(hf_processor_mm_kwargs)
+        updates = super()._get_prompt_updates(mm_items, own, out_mm_kwargs)  # type: ignore[misc]
         return [dataclasses.replace(update, replacement=self._shortened(update, out_mm_kwargs)) for update in updates]
 
     def _shortened(self, update: Any, out_mm_kwargs: Any) -> Any:
@@ -125,6 +137,10 @@ class QwenProcessor(ReducedProcessor):
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Of what stands for an image or a video without a reducer, what stands for it now."""
         return Placeholders(full[: self.info.kept(grid)], positions=extent(grid, pace))
+
+    @functools.cached_property
+    def _no_words(self) -> set[int]:
+        return no_words(self.info.get_tokenizer(), self.info.get_hf_config().image_token_id)
 
     def _postprocess_hf_mm_data(self, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
         """vLLM's, with the choice among an image's tokens where that is made by its pixels."""
@@ -155,7 +171,7 @@ class QwenProcessor(ReducedProcessor):
         return tokens, placeholders
 
 
-class ReducedQwen(OriginalPositions):
+class ReducedQwen(OriginalPositions, AskingModel):
     """vLLM's model with a reducer behind its encoder."""
 
     config: Any
@@ -182,8 +198,8 @@ class ReducedQwen(OriginalPositions):
             return self._chosen(image_input, self._choice)
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
-            self.reduced(rows, grid_of(patches, self.config))
-            for rows, patches in zip(images, image_input["image_grid_thw"].tolist(), strict=True)
+            self.reduced(rows, grid_of(patches, self.config), **self.question(number))
+            for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
 
     def _chosen(self, image_input: Any, kept: Tensor) -> tuple[Tensor, ...]:
@@ -203,9 +219,9 @@ class ReducedQwen(OriginalPositions):
             for rows, sides, each in zip(videos, patches, seconds, strict=True)
         )
 
-    def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0) -> Tensor:
+    def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
         """What is left of the tokens `rows [n, d]` of one image or video, with their places."""
-        result = self.reducer.reduce(grid, rows[:, : self.config.get_text_config().hidden_size])
+        result = self.reducer.reduce(grid, rows[:, : self.config.get_text_config().hidden_size], **signals)
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
