@@ -15,6 +15,7 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
     "random": ("#999999", None),
     "uniform": ("#999999", "2 3"),
     "dart": ("#0072b2", None),
+    "dart pivots=16": ("#0072b2", "9 3 2 3"),
     "dart-llm": ("#0072b2", "6 3"),
     "dart-llm layer=1": ("#0072b2", "2 3"),
     "divprune": ("#009e73", None),

@@ -51,14 +51,15 @@ def summarise(measured: Sequence[Row], asked: Mapping[str, Sequence[Sample]]) ->
     """Figures of every reducer at every share, FastV against methods that look for likeness, and what follows."""
     models = [Answers([row for row in measured if row["model"] == model], samples) for model, samples in asked.items()]
     figures = [figure for model in models for figure in model.figures()]
+    fastv = [row for model in models for row in model.attention_against_likeness()]
     return {
         "split": measured[0]["split"],
         "questions": {model: len(samples) for model, samples in asked.items()},
         "images": {model.name: int(model.clusters.max()) + 1 for model in models},
         "full": {model.name: model.exact(model.full) for model in models},
-        "findings": findings(figures),
+        "findings": findings(figures, fastv),
         "figures": figures,
-        "fastv": [row for model in models for row in model.attention_against_likeness()],
+        "fastv": fastv,
     }
 
 
@@ -151,9 +152,10 @@ def _kept(row: Row) -> float:
     return row["after"] / row["before"]
 
 
-def findings(figures: Sequence[Row]) -> dict[str, Any]:
-    """Of methods that look for likeness, what half the tokens cost in the family that suffers most; and which reducers are
-    no better than random, at the same share of tokens and, within the language model, of the caches."""
+def findings(figures: Sequence[Row], fastv: Sequence[Row]) -> dict[str, Any]:
+    """Of methods that look for likeness, what half the tokens cost in the family that suffers most; how far FastV is then from
+    them on families `CLOSE`, where the interval leaves no doubt; and which reducers are no better than random, at the same
+    share of tokens and, within the language model, of the caches."""
     half: dict[str, Any] = {}
     for row in figures:
         if row["method"] in SIMILAR and row["keep"] == HALF:
@@ -166,7 +168,15 @@ def findings(figures: Sequence[Row]) -> dict[str, Any]:
             if row.get(name) and row[name][1] <= 0:
                 place = lost.setdefault(name, {}).setdefault(row["model"], {}).setdefault(row["group"], [])
                 place.append(round(row["kept"], 3))
-    return {"half_kept": half, "no_better_than": lost}
+    less: dict[str, Any] = {}
+    for row in fastv:
+        for family in CLOSE if row["keep"] == HALF else ():
+            difference, low, high = row[family]
+            if low > 0 or high < 0:
+                less.setdefault(row["model"], {}).setdefault(row["group"], {}).setdefault(family, {})[row["than"]] = (
+                    difference
+                )
+    return {"half_kept": half, "fastv_less_others": less, "no_better_than": lost}
 
 
 def dump(found: Mapping[str, Any]) -> str:

@@ -109,6 +109,9 @@ def test_figures_against_sums_written_out() -> None:
         "random": {"m": {"fastv": [0.5]}},
         "random_cached": {"m": {"fastv": [0.5]}},
     }
+    assert found["findings"]["fastv_less_others"] == {
+        "m": {"fastv": {"read": {"dart": -0.5}, "locate": {"dart": -0.5}}}
+    }
     (against,) = found["fastv"]
     assert against["than"] == "dart" and against["all"][0] == -0.5 and against["read"][0] == -0.5
 
