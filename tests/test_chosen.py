@@ -18,7 +18,10 @@ from vlmcompress.errors import UserError
         ("random:1", {"method": "random", "keep": 1, "seed": 0}),
         ("fastv:5e-1,layer=3", {"method": "fastv", "keep": 0.5, "layer": 3}),
         ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),
-        ("dymu:thresholds=[0.9, 0.8],keep=0.5", {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8)}),
+        (
+            "dymu:thresholds=[0.9, 0.8],keep=0.5",
+            {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8), "vtu": False},
+        ),
         ("pixelprune", {"method": "pixelprune", "tolerance": 0.0}),
     ],
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import typing
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from vlmcompress import _yaml
+from vlmcompress import _yaml, reducers
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.reducers import REGISTRY, Grid
 
@@ -54,8 +53,7 @@ class Chosen:
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the share of such a grid would be no token, so that it is kept whole."""
-        keep = getattr(self.options, "keep", 1)
-        return self.module.COUNT == "fixed" and math.floor(keep * math.prod(grid) + 0.5) == 0
+        return reducers.too_small(self.module, grid, self.options)
 
 
 def parse(text: str) -> Chosen:

@@ -32,15 +32,20 @@ def vlm(family: str) -> VLM:
 
 
 @functools.cache
-def tiny(family: str) -> VLM:
-    """The family's tiny model with three decoder blocks; its weights stay as they are."""
+def tiny(family: str, mixed: bool = False) -> VLM:
+    """The family's tiny model with three decoder blocks; its weights stay as they are.
+
+    `mixed`: with other blocks than attention, where the family has them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         vlm = load(build(family, folder))
     config = copy.deepcopy(vlm.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = LAYERS
-    if getattr(text, "layer_types", None):
+    if not mixed and (kinds := getattr(text, "layer_types", None)):
         text.layer_types = ["full_attention"] * LAYERS
+        if "sliding_attention" in kinds:
+            text.layer_types[0], text.sliding_window = "sliding_attention", 500
     torch.manual_seed(1)
     model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double().eval()
     model.requires_grad_(False)

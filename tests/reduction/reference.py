@@ -21,7 +21,9 @@ def logits(vlm: VLM, inputs: dict[str, Tensor], seen: list[Reduced], layer: int 
     mask = hidden_mask(inputs["attention_mask"], seen)
     hooks = []
     if layer == 0:
-        given |= {"inputs_embeds": merged(given["inputs_embeds"], seen), "attention_mask": mask}
+        own = given["attention_mask"]
+        hidden = {kind: _hide(one, mask) for kind, one in own.items()} if isinstance(own, dict) else mask
+        given |= {"inputs_embeds": merged(given["inputs_embeds"], seen), "attention_mask": hidden}
         if given.get("deepstack_visual_embeds"):
             given["deepstack_visual_embeds"] = deepstack(given, seen)
     else:
@@ -40,6 +42,12 @@ def logits(vlm: VLM, inputs: dict[str, Tensor], seen: list[Reduced], layer: int 
         for hook in hooks:
             hook.remove()
     return vlm.model.lm_head(hidden)
+
+
+def _hide(mask: Tensor | None, seen: Tensor) -> Tensor:
+    """A mask `[b, 1, s, s]`, None for causal, without the columns that `seen [b, s]` leaves out. Every token sees itself."""
+    square = torch.ones(seen.shape[1], seen.shape[1], dtype=torch.bool)
+    return ((square.tril() if mask is None else mask) & seen.bool()[:, None, None, :]) | torch.eye(len(square)).bool()
 
 
 def arguments(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from tests.reduction import reference
 from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
-from tests.reduction.test_hiding import FAMILIES, given
+from tests.reduction.test_hiding import FAMILIES, INSIDE, given
 from vlmcompress import reducers
 from vlmcompress.reduction import attach
 
@@ -67,7 +67,7 @@ def test_encoder(method, monkeypatch):
         torch.testing.assert_close(signals.features, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INSIDE)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_last_token(family, layer, monkeypatch):
     vlm = tiny(family)
@@ -85,7 +85,7 @@ def test_last_token(family, layer, monkeypatch):
         torch.testing.assert_close(signals.saliency.double(), expected.double(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INSIDE)
 def test_states_within_the_language_model(family, monkeypatch):
     """dart-llm: states through the final norm, and only text behind the image asks."""
     vlm = tiny(family)
@@ -121,7 +121,11 @@ def test_projected(family, monkeypatch):
     found = recorded(monkeypatch)
     with attach(vlm, "dart", {"keep": 0.4}) as attached:
         vlm.model(**inputs)
-    own = {name: value for name, value in inputs.items() if any(part in name for part in ("pixel", "grid", "image"))}
+    own = {
+        name: value
+        for name, value in inputs.items()
+        if any(part in name for part in ("pixel", "grid", "image", "spatial"))
+    }
     features = vlm.model.get_image_features(**own).pooler_output
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
     rows = embeds.masked_scatter(where[..., None], torch.cat([part.flatten(0, -2) for part in features]))
@@ -133,9 +137,12 @@ def test_projected(family, monkeypatch):
         assert len(rest) and torch.equal(rest, vlm.model.model.image_newline.expand_as(rest))
     else:
         assert not len(rest)
+    tokenizer = vlm.processor.tokenizer
+    lines = [number for text, number in tokenizer.get_added_vocab().items() if not text.strip()]  # Gemma's, of newlines
     for signals, unit in zip(found, attached.seen, strict=True):
         ids = inputs["input_ids"][unit.row]
-        torch.testing.assert_close(signals.query, embeds[unit.row, ids < 256])
+        words = (ids < 256) | torch.isin(ids, torch.tensor(lines, dtype=torch.long))
+        torch.testing.assert_close(signals.query, embeds[unit.row, words])
         assert signals.grid == unit.grid
 
 

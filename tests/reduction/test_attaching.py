@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from transformers import StaticCache
@@ -12,7 +14,7 @@ from vlmcompress.chosen import parse
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
 from vlmcompress.reducers import REGISTRY
-from vlmcompress.reduction import attach, refusal
+from vlmcompress.reduction import KeptWhole, attach, refusal
 
 
 def traces(model: torch.nn.Module) -> list:
@@ -33,10 +35,9 @@ def test_detaching_restores_the_model(family, method):
     inputs = encode(vlm, ONE, TWO)
     plain = vlm.model(**inputs).logits
     before = traces(vlm.model)
-    attached = attach(vlm, method, given(method))
-    assert vlm.model(**inputs).logits.shape != plain.shape
-    attached.detach()
-    attached.detach()  # once is enough, twice does no harm
+    with attach(vlm, method, given(method)) as attached:
+        assert vlm.model(**inputs).logits.shape != plain.shape
+    attached.detach()  # once was enough, twice does no harm
     assert traces(vlm.model) == before
     assert torch.equal(vlm.model(**inputs).logits, plain)
 
@@ -86,20 +87,18 @@ def test_refusals_are_one_line(spec, method):
 
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
-    inside = ["dart-llm", "dyrate", "fastv"]
+    inside = ["dart-llm", "dyrate", "fastv", "pevlm"]
     after = ["dart", "divprune", "evs", "random", "relevance", "uniform"]
     merging = ["dymu", "tome"]
-    assert works["llava"] == sorted([*after, *inside, *merging, "visionzip", "vscan"])
+    assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside, *merging])
-    assert not works["gemma3"] and not works["lfm2-vl"]
+    assert works["gemma3"] == works["lfm2-vl"] == after
     qwen = {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"}
-    assert all(works[family] == sorted([*after, *inside, "pixelprune"]) for family in qwen)
+    assert all(works[family] == sorted([*after, *inside, "litevlm", "pixelprune"]) for family in qwen)
     rest = {*works} - {"llava", "llava-next", "gemma3", "lfm2-vl"} - qwen
     assert all(works[family] == sorted([*after, *inside]) for family in rest)
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
-    with pytest.raises(UserError, match="yet.*use dart, "):
-        attach(tiny("llava"), "pevlm")
     with pytest.raises(UserError, match="block of patches.*use dart, "):
         attach(tiny("qwen2-vl"), "tome")
 
@@ -112,6 +111,26 @@ def test_options():
             assert attached.options == kind(keep=0.25)
     with pytest.raises(UserError, match="no option 'kep'; did you mean 'keep'"):
         attach(vlm, "dart", {"kep": 0.5})
+
+
+@pytest.mark.parametrize("keep", [0, -0.5, 1.5, True, "half", float("nan")])
+def test_shares_that_are_none(keep):
+    with pytest.raises(UserError, match="'random': keep"):
+        attach(tiny("llava"), "random", {"keep": keep})
+
+
+@pytest.mark.parametrize("method", ["random", "fastv"])
+def test_images_too_small_for_the_share_are_kept_whole_and_said_once(method):
+    """Of 9 tokens 0.05 is none, of 15 it is one."""
+    vlm = tiny("qwen2-5-vl")
+    inputs = encode(vlm, ONE, TWO)
+    with attach(vlm, method, given(method, 0.05)) as attached, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        vlm.model(**inputs)
+        vlm.model(**inputs)
+    assert [(len(unit.reduction.anchor), len(unit.columns)) for unit in attached.seen] == [(9, 9), (1, 15), (1, 12)]
+    (warning,) = [str(one.message) for one in said if one.category is KeptWhole]
+    assert warning.startswith("keep=0.05") and warning.endswith("one token of a 3x3 grid; such images are kept whole")
 
 
 def test_calls_that_cannot_be_reduced():

@@ -24,9 +24,8 @@ def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str,
     more = dict(inputs)
     more["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
     more["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
-    if "mm_token_type_ids" in inputs:
-        kinds = inputs["mm_token_type_ids"]
-        more["mm_token_type_ids"] = torch.cat([kinds, torch.zeros_like(tokens).to(kinds)], 1)
+    for name in {"mm_token_type_ids", "token_type_ids"} & {*inputs}:
+        more[name] = torch.cat([inputs[name], torch.zeros_like(tokens).to(inputs[name])], 1)
     return more
 
 

@@ -11,7 +11,7 @@ from tests.reduction import reference
 from tests.reduction.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from tests.reduction.test_attaching import traces
 from tests.reduction.test_decoding import GREEDY, extended
-from tests.reduction.test_hiding import FAMILIES
+from tests.reduction.test_hiding import INSIDE
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reduction import Reduced, attach
@@ -70,7 +70,7 @@ def recomputed(
     return vlm.model.lm_head(hidden)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INSIDE)
 def test_each_step_sees_what_the_steps_before_have_left(family):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO, NONE)

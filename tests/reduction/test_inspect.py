@@ -17,6 +17,7 @@ from vlmcompress.chosen import parse
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction import capture
 from vlmcompress.reduction._pixels import signals
+from vlmcompress.reduction.picture import Counts
 
 
 def noise(*size: int) -> Image.Image:
@@ -69,7 +70,7 @@ def test_pixels_are_those_of_the_image():
     image = noise(140, 84)
     image.paste((10, 20, 30), (56, 0, 140, 84))
     inputs = encode_prompt(Sample("x", [image], ""), vlm("qwen2-5-vl"))
-    (found,) = signals(vlm("qwen2-5-vl"), inputs["pixel_values"], inputs["image_grid_thw"])
+    (found,) = signals(vlm("qwen2-5-vl").processor.image_processor, inputs["pixel_values"], inputs["image_grid_thw"])
     assert found.grid == (1, 3, 5)
     for token, levels in enumerate(found.pixels):
         x, y = 28 * (token % 5), 28 * (token // 5)
@@ -87,6 +88,16 @@ def test_pixels_are_those_of_the_image():
         11,
         12,
     ]  # the first flat one of a row has noise to its left
+
+
+def test_images_that_go_stay_or_shrink_while_generating():
+    """What is drawn of methods that drop whole images, none, or some behind the prompt's last token."""
+    images = [noise(112, 84), noise(112, 84)]
+    left = {
+        text: [Counts.of(one).left for one in looked("qwen2-5-vl", images, text)]
+        for text in ("litevlm:0.5", "pevlm", "dyrate:factor=1e-6,least=0.5,layer=1", "pixelprune")
+    }
+    assert list(left.values()) == [[12, 0], [12, 12], [6, 6], [12, 12]]
 
 
 def test_verb(capfd, tmp_path):
@@ -130,7 +141,11 @@ def test_verb(capfd, tmp_path):
         ("llava", ["--reduce", "dart:0.5", "--image", "/no/such.png"], "'/no/such.png' cannot be read"),
         ("llava", ["--reduce", "dart:0.5", "--image", __file__], "is not an image that Pillow can read"),
         ("llava", ["--reduce", "fastv:0.5,layer=7"], "layer 7 is none of the language model's 2"),
-        ("gemma3", ["--reduce", "dart:0.5"], "visual tokens of gemma3 are not reduced"),
+        (
+            "gemma3",
+            ["--reduce", "fastv:0.5"],
+            "those of gemma3 have attention in windows, and both ways within an image; use ",
+        ),
         ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], "CLS"),
     ],
 )

@@ -134,7 +134,7 @@ def test_the_tolerance_is_in_levels():
         kept[tolerance] = len(attached.images()[0].anchor)
     assert kept == {0: 5, 1: 5, 2: 1}
     exact, rounded = (
-        signals(vlm, inputs["pixel_values"].to(dtype), inputs["image_grid_thw"])[0]
+        signals(vlm.processor.image_processor, inputs["pixel_values"].to(dtype), inputs["image_grid_thw"])[0]
         for dtype in (torch.float64, torch.bfloat16)
     )
     assert isinstance(exact, Signals) and torch.equal(exact.pixels, rounded.pixels)

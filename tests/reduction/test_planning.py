@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -82,17 +83,24 @@ def test_the_prompt_of_every_family(family, images):
     )
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2-5-vl", "internvl"])
-@pytest.mark.parametrize("text", ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1"])
-def test_reduced_as_the_model_is(family, text):
+@pytest.mark.parametrize(
+    ("family", "text", "images"),
+    [
+        *itertools.product(["llava", "qwen2-5-vl", "internvl"], ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1"], [1]),
+        *itertools.product(["gemma3", "lfm2-vl"], ["uniform:1/2"], [2]),
+        *itertools.product(["llava", "qwen2-5-vl"], ["litevlm:0.3"], [3]),
+    ],
+)
+def test_reduced_as_the_model_is(family, text, images):
     chosen = parse(text)
-    found = planning.plan(checkpoint(family), [SIZE], "hm", [chosen])
+    found = planning.plan(checkpoint(family), [SIZE] * images, "hm", [chosen])
     cost = found.reduced[str(chosen)]
-    cache, linear, length = ran(family, chosen, 1)
-    lengths = [length if chosen.method == "fastv" else cost.prompt, cost.prompt]
+    cache, linear, length = ran(family, chosen, images)
+    blocks = planning.blocks(vlm(family))
+    lengths = [length if chosen.method == "fastv" else cost.prompt] + [cost.prompt] * (len(blocks) - 1)
     assert cost.visual < found.full.visual and cost.prompt == cost.visual + found.text
     assert cost.kv_bytes_prompt == cache
-    assert cost.multiply_adds == linear + attention(planning.blocks(vlm(family)), lengths)
+    assert cost.multiply_adds == linear + attention(blocks, lengths)
 
 
 def test_no_weights_are_needed(tmp_path):

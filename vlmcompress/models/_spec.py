@@ -63,8 +63,9 @@ class ModelSpec:
         layout: which part of an image of some size each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
-            `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `anyres`, by `layout` from
-            `image_sizes`; None where they cannot be reduced.
+            `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
+            `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
+        mixed_blocks: what besides causal attention is in the decoder's blocks; None where there is nothing else.
         vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
         vision_units: what a visual token is of the tower's rows: one of them (`patch`), several (`block`), or a mean of some
             where tiles are scaled down behind the tower (`resized`).
@@ -86,7 +87,8 @@ class ModelSpec:
     layout: Cut
     lm_head: str = "lm_head"
     positions: Literal["1d", "mrope"] = "1d"
-    visual_grid: Literal["patches", "thw", "tiles", "anyres"] | None = None
+    visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
+    mixed_blocks: str | None = None
     vision_cls: bool = False
     vision_units: Literal["patch", "block", "resized"] = "block"
     norm_offset: float = 0.0

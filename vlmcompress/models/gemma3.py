@@ -25,6 +25,8 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_index",
     layout=pooled,
+    visual_grid="tiles",
+    mixed_blocks="attention in windows, and both ways within an image",
     norm_offset=1.0,
     engine_prefixes=LLAVA_ENGINE,
 )

@@ -29,6 +29,8 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_id",
     layout=adaptive,
+    visual_grid="shapes",
+    mixed_blocks="short convolutions",
     engine_prefixes=LLAVA_ENGINE,
     engine_parts=(("conv", "short_conv"),),
 )

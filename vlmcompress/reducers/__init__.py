@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from vlmcompress.reducers._base import Grid, Reduction, Signals
 from vlmcompress.reducers._layerwise import Merger
-from vlmcompress.reducers._run import merge, missing, reduce
+from vlmcompress.reducers._run import merge, missing, reduce, too_small
 from vlmcompress.registry import Registry
 
-__all__ = ["REGISTRY", "Grid", "Merger", "Reduction", "Signals", "merge", "missing", "reduce"]
+__all__ = ["REGISTRY", "Grid", "Merger", "Reduction", "Signals", "merge", "missing", "reduce", "too_small"]
 
 REGISTRY = Registry("vlmcompress.reducers", "reducer")

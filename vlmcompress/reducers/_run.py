@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from vlmcompress.reducers._base import Reduction, Signals
+from vlmcompress.reducers._base import Grid, Reduction, Signals
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
     """Fields of `signals` that the method needs and that are not there, sorted."""
     return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
+
+
+def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
+    """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
+    if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
+        return False
+    return math.floor(getattr(options, "keep", 1) * math.prod(grid) + 0.5) == 0
 
 
 @torch.no_grad()

@@ -55,6 +55,20 @@ def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
     return [before + sink * tokens, *(min(options.frames, frames - start) * tokens for start in starts), after]
 
 
+def parts(images: Sequence[tuple[int, int]], length: int, options: Options) -> list[int]:
+    """Lengths for `mask` of several images, each a frame: text between two belongs to the block of the second.
+
+    Args:
+        images: first token and number of tokens of each, ascending; at least one.
+        length: of the sequence; what is behind the last image is the question.
+    """
+    ends = [first + tokens for first, tokens in images]
+    sink = min(options.sink, len(ends))
+    edges = [0, ends[sink - 1] if sink else images[0][0]]
+    edges += [ends[min(start + options.frames, len(ends)) - 1] for start in range(sink, len(ends), options.frames)]
+    return [end - start for start, end in zip(edges, [*edges[1:], length], strict=True)]
+
+
 def mask(lengths: Sequence[int]) -> Tensor:
     """`[s, s]` bool, true where the row's token may attend to the column's.
 

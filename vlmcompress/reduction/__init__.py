@@ -7,7 +7,10 @@
 `vlmcompress.reducers` decides, this package applies, by hooks: whatever calls the model (`forward`, `generate`) gets the
 reduced one until `detach`. The language model really gets fewer rows. Tokens that are kept stay where they were: positions
 (1-D and M-RoPE), text behind an image, and every generated token have the position that they have without a reducer.
-Reducing to a selection is therefore the same as hiding the dropped tokens from attention, and is tested to be.
+Reducing to a selection is therefore the same as hiding the dropped tokens from attention, and is tested to be. Two things
+are not attention: Qwen towers never get the patches that `pixelprune` drops, so the others do not see them either, and
+LFM2's short convolutions take the tokens that are left for neighbours. In Gemma 3 what is left of an image sees what is left
+of it in both directions.
 
 Logits and hidden states have the reduced length. A batch is padded on the left, on the right if it was. Each image, or tile
 where a family cuts images into tiles, is reduced on its own; videos are not. The caches hold what is kept, and a model
@@ -25,7 +28,8 @@ from vlmcompress.counts import Counter
 from vlmcompress.models import VLM
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import thresholds
-from vlmcompress.reduction._attach import Attachment
+from vlmcompress.reduction._attach import Attachment, KeptWhole
+from vlmcompress.reduction._blocks import Blocks
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction._generating import Generating
 from vlmcompress.reduction._inside import Inside
@@ -33,9 +37,10 @@ from vlmcompress.reduction._merging import Merging
 from vlmcompress.reduction._pixels import Pixels
 from vlmcompress.reduction._support import check, check_counter, refusal
 from vlmcompress.reduction._units import Reduced
+from vlmcompress.reduction._views import Views
 from vlmcompress.reduction.carrying import attach_carried
 
-__all__ = ["Attachment", "Chosen", "Reduced", "attach", "attach_carried", "refusal"]
+__all__ = ["Attachment", "Chosen", "KeptWhole", "Reduced", "attach", "attach_carried", "refusal"]
 
 
 def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter | None = None) -> Attachment:
@@ -47,7 +52,8 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter
         options: its `Options`, or a mapping of them; default: its defaults.
         counter: says how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
 
-    UserError when this model and this method do not go together (see `refusal`) or an option is wrong.
+    UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image of which
+    the share is no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)
@@ -64,6 +70,10 @@ def _kind(module: ModuleType) -> type[Attachment]:
     """How a method is applied."""
     if hasattr(module, "merge"):
         return Merging
+    if hasattr(module, "mask"):
+        return Blocks
     if module.STAGE == "llm":
         return Inside if module.COUNT == "fixed" else Generating
-    return Pixels if module.STAGE == "pixels" else Early
+    if module.STAGE == "pixels":
+        return Pixels if "pixels" in module.NEEDS else Views
+    return Early

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -21,6 +22,10 @@ from vlmcompress.reduction._units import Call, Reduced, Unit, prompt_text, units
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+class KeptWhole(UserWarning):
+    """An image is so small that the share of its tokens would be none."""
+
+
 class Attachment:
     """A reducer on a model. Use as a context manager, or call `detach`.
 
@@ -31,6 +36,7 @@ class Attachment:
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
         self.vlm, self.module, self.options = vlm, module, options
+        self._told = False  # that an image is kept whole
         self.seen: list[Reduced] = []
         self._call: Call | None = None
         self._new: Layout | None = None  # of the cache, once this call is done
@@ -94,11 +100,13 @@ class Attachment:
         if kwargs.get("labels") is not None and kwargs.get("pixel_values") is not None:
             raise UserError("labels do not fit a reduced prompt; take the loss of the answer's tokens from the logits")
 
-    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Before the model runs; its arguments, where they change."""
         call = Call.of(module, args, kwargs)
         if call.get("pixel_values_videos") is not None:
             raise UserError("visual tokens of videos are not reduced yet; give images, or detach the reducer")
         self._call = call
+        return None
 
     def _end(self, *_: object) -> None:
         self._call = None
@@ -117,10 +125,12 @@ class Attachment:
         if not found and past is None:
             return None
         self._check_window(slots + kwargs["inputs_embeds"].shape[1])
-        mask = kwargs.get("attention_mask")
+        mask = self._call.get("attention_mask")  # what the model makes of it may be one for each kind of block
         if getattr(cache, "is_compileable", False) or (mask is not None and getattr(mask, "ndim", 0) != 2):
             raise UserError("a static cache or a mask of one's own does not go with a reducer; use the default cache")
-        return args, self._reduce(kwargs, found, past)
+        given = kwargs | {"attention_mask": mask}
+        reduced = self._reduce(given, found, past)
+        return args, kwargs if reduced is given else reduced
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """After the language model: remember what its cache lacks."""
@@ -131,8 +141,10 @@ class Attachment:
 
     def _check_window(self, slots: int) -> None:
         """A window counts slots, so as soon as it matters, dropped tokens would widen it."""
-        window = getattr(self.text.config, "sliding_window", None)
-        if isinstance(window, int) and slots > window:
+        config: Any = self.text.config
+        window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        slides = kinds is None or "sliding_attention" in kinds
+        if slides and isinstance(window, int) and slots > window:
             raise UserError(
                 f"{slots} tokens exceed the attention window of {window}, which dropped tokens widen; shorten them"
             )
@@ -143,6 +155,11 @@ class Attachment:
 
     def _decide(self, unit: Unit, signals: Signals) -> Reduction:
         """What becomes of one unit; remembered in `seen`."""
+        if not self._told and reducers.too_small(self.module, unit.grid, self.options):
+            self._told = True
+            grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
+            text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
+            warnings.warn(text, KeptWhole, stacklevel=2)
         result = reducers.reduce(self.module, signals, self.options)
         self.seen.append(Reduced(**vars(unit), reduction=result))
         return result

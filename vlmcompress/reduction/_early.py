@@ -37,9 +37,9 @@ class Early(Attachment):
             self._before(projector, self._merge)
             self._after(projector, self._place)
 
-    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        super()._begin(module, args, kwargs)
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         self._encoder, self._merged = {}, []
+        return super()._begin(module, args, kwargs)
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
@@ -99,15 +99,29 @@ class Early(Attachment):
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else past
         positions = self._positions(kwargs, before, slots)
+        embeds = new.pick(embeds)
         return (
             kwargs
             | self._deepstack(kwargs, changes, new)
             | {
-                "inputs_embeds": new.pick(embeds),
-                "attention_mask": layout.mask(mask),
+                "inputs_embeds": embeds,
+                "attention_mask": self._mask(embeds, layout.mask(mask), cache, new),
                 "position_ids": new.pick(positions, positions.ndim - 1),
             }
         )
+
+    def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Layout) -> Any:
+        """The language model's mask: `mask [b, slots]`, or what a model makes of it whose images see all of themselves.
+
+        Gemma 3 calls an image what `token_type_ids` say. What is left of one stands together, so it stays one.
+        """
+        assert self._call is not None
+        kinds, model = self._call.get("token_type_ids"), self.vlm.model
+        if kinds is None:
+            return mask
+        kinds = new.pick(kinds) * new.valid
+        make: Any = model.create_masks_for_generate
+        return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
 
     def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
         """`embeds [b, s, d]` with merged rows at the anchors, and for each unit what is kept."""

@@ -60,7 +60,8 @@ class Generating(Inside):
             return
         units, mask, past, before = step
         old: _Left = list(self._left.get(cache, ())) if past is not None else []
-        old += [(before, Reduced(**vars(unit), reduction=Reduction.identity(len(unit.columns)))) for unit in units]
+        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
+        old += [(before, Reduced(**vars(unit), reduction=one)) for unit, one in zip(units, whole, strict=True)]
         attention = self._attention(heard, mask, before)
         left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
         self.seen = [unit for start, unit in left if start == left[-1][0]]
@@ -69,7 +70,7 @@ class Generating(Inside):
         if _count(left) < _count(old):
             keep = torch.ones_like(mask)
             for start, unit in left:
-                keep[unit.row, start + unit.columns] = unit.reduction.target.to(mask.device) >= 0
+                keep[unit.row, start + unit.columns] = unit.reduction.target >= 0
             fewer = Layout.of(keep, mask)
             self._cut(cache, layout.slots(fewer), layout.width)
             layout = fewer
@@ -89,7 +90,8 @@ class Generating(Inside):
     def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
         """Leave `slots [b, m]`, of `width`, of the caches of block K and those behind."""
         layers: Any = cache.layers[self.options.layer :]
-        if any(not isinstance(layer, DynamicLayer) or layer.keys.shape[2] != width for layer in layers):
+        known = all(isinstance(layer, DynamicLayer) for layer in layers)
+        if not known or any(layer.keys.shape[2] != width for layer in layers):
             raise UserError("tokens can be dropped from a DynamicCache that holds all others; use the default cache")
         for layer in layers:
             index = slots[:, None, :, None]

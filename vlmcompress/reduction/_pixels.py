@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import vision_utils
 
-from vlmcompress.models import VLM
-from vlmcompress.reducers import Signals
+from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._early import Early
-from vlmcompress.reduction._units import Call
+from vlmcompress.reduction._units import Call, Unit
 
 
 class Pixels(Early):
@@ -26,19 +25,23 @@ class Pixels(Early):
 
     def _hook(self) -> None:
         super()._hook()
-        tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
-        self._before(tower, self._leave_out)
-        self._after(tower, self._put_back)
+        if self.vlm.spec.visual_grid == "thw":
+            tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
+            self._before(tower, self._leave_out)
+            self._after(tower, self._put_back)
 
-    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         super()._begin(module, args, kwargs)
-        found = self._units()
-        if not found:
-            return
         assert self._call is not None
-        self.seen = []
-        looks = signals(self.vlm, self._call.get("pixel_values"), self._call.get("image_grid_thw"))
-        self._merged = [self._decide(unit, one) for unit, one in zip(found, looks, strict=True)]
+        if found := self._units():
+            self.seen = []
+            self._merged = self._choose(found, self._call)
+        return None
+
+    def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
+        """What becomes of each unit, from the pixels of this call alone."""
+        looks = signals(self.vlm.processor.image_processor, call.get("pixel_values"), call.get("image_grid_thw"))
+        return [self._decide(unit, one) for unit, one in zip(units, looks, strict=True)]
 
     def _kept(self) -> Tensor | None:
         """`[tokens of all images]` bool, None when none is dropped."""
@@ -66,12 +69,14 @@ class Pixels(Early):
             output.deepstack_features = [_spread(level, kept) for level in output.deepstack_features]
 
 
-def signals(vlm: VLM, pixel_values: Tensor, image_grid_thw: Tensor) -> list[Signals]:
-    """Of each image the pixels of its tokens, in levels 0 to 255, as the processor's patches `[patches, d]` have them.
+def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> list[Signals]:
+    """Of each image the pixels of its tokens, in levels 0 to 255. In bfloat16 they are the same: 8 bits survive it.
 
-    Patches in bfloat16 give the same levels: those of 8 bits survive it.
+    Args:
+        images_of: a Qwen image processor, and what it made of the images:
+        pixel_values: `[patches, d]`; image_grid_thw: `[images, 3]`, frames, rows and columns of patches.
     """
-    images_of, device = vlm.processor.image_processor, pixel_values.device
+    device = pixel_values.device
     mean, std = (torch.tensor(one, device=device)[:, None] for one in (images_of.image_mean, images_of.image_std))
     merge, found, start = images_of.merge_size, [], 0
     for t, h, w in image_grid_thw.tolist():

@@ -23,10 +23,15 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
     if spec.visual_grid is None:
         families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
         return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
-    if reason := _not_yet(method, module):
-        return f"'{method}' cannot be attached to a transformers model yet ({reason}); use {_attachable(spec)}"
+    if chooses_images(module) and not _fits(spec, module):
+        return f"'{method}' leaves out images, and {spec.family} cuts them into tiles; use {_attachable(spec)}"
     if "pixels" in module.NEEDS and spec.visual_grid != "thw":
         return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
+    if module.STAGE == "llm" and spec.mixed_blocks:
+        return (
+            f"'{method}' works within decoder blocks of causal attention, and those of {spec.family} have "
+            f"{spec.mixed_blocks}; use {_attachable(spec)}"
+        )
     if hasattr(module, "merge"):
         reason = _MIXED.get(spec.vision_units)
         text = f"'{method}' merges patches within the encoder, and in {spec.family} {reason}; use {_attachable(spec)}"
@@ -39,6 +44,11 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
 def needs_encoder(module: ModuleType) -> bool:
     """Whether the method's signals come from within the encoder."""
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
+
+
+def chooses_images(module: ModuleType) -> bool:
+    """Whether what the method keeps or drops is whole images of a prompt."""
+    return module.STAGE == "pixels" and "pixels" not in module.NEEDS
 
 
 def check(vlm: VLM, method: str, options: Any) -> None:
@@ -57,7 +67,7 @@ def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> Non
     if config.vision_config.model_type == "pixtral":
         raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
     module = REGISTRY.get(method)
-    if module.STAGE == "llm":
+    if hasattr(options, "layer"):
         _check_layer(config, options.layer)
     if hasattr(module, "merge"):
         _check_merging(config, module, options)
@@ -139,25 +149,19 @@ def check_counter(config: Any, module: ModuleType, counter: Counter) -> None:
         )
 
 
-def _not_yet(method: str, module: ModuleType) -> str | None:
-    if hasattr(module, "mask"):
-        return "it restricts attention and drops no token"
-    if method == "litevlm":
-        return "it chooses among images, before the encoder"
-    return None
-
-
-def _encodes(spec: ModelSpec, module: ModuleType) -> bool:
-    """Whether the encoder is one that the method can work in."""
+def _fits(spec: ModelSpec, module: ModuleType) -> bool:
+    """Whether encoder and decoder are what the method can work in."""
+    if module.STAGE == "llm":
+        return not spec.mixed_blocks
     if hasattr(module, "merge"):
         return spec.vision_units == "patch"
     if "pixels" in module.NEEDS:
         return spec.visual_grid == "thw"
+    if chooses_images(module):
+        return spec.visual_grid in ("thw", "patches")
     return spec.vision_cls or not needs_encoder(module)
 
 
 def _attachable(spec: ModelSpec) -> str:
-    fit = [
-        name for name in REGISTRY.names() if not _not_yet(name, module := REGISTRY.get(name)) and _encodes(spec, module)
-    ]
+    fit = [name for name in REGISTRY.names() if _fits(spec, REGISTRY.get(name))]
     return did_you_mean("", fit).removeprefix("; choose from ")

@@ -49,6 +49,7 @@ class Call:
     def of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call:
         """The arguments of `module(*args, **kwargs)`."""
         bound = _signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        del bound["self"]
         return Call({**bound, **bound.pop("kwargs", {})})
 
     def get(self, name: str) -> Any:
@@ -99,6 +100,10 @@ def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
         side = config.vision_config.spatial_merge_size
         grids = [(t, h // side, w // side) for t, h, w in call.get("image_grid_thw").tolist()]
         return [(math.prod(grid), [(grid, slice(None))]) for grid in grids]
+    if kind == "shapes":
+        factor = config.downsample_factor
+        grids = [(1, h // factor, w // factor) for h, w in call.get("spatial_shapes").tolist()]
+        return [(math.prod(grid), [(grid, slice(None))]) for grid in grids]
     if kind == "patches":
         pixels, patch = call.get("pixel_values"), config.vision_config.patch_size
         grid = (1, pixels.shape[-2] // patch, pixels.shape[-1] // patch)
@@ -119,7 +124,10 @@ def _anyres(vlm: VLM, call: Call) -> list[_Image]:
 
 
 def tile(config: Any) -> Grid:
-    """The grid of one tile behind the pixel shuffle."""
+    """The grid of one tile behind the pixel shuffle, or the pooling."""
+    if hasattr(config, "mm_tokens_per_image"):
+        side = math.isqrt(config.mm_tokens_per_image)
+        return (1, side, side)
     vision = config.vision_config
     size, patch = vision.image_size, vision.patch_size
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
@@ -137,7 +145,9 @@ def whole(units: Sequence[Reduced]) -> Reduction:
         index, result = unit.columns.cpu() - first, unit.reduction
         anchor = index[result.anchor.cpu()]
         target = result.target.cpu()
-        parent[index] = torch.where(target < 0, -1, anchor[target.clamp(min=0)])
+        kept = target >= 0
+        parent[index] = -1
+        parent[index[kept]] = anchor[target[kept]]
         weight[index] = result.weight.cpu()
         if result.scale is not None:
             scale[anchor] = result.scale.cpu()

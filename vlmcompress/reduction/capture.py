@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout
 from vlmcompress.reducers import Reduction
-from vlmcompress.reduction import attach, refusal
+from vlmcompress.reduction import KeptWhole, attach, refusal
 
 
 @torch.no_grad()
@@ -25,7 +26,8 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
     """
     if reason := refusal(vlm.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
-    with attach(vlm, chosen) as attached:
+    with warnings.catch_warnings(), attach(vlm, chosen) as attached:
+        warnings.simplefilter("ignore", KeptWhole)  # `planning.too_small` says so, of each image
         vlm.model(**_typed(vlm, inputs), logits_to_keep=1)
     parts = attached.images()  # or tiles, of which an image has several
     found = []

@@ -25,6 +25,7 @@ from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
 from vlmcompress.reduction import refusal
+from vlmcompress.reduction._support import chooses_images
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
 
@@ -156,15 +157,20 @@ def _reduced(
     found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: Chosen, itemsize: int
 ) -> Cost | None:
     """None when the counts are not known beforehand."""
+    layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0
+    if layer >= len(found):
+        raise UserError(f"--reduce {chosen}: layer {layer} is none of the language model's {len(found)} (from 0)")
     full = sum(layout.tokens for layout in layouts)
+    if chooses_images(chosen.module):
+        if len({layout.tokens for layout in layouts}) > 1:
+            return None
+        left = full * chosen.module.budget((len(layouts), 1, 1), chosen.options) // len(layouts)
+        return cost(found, [left] * len(found), text, itemsize)
     grids = [grid for layout in layouts for grid, _ in layout.grids()]
     kept = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in kept:
         return None
     dropped = sum(grid[1] * grid[2] - count for grid, count in zip(grids, kept, strict=True))
-    layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0
-    if layer >= len(found):
-        raise UserError(f"--reduce {chosen}: layer {layer} is none of the language model's {len(found)} (from 0)")
     return cost(found, [full if block < layer else full - dropped for block in range(len(found))], text, itemsize)
 
 
