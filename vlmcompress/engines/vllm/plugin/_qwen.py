@@ -151,7 +151,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
         return found
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> dict[str, Any]:
-        fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))  # type: ignore[misc]
+        fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))
         if CHOICE in hf_inputs:
             side = self.info.get_hf_config().vision_config.spatial_merge_size
             tokens = hf_inputs["image_grid_thw"].prod(-1) // side**2
@@ -185,7 +185,7 @@ class ReducedQwen(OriginalPositions, AskingModel):
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """As the model does; the choice made by pixels is an argument that it does not know."""
         self._choice = kwargs.pop(CHOICE, None)
-        return super().embed_multimodal(**kwargs)  # type: ignore[misc]
+        return super().embed_multimodal(**kwargs)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """All tokens of an image or video begin where it begins."""
@@ -198,7 +198,7 @@ class ReducedQwen(OriginalPositions, AskingModel):
             return self._chosen(image_input, self._choice)
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
-            self.reduced(rows, grid_of(patches, self.config), **self.question(number))
+            self.reduced(rows, grid_of(patches, self.config), 1.0, **self.question(number))
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
 
