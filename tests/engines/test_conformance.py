@@ -13,7 +13,8 @@ from tests.engines import reduced_cases as cases
 from vlmcompress import cli
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance import _compare, _questions
-from vlmcompress.engines.vllm.conformance._checks import CHECKS, Findings
+from vlmcompress.engines.vllm.conformance._checks import CHECKS
+from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.errors import UserError
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo"
@@ -99,7 +100,7 @@ SPOILED = {
         text=['{"colour":"pink","sure":true,"count":1}']
     ),
     "streaming": lambda f: records(f, "served", "stream")[0]["pieces"].pop(0),
-    "log-probabilities": lambda f: records(f, "plain", "alone")[0]["best"][0][0].__setitem__(1, 0.0),
+    "log-probabilities": lambda f: records(f, "plain", "alone")[0]["best"][0][1].__setitem__(1, -0.1),
     "several answers": lambda f: other_words(records(f, "plain", "sample 1")[0]),
     "abort": lambda f: f.engines["served"]["about"].update(kv_usage=0.01),
     "n-gram speculation": lambda f: other_words(records(f, "ngram", "few")[0]),

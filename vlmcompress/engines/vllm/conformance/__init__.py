@@ -6,7 +6,8 @@ batches, aborted neighbours, ...), and transformers with the same reducer attach
 
     _questions  conversations            _plan     engines, their settings, rounds of questions
     _reference  transformers' answers    _checks   what is judged
-    _compare    equal but for ties       worker    the engine's side, a process of its own
+    _findings   all that was said        worker    the engine's side, a process of its own
+    _compare    equal but for ties
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from vlmcompress.carried import Carried
 from vlmcompress.doctor import Check
 from vlmcompress.engines.vllm import environment, interpreter, runner
 from vlmcompress.engines.vllm.conformance import _plan, _questions
-from vlmcompress.engines.vllm.conformance._checks import CHECKS, Findings
+from vlmcompress.engines.vllm.conformance._checks import CHECKS
+from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected, Reference
 from vlmcompress.errors import UserError

@@ -1,0 +1,64 @@
+"""All that is known when the engines and transformers have answered: what `_checks` looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmcompress.engines.vllm.conformance._compare import Pair, same
+from vlmcompress.engines.vllm.conformance._questions import Questions
+from vlmcompress.engines.vllm.conformance._reference import Expected
+from vlmcompress.errors import UserError
+
+
+@dataclass
+class Findings:
+    """All that is known.
+
+    Attributes:
+        exact: what transformers makes of the questions, in the type in which answers must be equal.
+        half, whole: the same in the checkpoint's own type, with the reducer and without; without a reducer both are one.
+        ends: tokens that end an answer.
+        engines: what each engine gave.
+    """
+
+    questions: Questions
+    reducer: Any
+    ends: set[int]
+    exact: dict[str, Expected]
+    half: dict[str, Expected]
+    whole: dict[str, Expected]
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def asks(self) -> bool:
+        """Whether what is kept of an image depends on the question, so that it is encoded anew for another one."""
+        if self.reducer is None:
+            return False
+        return "query" in self.reducer.module.NEEDS or bool(getattr(self.reducer.options, "text_pivots", 0))
+
+    def engine(self, name: str) -> dict[str, Any]:
+        """What an engine gave. UserError if it could not."""
+        found = self.engines[name]
+        if "error" in found:
+            raise UserError(f"vLLM failed: {found['error'][:300]}")
+        return found
+
+    def round(self, engine: str, name: str) -> dict[str, Any]:
+        """Records of a round by request."""
+        return self.engine(engine)["rounds"][name]
+
+    def dtype(self, engine: str) -> str:
+        """The type in which an engine ran."""
+        return self.engine(engine)["about"]["dtype"]
+
+    def as_plain(self, engine: str, *rounds: str, leave: tuple[str, ...] = ()) -> str:
+        """Compare rounds with the answers of the engine without caches."""
+        plain = self.round("plain", "alone") | self.round("plain", "turn")
+        pairs = [
+            Pair(f"{name}, {each}", plain[name]["tokens"][0], record)
+            for each in rounds
+            for name, record in self.round(engine, each).items()
+            if name and name not in leave
+        ]
+        return same(pairs, self.dtype(engine))
