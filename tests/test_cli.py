@@ -147,6 +147,8 @@ def test_list(capfd):
 
 
 def test_list_reducers_says_what_their_modules_say(capfd):
+    from vlmcompress.chosen import parse
+    from vlmcompress.engines.vllm.plugin import FAMILIES, refusal
     from vlmcompress.reducers import REGISTRY
 
     assert cli.main(["list", "reducers", "--json"]) == 0
@@ -156,8 +158,14 @@ def test_list_reducers_says_what_their_modules_say(capfd):
         module = REGISTRY.get(entry["name"])
         assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
         assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
+        assert bool(entry["vllm"]) == entry["served"]
+        for family in FAMILIES.names():
+            reason = refusal(FAMILIES.constant(family, "ARCHITECTURE"), parse(entry["name"]))
+            assert (reason is None) == (family in entry["vllm"])
     assert cli.main(["list", "reducers"]) == 0
-    assert "\n  dart        projected  fixed count     servable      DART on the" in capfd.readouterr().out
+    text = " ".join(capfd.readouterr().out.split())
+    assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
+    assert " fastv llm fixed count transformers only FastV: after" in text
 
 
 def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):

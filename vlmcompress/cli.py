@@ -139,10 +139,12 @@ def listing(args: argparse.Namespace) -> Outcome:
         return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
     def reducers() -> list[dict[str, Any]]:
-        registry = Registry("vlmcompress.reducers", "reducer")
+        from vlmcompress.engines.vllm.plugin import REDUCERS as registry
+        from vlmcompress.engines.vllm.plugin import served
+
         keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
         return [
-            {"name": name, "about": registry.summary(name)}
+            {"name": name, "about": registry.summary(name), "vllm": served(name)}
             | {key: registry.constant(name, constant) for key, constant in keys.items()}
             for name in registry.names()
         ]

@@ -71,8 +71,12 @@ class Registry:
         if tree is None:
             return getattr(self.get(name), constant, None)
         for node in tree.body:
-            if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == [constant]:
-                return ast.literal_eval(node.value)
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if [getattr(target, "id", "") for target in targets] == [constant]:
+                made: Any = node.value  # type: ignore[attr-defined]  # `frozenset({...})` is a literal here, too
+                if isinstance(made, ast.Call) and getattr(made.func, "id", "") == "frozenset":
+                    return frozenset(ast.literal_eval(made.args[0]) if made.args else ())
+                return ast.literal_eval(made)
         return None
 
     def _tree(self, name: str) -> ast.Module | None:

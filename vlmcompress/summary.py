@@ -228,7 +228,9 @@ def list_text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
 def _listed(entry: Mapping[str, Any]) -> tuple[str, ...]:
     if "stage" not in entry:
         return entry["name"], entry["about"]
-    where = "servable" if entry["served"] else "not servable"
+    families = entry["vllm"]
+    where = ", ".join(families) if len(families) <= 3 else f"{len(families)} families"
+    where = f"vLLM: {where}" if families else "transformers only"
     return entry["name"], entry["stage"], f"{entry['count']} count", where, entry["about"]
 
 

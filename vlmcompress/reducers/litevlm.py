@@ -24,7 +24,8 @@ STAGE = "pixels"
 NEEDS = frozenset({"features", "query"})
 OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
-SERVED = True
+SERVED = False
+WHY_NOT = "a view that is left out keeps no token, and engines refuse an image without one; leave it out of the request"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from vlmcompress.errors import did_you_mean
 from vlmcompress.registry import Registry
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from vlmcompress.chosen import Chosen
 
 FAMILIES = Registry(__name__, "family")
+REDUCERS = Registry("vlmcompress.reducers", "reducer")
 PREFIX = "Vlmcompress"
 LEAST, BELOW = (0, 32), (0, 33)
 """Supported versions of vLLM: from the first one up to, not including, the second."""
@@ -58,8 +57,6 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
 
     Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.
     """
-    from vlmcompress.reducers import REGISTRY
-
     method, module = reducer.method, reducer.module
     architecture = architecture.removeprefix(PREFIX)
     families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
@@ -67,18 +64,26 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
         return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
     family = families[architecture]
     given = set(FAMILIES.constant(family, "SIGNALS"))
-    fit = [name for name in REGISTRY.names() if not _missing(REGISTRY.get(name), given) and REGISTRY.get(name).SERVED]
+    fit = [name for name in REDUCERS.names() if family in served(name)]
     if not module.SERVED:
         return f"vLLM cannot serve '{method}' ({module.WHY_NOT}){did_you_mean('', fit)}"
-    if missing := _missing(module, given):
+    if missing := _missing(module.STAGE, module.NEEDS, given):
         return f"vLLM does not serve '{method}' with {family} (without {missing}){did_you_mean('', fit)}"
     if "query" not in given and getattr(reducer.options, "text_pivots", False):
         return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
     return None
 
 
-def _missing(module: ModuleType, given: set[str]) -> str:
+def served(method: str) -> list[str]:
+    """Families of which vLLM serves models with their tokens reduced by `method`. Imports neither vLLM nor torch."""
+    if not REDUCERS.constant(method, "SERVED"):
+        return []
+    stage, needs = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "NEEDS")
+    return [name for name in FAMILIES.names() if not _missing(stage, needs, set(FAMILIES.constant(name, "SIGNALS")))]
+
+
+def _missing(stage: str, needs: frozenset[str], given: set[str]) -> str:
     """What a method would look at that the family's model cannot show it: names, or nothing."""
-    if module.STAGE == "pixels" and "pixels" not in given:
+    if stage == "pixels" and "pixels" not in given:
         return "what it needs before the encoder"
-    return ", ".join(sorted(module.NEEDS - given))
+    return ", ".join(sorted(needs - given))
