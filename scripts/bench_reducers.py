@@ -62,6 +62,7 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "fastv": [{}, {"layer": 1}],
     "dart-llm": [{}, {"layer": 1}],
     "relevance": [{}],
+    "surrogate": [{}, {"rule": "dart"}],
     "visionzip": [{}],
     "vscan": [{"shallow": 1, "window": 3}],
     "tome": [{}],

@@ -27,7 +27,14 @@ MODELS = ("demo-llava", "demo-qwen")
 PER_FAMILY = 4
 # One of each way: rows and question, within the language model, where the encoder is read, in its
 # layers, and while the answer grows.
-REDUCERS = ["relevance:0.25", "fastv:0.25,layer=1", "vscan:0.25,shallow=1,window=3", "tome:0.25", "dyrate:factor=0.5"]
+REDUCERS = [
+    "relevance:0.25",
+    "surrogate:0.25",
+    "fastv:0.25,layer=1",
+    "vscan:0.25,shallow=1,window=3",
+    "tome:0.25",
+    "dyrate:factor=0.5",
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -37,8 +37,8 @@ def run(job: dict) -> dict:
 
     def watch(model) -> None:
         language_model = model.get_language_model()
-        first = getattr(language_model, "model", language_model).layers[0]
-        first.register_forward_pre_hook(
+        last = getattr(language_model, "model", language_model).layers[-1]  # what runs ahead does not reach it
+        last.register_forward_pre_hook(
             lambda _, args, kwargs: positions.append(args[0].clone().view(-1, args[0].shape[-1])), with_kwargs=True
         )
 

@@ -20,6 +20,7 @@ ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
 # Source, reducer, settings, passes.
 CASES = {
     "cached": ("demo", "dart:0.5", CACHED, 2),
+    "run ahead": ("demo", "surrogate:0.25,rule=dart", CHUNKED | CACHED, 2),
     "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
     "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
@@ -39,6 +40,8 @@ METHODS = (
     "visionzip:0.5",
     "vscan:0.25,shallow=1",
     "tome:0.25",
+    "surrogate:0.25",
+    "surrogate:0.25,rule=dart",
 )
 
 

@@ -39,6 +39,7 @@ REDUCERS = (
     "tome:0.5",
     "dymu:0.5",
     "relevance:0.5",
+    "surrogate:0.5,layer=1",
     "pixelprune",
 )
 SERVED = [

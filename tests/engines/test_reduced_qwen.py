@@ -47,6 +47,9 @@ MORE = {
     "qwen3-vl by pixels": Case("qwen3-vl", "pixelprune", BOTH, passes=2),
     "asked": Case("demo", "relevance:0.5", BOTH, passes=2),
     "qwen3-vl, asked": Case("qwen3-vl", "relevance:0.5", BOTH, passes=2),
+    "run ahead": Case("demo", "surrogate:0.25", BOTH, passes=2),
+    "qwen2-vl, run ahead": Case("qwen2-vl", "surrogate:0.5,rule=dart,layer=1", BOTH, passes=2),
+    "qwen3-vl, run ahead": Case("qwen3-vl", "surrogate:0.5,rule=dart,layer=1", BOTH, passes=2),
 }
 
 

@@ -87,7 +87,7 @@ def test_refusals_are_one_line(spec, method):
 
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
-    inside = ["dart-llm", "dyrate", "fastv", "pevlm"]
+    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "surrogate"]
     after = ["dart", "divprune", "evs", "random", "relevance", "uniform"]
     merging = ["dymu", "tome"]
     assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])

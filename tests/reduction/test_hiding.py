@@ -22,6 +22,7 @@ SMALL = {
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},
     "dart-llm": {"layer": 1},
+    "surrogate": {"layer": 2, "rule": "dart"},
     "dymu": {"thresholds": (0.3, 0.4)},
 }
 
@@ -31,7 +32,7 @@ def given(method: str, keep: float = 0.4) -> dict:
 
 
 def layer(method: str) -> int:
-    return SMALL.get(method, {}).get("layer", 0)
+    return SMALL.get(method, {}).get("layer", 0) if REGISTRY.get(method).STAGE == "llm" else 0
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)

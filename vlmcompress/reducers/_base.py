@@ -172,6 +172,7 @@ class Signals:
     windowed:   `[n]`, the same in a shallow layer of the encoder (VScan's local scan).
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
     pixels:     `[n, ...]`, pixels of each token, in units of the method's tolerance.
+    ahead:      the signals of the language model's first layers, run ahead on this image and the question (`surrogate`).
     merged:     what earlier layers made of the grid's tokens; rows are then its outputs.
     """
 
@@ -184,6 +185,7 @@ class Signals:
     query: Tensor | None = None
     query_keys: Tensor | None = None
     pixels: Tensor | None = None
+    ahead: Signals | None = None
     merged: Reduction | None = None
 
     def __post_init__(self) -> None:

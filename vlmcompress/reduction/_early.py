@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
+from vlmcompress.reduction import _ahead
 from vlmcompress.reduction._attach import Attachment, full_mask
 from vlmcompress.reduction._layout import Layout
 from vlmcompress.reduction._support import feature_layers, needs_encoder
@@ -22,6 +23,7 @@ class Early(Attachment):
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
         self._merged: list[Reduction] = []  # what was decided before the projector
+        self._levels: list[Tensor] = []  # this call's features for the first layers
         if not needs_encoder(self.module):
             return
         config = self.vlm.model.config
@@ -43,7 +45,7 @@ class Early(Attachment):
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
-        self._encoder, self._merged = {}, []
+        self._encoder, self._merged, self._levels = {}, [], []
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
         """In the layer whose output is used: what CLS, the first token, attends to, and the patches' keys."""
@@ -87,6 +89,7 @@ class Early(Attachment):
         before = held.full(slots)
         mask = full_mask(kwargs, before)
         real = mask[:, before:].bool()
+        self._levels = self._deepstack_rows(kwargs)
         embeds, changes = self._apply(embeds, units, real)
         keep = torch.ones_like(real)
         for unit, result in changes:
@@ -148,7 +151,26 @@ class Early(Attachment):
         """Of the unit that is the encoder's image `number`."""
         found = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
         query = None if query is None else query.detach()
+        if "ahead" in self.module.NEEDS:
+            found["ahead"] = self._run_ahead(unit, features, query)
         return Signals(unit.grid, features=features.detach(), query=query, **found)
+
+    def _run_ahead(self, unit: Unit, features: Tensor, query: Tensor | None) -> Signals:
+        """What the first layers tell of the unit and the question."""
+        assert query is not None
+        levels = [level[unit.row, unit.columns] for level in self._levels]
+        rotated = self.vlm.spec.visual_grid == "thw"
+        return _ahead.run(self.text, features, query, unit.grid, self.options, rotated, levels)
+
+    def _deepstack_rows(self, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The same features, `[b, s, d]` of each of these layers, zeros where text is; none in other families."""
+        where, found = kwargs.get("visual_pos_masks"), []
+        if where is None:
+            return []
+        for level in kwargs.get("deepstack_visual_embeds") or ():
+            found.append(level.new_zeros(*where.shape, level.shape[-1]))
+            found[-1][where] = level
+        return found
 
     def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
         """`[..., b or 1, s]`: positions of this call's tokens in the full sequence."""
@@ -164,14 +186,11 @@ class Early(Attachment):
 
     def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Layout) -> dict[str, Any]:
         """Qwen3-VL's features for the first layers, rows `[visual tokens, d]`, reduced as the embeddings are."""
-        where, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
-        if where is None or not levels:
+        if not self._levels:
             return {}
-        kept = new.pick(where) & new.valid
+        kept = new.pick(kwargs["visual_pos_masks"]) & new.valid
         reduced = []
-        for level in levels:
-            full = level.new_zeros(*where.shape, level.shape[-1])
-            full[where] = level
+        for full in self._levels:
             out = full.clone()
             for unit, result in changes:
                 out[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])

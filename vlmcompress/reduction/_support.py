@@ -27,7 +27,7 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
         return f"'{method}' leaves out images, and {spec.family} cuts them into tiles; use {_attachable(spec)}"
     if "pixels" in module.NEEDS and spec.visual_grid != "thw":
         return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
-    if module.STAGE == "llm" and spec.mixed_blocks:
+    if _runs_blocks(module) and spec.mixed_blocks:
         return (
             f"'{method}' works within decoder blocks of causal attention, and those of {spec.family} have "
             f"{spec.mixed_blocks}; use {_attachable(spec)}"
@@ -44,6 +44,11 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
 def needs_encoder(module: ModuleType) -> bool:
     """Whether the method's signals come from within the encoder."""
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
+
+
+def _runs_blocks(module: ModuleType) -> bool:
+    """Whether the method decides on what decoder blocks tell, in their place or ahead of them."""
+    return module.STAGE == "llm" or "ahead" in module.NEEDS
 
 
 def chooses_images(module: ModuleType) -> bool:
@@ -69,6 +74,8 @@ def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> Non
     module = REGISTRY.get(method)
     if hasattr(options, "layer"):
         _check_layer(config, options.layer)
+    if module.STAGE == "llm":
+        _check_deepstack(config, options.layer)
     if hasattr(module, "merge"):
         _check_merging(config, module, options)
     elif needs_encoder(module):
@@ -79,6 +86,9 @@ def _check_layer(config: Any, layer: int) -> None:
     layers = config.get_text_config().num_hidden_layers
     if layer >= layers:
         raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
+
+
+def _check_deepstack(config: Any, layer: int) -> None:
     deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if layer < deep:
         raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
@@ -151,7 +161,7 @@ def check_counter(config: Any, module: ModuleType, counter: Counter) -> None:
 
 def _fits(spec: ModelSpec, module: ModuleType) -> bool:
     """Whether encoder and decoder are what the method can work in."""
-    if module.STAGE == "llm":
+    if _runs_blocks(module):
         return not spec.mixed_blocks
     if hasattr(module, "merge"):
         return spec.vision_units == "patch"

@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import traceback
 from typing import Any
 
@@ -105,8 +106,9 @@ class Watched:
             return found
 
         model.embed_multimodal = counted
-        first = next(module for name, module in model.named_modules() if name.endswith("model.layers.0"))
-        first.register_forward_pre_hook(self._before, with_kwargs=True)
+        layers = (module for name, module in model.named_modules() if re.search(r"model\.layers\.\d+$", name))
+        *_, last = layers  # the first ones may run ahead, too
+        last.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, module, args, kwargs) -> None:
         given = kwargs["positions"] if "positions" in kwargs else args[0]

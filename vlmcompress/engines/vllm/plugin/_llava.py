@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
@@ -68,6 +69,9 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         from vllm.transformers_utils.processor import cached_processor_from_config
 
         self.reducer = Reducer.of(vllm_config.model_config.hf_config)
+        chosen = self.reducer.chosen
+        ahead = "ahead" in chosen.module.NEEDS
+        self._ahead = Ahead(self.get_language_model(), chosen.options, False) if ahead else None  # type: ignore[attr-defined]
         self._processor = cached_processor_from_config(vllm_config.model_config)
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
@@ -110,7 +114,9 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         units = []
         for grid, index in layout.grids():
             columns = torch.tensor(index)
-            result = self.reducer.reduce(grid, rows[columns.to(rows.device)], **signals)
+            own = rows[columns.to(rows.device)]
+            more = {"ahead": self._ahead.signals(grid, own, signals["query"])} if self._ahead else {}
+            result = self.reducer.reduce(grid, own, **signals, **more)
             units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
         return whole(units)
 

@@ -22,7 +22,7 @@ from vlmcompress.reducers import Reduction
 from vlmcompress.reduction._support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads")
+SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads")
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):

@@ -16,7 +16,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
-SIGNALS = ("features", "query")
+SIGNALS = ("features", "query", "ahead")
 
 
 class Info(LlavaInfo, LlavaOnevisionProcessingInfo):

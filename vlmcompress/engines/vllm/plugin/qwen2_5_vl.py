@@ -13,7 +13,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-SIGNALS = ("features", "query", "pixels")
+SIGNALS = ("features", "query", "ahead", "pixels")
 
 
 class Info(QwenInfo, Qwen2_5_VLProcessingInfo):

@@ -31,7 +31,7 @@ from vlmcompress.engines.vllm.plugin._qwen import (
 from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-SIGNALS = ("features", "query", "pixels")
+SIGNALS = ("features", "query", "ahead", "pixels")
 
 
 class Info(QwenInfo, Qwen3VLProcessingInfo):
