@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""What each scheme costs the demo models: exact match on their test split in vLLM, paired with the BF16 original.
+"""What schemes and reducers cost the demo models: exact match on their test split in vLLM, paired with the BF16 original.
 
-    scripts/bench_accuracy.py                     both models, all schemes; writes eval/accuracy.json
+    scripts/bench_accuracy.py                     both models, all recipes; writes eval/accuracy.json
+    scripts/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/bench_accuracy.py --limit 300         fewer questions
     scripts/bench_accuracy.py --render            print the table from that file
 
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,23 +33,27 @@ RECIPES: dict[str, dict] = {
     "awq g128": {"scheme": "awq"},
     "awq g128, block": {"scheme": "awq", "options": {"objective": "block"}},
     "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
+    "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
+    "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},
+    "divprune 1/9": {"scheme": "none", "reduce": "divprune:1/9"},
+    "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
 }
 
 
-def measure(model: str, limit: int | None, folder: Path) -> list[dict]:
-    """Compress `model` in every way and ask all of them the same questions."""
+def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
+    """Compress `model` in these ways and ask all of them the same questions."""
     from vlmcompress import engines, pipeline
     from vlmcompress.evaluation.accuracy import Ask, evaluate_all
     from vlmcompress.recipe import resolve
 
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
-    for index, given in enumerate(RECIPES.values()):
+    for index, given in enumerate(RECIPES[name] for name in names):
         outs.append(folder / f"{model}-{index}")
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **given}).recipe
         manifests.append(pipeline.quantize(recipe).manifest)
     rows = []
     how = Ask(engines.get("vllm"), engines.get("vllm"), limit=limit)
-    for name, manifest, found in zip(RECIPES, manifests, evaluate_all(outs, source, [None], None, how), strict=True):
+    for name, manifest, found in zip(names, manifests, evaluate_all(outs, source, [None], None, how), strict=True):
         size, suite = manifest["size"], found.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
@@ -81,14 +87,16 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=MODELS, help="measure these, keep the others' rows"
     )
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="the same of recipes")
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     args = parser.parse_args()
     if not args.render:
         with tempfile.TemporaryDirectory() as folder:
-            rows = [row for model in args.models for row in measure(model, args.limit, Path(folder))]
+            rows = [row for model in args.models for row in measure(model, args.recipes, args.limit, Path(folder))]
         if RESULTS.exists():
-            rows += [row for row in json.loads(RESULTS.read_text()) if row["model"] not in args.models]
-        rows.sort(key=lambda row: MODELS.index(row["model"]))
+            new = {(row["model"], row["recipe"]) for row in rows}
+            rows += [row for row in json.loads(RESULTS.read_text()) if (row["model"], row["recipe"]) not in new]
+        rows.sort(key=lambda row: (MODELS.index(row["model"]), list(RECIPES).index(row["recipe"])))
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))
