@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[Variant, ...]] = {
     "warm": BF16,
     "quantized": (
         Variant("bf16"),
-        *(Variant(scheme, reduce) for scheme in ("int8", "awq") for reduce in ("", REDUCED[1])),
+        *(Variant(scheme, reduce) for scheme in ("int8", "rtn") for reduce in ("", REDUCED[1])),
     ),
 }
 
