@@ -38,7 +38,12 @@ def test_scripts_exist(line):
 
 @pytest.mark.parametrize(
     ("script", "section"),
-    [("compatibility", "compatibility"), ("bench_accuracy", "accuracy"), ("bench_methods", "methods")],
+    [
+        ("compatibility", "compatibility"),
+        ("bench_accuracy", "accuracy"),
+        ("bench_methods", "methods"),
+        ("bench_reducers", "reducers"),
+    ],
 )
 def test_tables_are_the_measured_ones(script, section):
     command = [sys.executable, f"scripts/{script}.py", "--render"]
