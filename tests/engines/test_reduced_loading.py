@@ -51,7 +51,7 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
         ("pixelprune", {}, "before the encoder"),
-        ("litevlm", {}, "before the encoder"),
+        ("litevlm", {}, "engines refuse an image without one"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):

@@ -74,8 +74,8 @@ def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> Non
     module = REGISTRY.get(method)
     if hasattr(options, "layer"):
         _check_layer(config, options.layer)
-    if module.STAGE == "llm":
-        _check_deepstack(config, options.layer)
+        if module.STAGE == "llm":
+            _check_deepstack(config, options.layer)
     if hasattr(module, "merge"):
         _check_merging(config, module, options)
     elif needs_encoder(module):
