@@ -101,3 +101,18 @@ def compare(reduced: Tensor, full: Tensor, mask: Tensor, seen: list[Reduced], ri
         count = int(own.sum())
         got = reduced[row, :count] if right else reduced[row, reduced.shape[1] - count :]
         torch.testing.assert_close(got, full[row, own], atol=close, rtol=close)
+
+
+def logits_under(vlm, inputs, square, first=0):
+    """Logits `[b, s, words]` where blocks from `first` on see what `square [b, 1, s, s]` lets them, those before everything."""
+    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"attention_mask": square}), with_kwargs=True
+        )
+        for block in text.layers[first:]
+    ]
+    hidden = text(**arguments(vlm, inputs)).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return vlm.model.lm_head(hidden)

@@ -43,17 +43,7 @@ def masked(vlm: VLM, inputs: dict[str, torch.Tensor], seen: list[Reduced], promp
             for key in range(query + 1):
                 near = labels[query] in (-1, labels[key]) or labels[key] == 0
                 square[row, 0, query, key] = (near and mask[row, key]) or query == key
-    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    hooks = [
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {"attention_mask": square}), with_kwargs=True
-        )
-        for block in text.layers
-    ]
-    hidden = text(**reference.arguments(vlm, inputs)).last_hidden_state
-    for hook in hooks:
-        hook.remove()
-    return vlm.model.lm_head(hidden)
+    return reference.logits_under(vlm, inputs, square)
 
 
 @pytest.mark.parametrize("family", INSIDE)

@@ -48,7 +48,6 @@ def recomputed(
     vlm: VLM, inputs: dict[str, torch.Tensor], units: list[Reduced], left: list, prompt: int
 ) -> torch.Tensor:
     """Logits of the full sequence: generated token t sees, from block 1 on, what is left behind step t."""
-    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     mask = inputs["attention_mask"].bool()
     s = mask.shape[1]
     square = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :]
@@ -57,17 +56,7 @@ def recomputed(
             gone = [column for index, column in enumerate(unit.columns.tolist()) if index not in own]
             square[unit.row, 0, query, gone] = False
     square = square | torch.eye(s, dtype=torch.bool)
-    hooks = [
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {"attention_mask": square}), with_kwargs=True
-        )
-        for block in text.layers[1:]
-    ]
-    given = reference.arguments(vlm, inputs)
-    hidden = text(**given).last_hidden_state
-    for hook in hooks:
-        hook.remove()
-    return vlm.model.lm_head(hidden)
+    return reference.logits_under(vlm, inputs, square, first=1)
 
 
 @pytest.mark.parametrize("family", INSIDE)

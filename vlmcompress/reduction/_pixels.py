@@ -74,17 +74,19 @@ def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> lis
 
     Args:
         images_of: a Qwen image processor, and what it made of the images:
-        pixel_values: `[patches, d]`; image_grid_thw: `[images, 3]`, frames, rows and columns of patches.
+        pixel_values: `[patches, d]`, normalized, or whole numbers that are the levels themselves.
+        image_grid_thw: `[images, 3]`, frames, rows and columns of patches.
     """
-    device = pixel_values.device
-    mean, std = (torch.tensor(one, device=device)[:, None] for one in (images_of.image_mean, images_of.image_std))
-    merge, found, start = images_of.merge_size, [], 0
-    for t, h, w in image_grid_thw.tolist():
-        patches = pixel_values[start : start + t * h * w].float()  # those of a token stand together
-        start += t * h * w
-        levels = (patches.reshape(t * h * w, 3, -1) * std + mean) * 255
-        grid = (t, h // merge, w // merge)
-        found.append(Signals(grid, pixels=levels.round().reshape(math.prod(grid), -1)))
+    levels, side = pixel_values, images_of.merge_size
+    if levels.is_floating_point():
+        given, device = (images_of.image_mean, images_of.image_std), levels.device
+        mean, std = (torch.tensor(one, device=device)[:, None] for one in given)
+        levels = ((levels.float().reshape(len(levels), 3, -1) * std + mean) * 255).round()
+    parts = levels.split(image_grid_thw.prod(-1).tolist())  # patches of a token stand together
+    found = []
+    for (t, h, w), part in zip(image_grid_thw.tolist(), parts, strict=True):
+        grid = (t, h // side, w // side)
+        found.append(Signals(grid, pixels=part.reshape(math.prod(grid), -1)))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.models import spec_for
 from vlmcompress.reduction._units import no_words
 
 ARGUMENT = "query"
@@ -46,7 +47,9 @@ class AskingProcessor:
 
     @functools.cached_property
     def _no_words(self) -> set[int]:
-        return no_words(self.info.get_tokenizer(), self.info.get_hf_config().image_token_index)
+        config = self.info.get_hf_config()
+        placeholder = getattr(config, spec_for({"model_type": config.model_type}).image_token)
+        return no_words(self.info.get_tokenizer(), placeholder)
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
         own = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}

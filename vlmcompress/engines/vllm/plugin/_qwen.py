@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from vlmcompress.engines.vllm.plugin._reducing import Reducer
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt, make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid
-from vlmcompress.reduction._units import no_words
 
 CHOICE = "kept_visual_tokens"  # field of an image: which of its tokens are kept, where its pixels decide
 
@@ -138,10 +136,6 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Of what stands for an image or a video without a reducer, what stands for it now."""
         return Placeholders(full[: self.info.kept(grid)], positions=extent(grid, pace))
-
-    @functools.cached_property
-    def _no_words(self) -> set[int]:
-        return no_words(self.info.get_tokenizer(), self.info.get_hf_config().image_token_id)
 
     def _postprocess_hf_mm_data(self, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
         """vLLM's, with the choice among an image's tokens where that is made by its pixels."""

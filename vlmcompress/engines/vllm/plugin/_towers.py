@@ -8,7 +8,6 @@ part of that is handed in.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
-from vlmcompress.reducers import Signals
 from vlmcompress.reduction._pixels import signals
 
 
@@ -29,14 +27,7 @@ def choose(reducer: Reducer, images_of: Any, pixel_values: Tensor, grids: Tensor
         pixel_values: `[patches, d]`, or the levels 0 to 255 themselves where the model normalizes them.
         grids: `[images, 3]`, frames, rows and columns of patches.
     """
-    if pixel_values.is_floating_point():
-        found = signals(images_of, pixel_values, grids)
-    else:
-        merge, parts = images_of.merge_size, pixel_values.split(grids.prod(-1).tolist())
-        sides = [(t, h // merge, w // merge) for t, h, w in grids.tolist()]
-        found = [
-            Signals(grid, pixels=part.reshape(math.prod(grid), -1)) for grid, part in zip(sides, parts, strict=True)
-        ]
+    found = signals(images_of, pixel_values, grids)
     return torch.cat([reducer.reduce(one.grid, pixels=one.pixels).target >= 0 for one in found])
 
 
