@@ -62,7 +62,7 @@ class AskingProcessor:
         from vllm.multimodal.inputs import MultiModalFieldConfig
 
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
-        return {**fields, FIELD: MultiModalFieldConfig.batched("image")}
+        return {**fields, FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
 
 
 class AskingModel:
@@ -78,4 +78,5 @@ class AskingModel:
         if self._questions is None:
             return {}
         language_model = self.get_language_model()  # type: ignore[attr-defined]
-        return {"query": language_model.embed_input_ids(self._questions[image].flatten())}
+        device = next(language_model.parameters()).device
+        return {"query": language_model.embed_input_ids(self._questions[image].flatten().to(device))}

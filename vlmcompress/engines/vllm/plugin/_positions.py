@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
+
 DIMS = 3
 DIGITS = 3
 CHANNELS = DIMS * DIGITS
@@ -43,7 +45,7 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     return packed[:, :-CHANNELS], (digits * digits.new_tensor([BASE**power for power in range(DIGITS)])).sum(-1)
 
 
-class OriginalPositions:
+class OriginalPositions(ResumableModel):
     """Put before one of vLLM's M-RoPE models. Its encoder output must be `pack`ed, its text config must have M-RoPE."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._resuming import ResumableProcessor
 
 
 class ReducedInfo:
@@ -17,7 +18,7 @@ class ReducedInfo:
         return Reducer.of(self.get_hf_config())  # type: ignore[attr-defined]
 
 
-class ReducedProcessor:
+class ReducedProcessor(ResumableProcessor):
     """Of a `BaseMultiModalProcessor`: images have names in caches that differ between reducers.
 
     vLLM names an image by its content, the model and the processor's arguments. Within an engine that is enough, for it has
