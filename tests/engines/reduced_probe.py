@@ -3,9 +3,10 @@
     python tests/engines/reduced_probe.py JOBS.json OUT.json
 
 A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files]}]}`;
-`settings` are `vllm.LLM`'s. Requests are given one by one, `passes` times over, then once all together. Of each in turn:
-the prompt's tokens, the answer's tokens, how many came from the prefix cache, and the positions that the language model was
-given for the rest, in the order in which it ran. A job that fails leaves `{"error": ...}`.
+`settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may be. Requests are given one by one,
+`passes` times over, then once all together. Of each in turn: the prompt's tokens, the answer's tokens, how many came from
+the prefix cache, and the positions that the language model was given for the rest, in the order in which it ran; and how
+often requests were preempted, where `settings` keep statistics. A job that fails leaves `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def run(job: dict) -> dict:
 
     llm = LLM(job["folder"], **(DEFAULTS | job["settings"]))
     llm.apply_model(watch)
-    sampling = SamplingParams(max_tokens=job["max_tokens"], temperature=0)
+    sampling = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=job.get("ignore_eos", False))
     requests = [request(one) for one in job["requests"]]
     passes = []
     for _ in range(job["passes"]):
@@ -53,9 +54,11 @@ def run(job: dict) -> dict:
             positions.clear()
             (out,) = llm.generate([one], sampling, use_tqdm=False)
             columns = [column for step in positions for column in step.T.tolist()]
-            passes[-1].append(answer(out) | {"cached": out.num_cached_tokens or 0, "positions": columns})
+            passes[-1].append(answer(out) | {"positions": columns})
     together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False)]
-    return {"passes": passes, "together": together}
+    stats = [] if llm.llm_engine.logger_manager is None else llm.get_metrics()
+    preemptions = sum(each.value for each in stats if each.name == "vllm:num_preemptions")
+    return {"passes": passes, "together": together, "preemptions": preemptions}
 
 
 def request(one: dict) -> dict:
@@ -85,7 +88,8 @@ def about(frames: int) -> dict:
 
 
 def answer(out) -> dict:
-    return {"prompt": list(out.prompt_token_ids), "tokens": list(out.outputs[0].token_ids)}
+    cached = out.num_cached_tokens or 0
+    return {"prompt": list(out.prompt_token_ids), "tokens": list(out.outputs[0].token_ids), "cached": cached}
 
 
 if __name__ == "__main__":

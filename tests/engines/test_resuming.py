@@ -1,0 +1,61 @@
+"""A request that was preempted when its image came from the prefix cache, and whose image is in no cache any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engines import reduced_cases as cases
+from tests.engines.reduced_serving import probe
+
+TOKENS = 400
+QUESTION = "what is it " * 6
+# The answers of two requests fill the blocks that one of them may have, and a step has room for one image.
+TIGHT = {
+    "enable_prefix_caching": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 17,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 40,
+    "max_num_seqs": 2,
+    "disable_log_stats": False,
+}
+ROOMY = {"enable_prefix_caching": False, "max_model_len": 512}
+
+
+@pytest.mark.engine
+def test_a_preempted_request_encodes_its_image_again(tmp_path):
+    """Oracle: the same engine with room for all."""
+    source = cases.DEMO.with_name("demo-llava")
+    vlm = cases.loaded(source)
+    folder = cases.reduced(source, tmp_path / "model", "divprune:0.5")
+    turns = [[cases.turn(cases.noise(seed, 96, 96), QUESTION)] for seed in range(2)]
+    requests = [cases.request(vlm, each, tmp_path / "images") for each in turns]
+    job = {"folder": str(folder), "passes": 1, "max_tokens": TOKENS, "requests": requests, "ignore_eos": True}
+    tight, roomy = probe([job | {"settings": TIGHT}, job | {"settings": ROOMY}], tmp_path)
+    assert "error" not in tight, tight["error"]
+    assert tight["preemptions"] > 0
+    assert tight["together"][1]["cached"] > 0
+    assert [one["tokens"] for one in tight["together"]] == [one["tokens"] for one in roomy["together"]]
+
+
+class Encoder(torch.nn.Module):
+    """Says which device its arguments are on."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, device=device))
+
+    def embed_multimodal(self, **kwargs) -> dict[str, str]:
+        return {name: (value[0] if isinstance(value, list) else value).device.type for name, value in kwargs.items()}
+
+
+@pytest.mark.parametrize("pixels", [torch.zeros(2, 3), [torch.zeros(3), torch.zeros(4)]])
+def test_the_model_fetches_pixels_and_nothing_else(pixels):
+    from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
+
+    class Model(ResumableModel, Encoder):
+        pass
+
+    found = Model("meta").embed_multimodal(pixel_values=pixels, image_grid_thw=torch.ones(2, 3))
+    assert found == {"pixel_values": "meta", "image_grid_thw": "cpu"}
