@@ -37,6 +37,9 @@ RECIPES: dict[str, dict] = {
     "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},
     "divprune 1/9": {"scheme": "none", "reduce": "divprune:1/9"},
     "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
+    "awq g128, divprune 1/4": {"scheme": "awq", "reduce": "divprune:1/4"},
+    "int8, divprune 1/2": {"scheme": "int8", "reduce": "divprune:1/2"},
+    "int8, divprune 1/4": {"scheme": "int8", "reduce": "divprune:1/4"},
 }
 
 
