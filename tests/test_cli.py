@@ -165,6 +165,7 @@ def test_list_reducers_says_what_their_modules_say(capfd):
     assert cli.main(["list", "reducers"]) == 0
     text = " ".join(capfd.readouterr().out.split())
     assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
+    assert " evs projected fixed count vLLM: qwen2-5-vl, qwen2-vl, qwen3-vl EVS, " in text
     assert " fastv llm fixed count transformers only FastV: after" in text
 
 

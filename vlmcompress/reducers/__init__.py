@@ -7,6 +7,7 @@ other image. A module of this folder has
                 projector), "projected" (the rows that the language model would get), "llm" (within the language model)
     NEEDS       fields of `Signals` that it cannot do without; OPTIONAL, where there are any: fields used when they are given
     COUNT       "fixed": an image of one size always keeps the same number of tokens; "adaptive": it depends on the image
+    MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
     Options     frozen dataclass: the recipe's options, checked when made (ValueError)

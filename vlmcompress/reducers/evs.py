@@ -18,6 +18,7 @@ from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, sha
 STAGE = "projected"
 NEEDS = frozenset({"features"})
 COUNT = "fixed"
+MEDIA = "video"
 SERVED = True
 
 

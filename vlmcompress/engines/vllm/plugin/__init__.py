@@ -9,6 +9,7 @@ Each module here without a leading underscore is a family. It defines, as litera
 
     ARCHITECTURE    of the model that it reduces
     SIGNALS         fields of `reducers.Signals` that it can give a method
+    VIDEOS          True where videos are served, too; left out otherwise
 
 and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
 """
@@ -62,28 +63,32 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
     families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
     if architecture not in families:
         return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
-    family = families[architecture]
-    given = set(FAMILIES.constant(family, "SIGNALS"))
-    fit = [name for name in REDUCERS.names() if family in served(name)]
+    family, reason = families[architecture], None
     if not module.SERVED:
-        return f"vLLM cannot serve '{method}' ({module.WHY_NOT}){did_you_mean('', fit)}"
-    if missing := _missing(module.STAGE, module.NEEDS, given):
-        return f"vLLM does not serve '{method}' with {family} (without {missing}){did_you_mean('', fit)}"
-    if "query" not in given and getattr(reducer.options, "text_pivots", False):
+        reason = f"vLLM cannot serve '{method}' ({module.WHY_NOT})"
+    elif missing := _missing(method, family):
+        reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
+    if reason:
+        return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
+    if "query" not in FAMILIES.constant(family, "SIGNALS") and getattr(reducer.options, "text_pivots", False):
         return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
     return None
 
 
 def served(method: str) -> list[str]:
     """Families of which vLLM serves models with their tokens reduced by `method`. Imports neither vLLM nor torch."""
-    if not REDUCERS.constant(method, "SERVED"):
-        return []
-    stage, needs = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "NEEDS")
-    return [name for name in FAMILIES.names() if not _missing(stage, needs, set(FAMILIES.constant(name, "SIGNALS")))]
+    return [family for family in FAMILIES.names() if _serves(family, method)]
 
 
-def _missing(stage: str, needs: frozenset[str], given: set[str]) -> str:
-    """What a method would look at that the family's model cannot show it: names, or nothing."""
-    if stage == "pixels" and "pixels" not in given:
+def _serves(family: str, method: str) -> bool:
+    return bool(REDUCERS.constant(method, "SERVED")) and not _missing(method, family)
+
+
+def _missing(method: str, family: str) -> str:
+    """What a method needs that the family's model cannot show it: names, or nothing."""
+    given = FAMILIES.constant(family, "SIGNALS")
+    if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
+        return "videos"
+    if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
         return "what it needs before the encoder"
-    return ", ".join(sorted(needs - given))
+    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))

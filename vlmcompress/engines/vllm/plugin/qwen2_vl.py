@@ -14,6 +14,7 @@ from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenPro
 
 ARCHITECTURE = "Qwen2VLForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "pixels")
+VIDEOS = True
 
 
 class Info(QwenInfo, Qwen2VLProcessingInfo):

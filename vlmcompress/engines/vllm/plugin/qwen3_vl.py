@@ -32,6 +32,7 @@ from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "pixels")
+VIDEOS = True
 
 
 class Info(QwenInfo, Qwen3VLProcessingInfo):
