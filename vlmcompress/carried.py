@@ -75,7 +75,7 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     reducer = chosen.read(block["reduce"], f"{_WHERE}.reduce")
     _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
     count = counts.read(block["count"], f"{_WHERE}.count") if "count" in block else None
-    if count and not (hasattr(reducer.module, "merge") and reducer.module.COUNT == "adaptive"):
+    if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
     return Carried(block["model_type"], reducer, count)
 

@@ -39,6 +39,30 @@ class Chosen:
         """The method's module."""
         return REGISTRY.get(self.method)
 
+    @property
+    def asks(self) -> bool:
+        """Whether it has to be shown the question."""
+        return "query" in self.module.NEEDS or bool(getattr(self.options, "text_pivots", 0))
+
+    @property
+    def takes_count(self) -> bool:
+        """Whether it keeps as many tokens of an image as it is told, instead of as many as the image asks for."""
+        return hasattr(self.module, "merge") and self.module.COUNT == "adaptive"
+
+    @property
+    def learnt(self) -> bool:
+        """Whether its options hold numbers that were learnt."""
+        return isinstance(getattr(self.options, "thresholds", None), tuple)
+
+    @property
+    def asked_for(self) -> Chosen:
+        """The same as one asks for it, without what it has learnt since."""
+        return (
+            dataclasses.replace(self, options=dataclasses.replace(self.options, thresholds=None))
+            if self.learnt
+            else self
+        )
+
     def plain(self) -> dict[str, Any]:
         """As a recipe has it, with every option."""
         return {"method": self.method, **dataclasses.asdict(self.options)}

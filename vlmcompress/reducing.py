@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +66,7 @@ def learns(recipe: Recipe) -> bool:
 
 def counted(recipe: Recipe) -> bool:
     """Whether the engine has to be told how many tokens an image keeps, before its encoder finds out."""
-    module = recipe.reduce and recipe.reduce.module
-    return recipe.engine == "vllm" and hasattr(module, "merge") and module.COUNT == "adaptive"
+    return recipe.engine == "vllm" and recipe.reduce is not None and recipe.reduce.takes_count
 
 
 def counter(recipe: Recipe, vlm: VLM, batches: Sequence[Mapping[str, Any]]) -> Counter | None:
@@ -120,11 +118,7 @@ def warnings(recipe: Recipe, origin: Mapping[str, Any] | None) -> list[str]:
 
 def label(reducer: Chosen) -> str:
     """As the command line has it, without the numbers that it has learnt."""
-    learnt = isinstance(getattr(reducer.options, "thresholds", None), tuple)
-    if not learnt:
-        return str(reducer)
-    shown = dataclasses.replace(reducer, options=dataclasses.replace(reducer.options, thresholds=None))
-    return f"{shown} (learnt thresholds)"
+    return f"{reducer.asked_for} (learnt thresholds)" if reducer.learnt else str(reducer)
 
 
 def example(recipe: Recipe) -> dict[str, Any] | None:

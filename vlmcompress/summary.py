@@ -88,13 +88,6 @@ def allocation_text(found: Mapping[str, Any]) -> str:
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
 
 
-def asked_for(reduce: Mapping[str, Any]) -> str:
-    """A reducer as one asks for it on the command line, without what it has learnt since."""
-    from vlmcompress.chosen import read
-
-    return str(read({key: value for key, value in reduce.items() if key != "thresholds"}))
-
-
 def tokens_text(reducer: Chosen, tokens: Mapping[str, Any] | None) -> str:
     """What a reducer does to an image, as `reducing.example` found it."""
     if tokens is None:
@@ -130,7 +123,7 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
 def calibrate_result(out: Path, model: Path, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The outcome of `calibrate` as data."""
     reduce = facts["calibration"].get("reduce")
-    same = f" --reduce {shlex.quote(asked_for(reduce))}" if reduce else ""
+    same = f" --reduce {shlex.quote(_asked_for(reduce))}" if reduce else ""
     return {
         "ok": True,
         "out": str(out),
@@ -161,9 +154,15 @@ def calibrate_text(result: Mapping[str, Any]) -> str:
         ("prefix", "float: the model ran unquantized"),
     ]
     if data.get("reduce"):
-        rows.append(("behind", f"{asked_for(data['reduce'])}, whose dropped tokens are not counted"))
+        rows.append(("behind", f"{_asked_for(data['reduce'])}, whose dropped tokens are not counted"))
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}.", table(rows), "Next:"]
     return "\n".join([*lines, *(f"  {command}" for command in result["next"])])
+
+
+def _asked_for(reduce: Mapping[str, Any]) -> str:
+    from vlmcompress.chosen import read
+
+    return str(read(reduce).asked_for)
 
 
 def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> list[dict[str, Any]]:

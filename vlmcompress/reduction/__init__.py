@@ -61,7 +61,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter
     check(vlm, method.method, method.options)
     method = thresholds.known(vlm, method)
     if counter:
-        check_counter(vlm.model.config, method.module, counter)
+        check_counter(vlm.model.config, method, counter)
         return Merging(vlm, method.module, method.options, counter)
     return _kind(method.module)(vlm, method.module, method.options)
 

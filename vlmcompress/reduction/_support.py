@@ -146,10 +146,10 @@ def merged_counts(config: Any) -> tuple[int, int]:
     return -(-tokens >> feature_layers(config)), tokens
 
 
-def check_counter(config: Any, module: ModuleType, counter: Counter) -> None:
+def check_counter(config: Any, chosen: Chosen, counter: Counter) -> None:
     """UserError unless the counts can be met by this method in the encoder of a model of this config."""
-    if not (hasattr(module, "merge") and module.COUNT == "adaptive"):
-        raise UserError(f"'{module.__name__.rpartition('.')[2]}' decides itself what it keeps; leave the counts out")
+    if not chosen.takes_count:
+        raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
     least, most = merged_counts(config)
     patch = config.vision_config.patch_size
     if counter.patch != patch or counter.buckets[0] < least or counter.buckets[-1] > most:

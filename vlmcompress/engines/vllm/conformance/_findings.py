@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlmcompress.chosen import Chosen
 from vlmcompress.engines.vllm.conformance._compare import Pair, same
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected
@@ -23,7 +24,7 @@ class Findings:
     """
 
     questions: Questions
-    reducer: Any
+    reducer: Chosen | None
     ends: set[int]
     exact: dict[str, Expected]
     half: dict[str, Expected]
@@ -33,9 +34,7 @@ class Findings:
     @property
     def asks(self) -> bool:
         """Whether what is kept of an image depends on the question, so that it is encoded anew for another one."""
-        if self.reducer is None:
-            return False
-        return "query" in self.reducer.module.NEEDS or bool(getattr(self.reducer.options, "text_pivots", 0))
+        return self.reducer is not None and self.reducer.asks
 
     def engine(self, name: str) -> dict[str, Any]:
         """What an engine gave. UserError if it could not."""

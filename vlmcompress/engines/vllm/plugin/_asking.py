@@ -29,7 +29,7 @@ class AskingProcessor:
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """vLLM's. ValueError for a question to a method that does not ask."""
         given = dict(inputs.hf_processor_mm_kwargs)
-        if not self.info.reducer.asks:
+        if not self.info.reducer.chosen.asks:
             if ARGUMENT in given:
                 raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
         elif inputs.mm_data_items:

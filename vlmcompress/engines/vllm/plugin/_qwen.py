@@ -85,7 +85,7 @@ class QwenInfo(ReducedInfo):
     def get_supported_mm_limits(self) -> dict[str, int | None]:
         """No videos where pixels or the question decide."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
-        return {**limits, "video": 0} if by_pixels(self.reducer) or self.reducer.asks else limits
+        return {**limits, "video": 0} if by_pixels(self.reducer) or self.reducer.chosen.asks else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(_for_images(mm_kwargs))  # type: ignore[misc]

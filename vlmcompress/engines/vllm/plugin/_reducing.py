@@ -47,10 +47,10 @@ class Reducer:
         try:
             check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
             if found.count:
-                check_counter(hf_config, reducer.module, found.count)
+                check_counter(hf_config, reducer, found.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        if hasattr(reducer.module, "merge") and reducer.module.COUNT == "adaptive" and found.count is None:
+        if reducer.takes_count and found.count is None:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
         return Reducer(reducer, found.count)
 
@@ -58,22 +58,12 @@ class Reducer:
         """How many tokens an image keeps, at most where that depends on the image."""
         return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
 
-    @property
-    def known(self) -> bool:
-        """Whether the choice follows from the grid alone, so that it is known before the encoder runs."""
-        return not self.chosen.module.NEEDS
-
-    @property
-    def asks(self) -> bool:
-        """Whether the choice depends on the question."""
-        return "query" in self.chosen.module.NEEDS or bool(getattr(self.chosen.options, "text_pivots", 0))
-
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
         """What becomes of the tokens of one image.
 
         Args:
             grid: of the tokens.
-            features: `[n, d]`, the tokens; a method whose choice is `known` needs none.
+            features: `[n, d]`, the tokens; None before the encoder has run.
             signals: further fields of `Signals`.
         """
         return reducers.reduce(self.chosen.module, Signals(grid, features=features, **signals), self.chosen.options)
