@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from vlmcompress.report.charts.svg import Axis, element, linear
+from vlmcompress.report.charts.svg import Axis, element, linear, picture
 
 WIDTH, HEIGHT = 520, 440  # of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND = 44, 12, 34, 42, 150
@@ -48,21 +48,8 @@ def draw(found: Mapping[str, Any]) -> str:
     legend = element("g", *_legend(names), transform=f"translate({len(models) * WIDTH + 8} {_TOP})")
     label = "Exact match against the share of visual tokens in the caches, by reducer"
     width = len(models) * WIDTH + _LEGEND
-    picture = element(
-        "svg",
-        element("title", label),
-        element("rect", width=width, height=HEIGHT, fill="#fff"),
-        *panels,
-        legend,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {HEIGHT}",
-        role="img",
-        aria_label=label,
-        font_family="system-ui, sans-serif",
-        font_size="12",
-        fill="#333",
-    )
-    return f"{picture}\n"
+    paper = element("rect", width=width, height=HEIGHT, fill="#fff")
+    return f"{picture(label, width, HEIGHT, paper, *panels, legend, fill='#333')}\n"
 
 
 def _panel(model: str, full: float, figures: Sequence[Mapping[str, Any]], across: Axis, up: Axis) -> list[Markup]:

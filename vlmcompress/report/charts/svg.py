@@ -18,6 +18,22 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), text, Markup("").join(escape(child) for child in children))
 
 
+def picture(label: str, width: int, height: int, *marks: Markup, **attributes: object) -> Markup:
+    """A drawing that stands alone, as a file. `label` says in words what it shows."""
+    return element(
+        "svg",
+        element("title", label),
+        *marks,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        role="img",
+        aria_label=label,
+        font_family="system-ui, sans-serif",
+        font_size="12",
+        **attributes,
+    )
+
+
 def _plain(value: object) -> object:
     """Coordinates to a tenth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value

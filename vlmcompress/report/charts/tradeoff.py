@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from vlmcompress.report import words
-from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
+from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic, picture
 
 if TYPE_CHECKING:
     from vlmcompress.sweep import Point
@@ -45,17 +45,7 @@ def tradeoff(points: Sequence[Point], unit: str) -> Markup:
     label = f"Predicted error ({unit}) against bits per weight of {len(shown)} settings; best: " + "; ".join(
         f"{p.name} {p.bits:.3g} bits {words.figures(p.error)}" for p in best
     )
-    return element(
-        "svg",
-        element("title", label),
-        *marks,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=label,
-        font_family="system-ui, sans-serif",
-        font_size="12",
-    )
+    return picture(label, WIDTH, HEIGHT, *marks)
 
 
 def _frame(across: Axis, up: Axis, unit: str) -> list[Markup]:
