@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmcompress.chosen import Chosen
 from vlmcompress.counts import Counter
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.reducers import REGISTRY
 
@@ -23,22 +23,36 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
     if spec.visual_grid is None:
         families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
         return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
-    if chooses_images(module) and not _fits(spec, module):
-        return f"'{method}' leaves out images, and {spec.family} cuts them into tiles; use {_attachable(spec)}"
-    if "pixels" in module.NEEDS and spec.visual_grid != "thw":
+    if _fits(spec, module):
+        return None
+    if "pixels" in module.NEEDS:
         return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
-    if _runs_blocks(module) and spec.mixed_blocks:
-        return (
-            f"'{method}' works within decoder blocks of causal attention, and those of {spec.family} have "
-            f"{spec.mixed_blocks}; use {_attachable(spec)}"
-        )
+    others = ", ".join(name for name in REGISTRY.names() if _fits(spec, REGISTRY.get(name)))
+    return f"'{method}' {_unfit(spec, module)}; use {others}"
+
+
+def _fits(spec: ModelSpec, module: ModuleType) -> bool:
+    """Whether encoder and decoder are what the method can work in."""
+    if _runs_blocks(module):
+        return not spec.mixed_blocks
     if hasattr(module, "merge"):
-        reason = _MIXED.get(spec.vision_units)
-        text = f"'{method}' merges patches within the encoder, and in {spec.family} {reason}; use {_attachable(spec)}"
-        return text if reason else None
-    if needs_encoder(module) and not spec.vision_cls:
-        return f"'{method}' reads attention from CLS, which the encoder of {spec.family} does not have; use {_attachable(spec)}"
-    return None
+        return spec.vision_units == "patch"
+    if "pixels" in module.NEEDS:
+        return spec.visual_grid == "thw"
+    if chooses_images(module):
+        return spec.visual_grid in ("thw", "patches")
+    return spec.vision_cls or not needs_encoder(module)
+
+
+def _unfit(spec: ModelSpec, module: ModuleType) -> str:
+    """Why they are not: what the method does, and what the family has instead."""
+    if _runs_blocks(module):
+        return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
+    if hasattr(module, "merge"):
+        return f"merges patches within the encoder, and in {spec.family} {_MIXED[spec.vision_units]}"
+    if chooses_images(module):
+        return f"leaves out images, and {spec.family} cuts them into tiles"
+    return f"reads attention from CLS, which the encoder of {spec.family} does not have"
 
 
 def needs_encoder(module: ModuleType) -> bool:
@@ -157,21 +171,3 @@ def check_counter(config: Any, chosen: Chosen, counter: Counter) -> None:
             f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
             f"this one's encoder merges patches of {patch} into {least} to {most}"
         )
-
-
-def _fits(spec: ModelSpec, module: ModuleType) -> bool:
-    """Whether encoder and decoder are what the method can work in."""
-    if _runs_blocks(module):
-        return not spec.mixed_blocks
-    if hasattr(module, "merge"):
-        return spec.vision_units == "patch"
-    if "pixels" in module.NEEDS:
-        return spec.visual_grid == "thw"
-    if chooses_images(module):
-        return spec.visual_grid in ("thw", "patches")
-    return spec.vision_cls or not needs_encoder(module)
-
-
-def _attachable(spec: ModelSpec) -> str:
-    fit = [name for name in REGISTRY.names() if _fits(spec, REGISTRY.get(name))]
-    return did_you_mean("", fit).removeprefix("; choose from ")
