@@ -13,42 +13,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from vllm.distributed import (
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size
 
+from vlmcompress.chosen import Chosen
+from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
 from vlmcompress.reducers import Grid, Signals
 from vlmcompress.reduction._ahead import Enough, positions, signals
-from vlmcompress.reduction._tap import received
+from vlmcompress.reduction._tap import joined, received
 
 
 class Ahead:
-    """The first layers of one of vLLM's language models."""
+    """The first layers of one of vLLM's language models, for methods that decide on what they tell."""
 
-    def __init__(self, language_model: Any, options: Any, rotated: bool):
-        """`options`: of the reducer; `layer` is K, `states` whether the output of layer K - 1 is read.
-
-        `rotated`: whether the layers take M-RoPE's positions.
-        """
+    def __init__(self, language_model: Any, chosen: Chosen, rotated: bool):
+        """`rotated`: whether the layers take M-RoPE's positions."""
         self._model = getattr(language_model, "model", language_model)
-        self._options, self._rotated = options, rotated
+        self._needed = "ahead" in chosen.module.NEEDS
+        self._options, self._rotated = chosen.options, rotated
 
-    def signals(self, grid: Grid, rows: Tensor, query: Tensor, levels: Sequence[Tensor] = ()) -> Signals:
-        """What they tell of an image.
+    def signals(
+        self, grid: Grid, rows: Tensor, query: Tensor | None = None, levels: Sequence[Tensor] = ()
+    ) -> dict[str, Signals]:
+        """The field `ahead` of `Signals`, for an image of that grid, where the method needs it.
 
         Args:
             rows: `[n, d]`, its tokens as the language model gets them.
-            query: `[q, d]`, embeddings of the question's words.
+            query: `[q, d]`, embeddings of the question's words, which such a method is always given.
             levels: `[n, d]` each, what deepstack adds to the image's tokens behind the first layers.
         """
+        if not self._needed:
+            return {}
+        assert query is not None
+        return {"ahead": self._run(grid, rows, query, levels)}
+
+    def _run(self, grid: Grid, rows: Tensor, query: Tensor, levels: Sequence[Tensor]) -> Signals:
+        """Run layers up to K - 1, K being the reducer's option `layer`; its `states`: whether their output is read."""
         layers = self._model.layers[: self._options.layer]
         found: dict[str, Any] = {}
 
         def hear(query: Tensor, key: Tensor, scale: float) -> None:
-            heads = key.shape[1] * get_tensor_model_parallel_world_size()
-            found.update(saliency=_of_last(query, key, scale), keys=_all_heads(key), heads=heads)
+            devices = get_tensor_model_parallel_world_size()
+            found["saliency"] = mean_of_all(received(query[:, :, -1], key, scale)[0], devices)
+            found["keys"], found["heads"] = all_heads(joined(key)[0], devices), key.shape[1] * devices
             if not self._options.states:
                 raise Enough
 
@@ -74,12 +80,12 @@ class _Causal(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[s, heads * d]`, `[s, key heads * d]` twice; the output is as the first."""
-        q = _heads_first(query, self._heads)
-        k, v = (_heads_first(x, self._key_heads) for x in (key, value))
+        q = heads_first(query[None], self._heads)
+        k, v = (heads_first(x[None], self._key_heads) for x in (key, value))
         if self._listener:
             self._listener(q, k, self._scale)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
+        return joined(out)[0]
 
 
 @contextlib.contextmanager
@@ -91,20 +97,3 @@ def _plain(attention: Any, listener: Callable[[Tensor, Tensor, float], None] | N
         yield
     finally:
         attention.attn = own
-
-
-def _of_last(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """`[s]`: attention of the last token, mean over the heads of all devices."""
-    got = received(query[:, :, -1], key, scale)[0]
-    devices = get_tensor_model_parallel_world_size()
-    return got if devices == 1 else tensor_model_parallel_all_reduce(got) / devices
-
-
-def _all_heads(key: Tensor) -> Tensor:
-    """`[s, heads * d]` from `[1, key heads, s, d]`, heads of all devices one after the other."""
-    own = key[0].transpose(0, 1).flatten(1)
-    return own if get_tensor_model_parallel_world_size() == 1 else tensor_model_parallel_all_gather(own.contiguous())
-
-
-def _heads_first(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(0, 1)[None]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
+from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
 from vlmcompress.reducers import Grid, Merger
-from vlmcompress.reduction._tap import received
+from vlmcompress.reduction._tap import joined, received
 
 
 class Scan:
@@ -39,7 +39,7 @@ class Scan:
         return {name: value if name == "heads" else value[image] for name, value in self._signals.items()}
 
     def _last(self, attention: Any, query: Tensor, key: Tensor) -> None:
-        keys = _all_heads(attention, key)[:, 1:]
+        keys = all_heads(key, attention.tp_size)[:, 1:]
         heads = attention.num_heads
         self._signals |= {"saliency": _from_cls(attention, query, key), "keys": keys, "heads": heads}
 
@@ -74,7 +74,7 @@ class Merging:
         return self._merger.bias(dtype)
 
     def _listen(self, attention: Any, query: Tensor, key: Tensor) -> None:
-        self._keys, self._heads = _all_heads(attention, key), attention.num_heads
+        self._keys, self._heads = all_heads(key, attention.tp_size), attention.num_heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
         """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
@@ -91,10 +91,10 @@ class _Proportional(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[b, t, heads * d]` each, and the output."""
-        q, k, v = (_heads_first(x, self._heads) for x in (query, key, value))
+        q, k, v = (heads_first(x, self._heads) for x in (query, key, value))
         bias = self._merging.bias(query.dtype)
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self._scale)
-        return out.transpose(1, 2).flatten(2)
+        return joined(out)
 
 
 def grid_of(pixels: Tensor, config: Any) -> Grid:
@@ -116,13 +116,5 @@ def _hear(attention: Any, listener: Any) -> None:
 def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
     """`[b, n]`: what the patches get of the attention of CLS, mean over all heads."""
     heads = attention.num_heads_per_partition
-    got = received(_heads_first(query[:, :1], heads)[:, :, 0], _heads_first(key, heads), attention.scale)[:, 1:]
-    return got if attention.tp_size == 1 else tensor_model_parallel_all_reduce(got.contiguous()) / attention.tp_size
-
-
-def _all_heads(attention: Any, key: Tensor) -> Tensor:
-    return key if attention.tp_size == 1 else tensor_model_parallel_all_gather(key.contiguous())
-
-
-def _heads_first(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    got = received(heads_first(query[:, :1], heads)[:, :, 0], heads_first(key, heads), attention.scale)[:, 1:]
+    return mean_of_all(got, attention.tp_size)

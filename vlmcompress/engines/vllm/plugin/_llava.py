@@ -69,9 +69,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         from vllm.transformers_utils.processor import cached_processor_from_config
 
         self.reducer = Reducer.of(vllm_config.model_config.hf_config)
-        chosen = self.reducer.chosen
-        ahead = "ahead" in chosen.module.NEEDS
-        self._ahead = Ahead(self.get_language_model(), chosen.options, False) if ahead else None  # type: ignore[attr-defined]
+        self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=False)  # type: ignore[attr-defined]
         self._processor = cached_processor_from_config(vllm_config.model_config)
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
@@ -115,8 +113,8 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         for grid, index in layout.grids():
             columns = torch.tensor(index)
             own = rows[columns.to(rows.device)]
-            more = {"ahead": self._ahead.signals(grid, own, signals["query"])} if self._ahead else {}
-            result = self.reducer.reduce(grid, own, **signals, **more)
+            ahead = self._ahead.signals(grid, own, signals.get("query"))
+            result = self.reducer.reduce(grid, own, **signals, **ahead)
             units.append(Reduced(0, columns, grid, 0, (0, len(rows)), result))
         return whole(units)
 

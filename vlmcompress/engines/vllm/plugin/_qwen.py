@@ -176,9 +176,7 @@ class ReducedQwen(OriginalPositions, AskingModel):
         make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
         self.reducer = Reducer.of(self.config)
         self._choice: Tensor | None = None
-        chosen = self.reducer.chosen
-        ahead = "ahead" in chosen.module.NEEDS
-        self._ahead = Ahead(self.get_language_model(), chosen.options, True) if ahead else None  # type: ignore[attr-defined]
+        self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=True)  # type: ignore[attr-defined]
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """As the model does; the choice made by pixels is an argument that it does not know."""
@@ -220,8 +218,8 @@ class ReducedQwen(OriginalPositions, AskingModel):
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
         """What is left of the tokens `rows [n, d]` of one image or video, with their places."""
         features, *levels = rows.split(self.config.get_text_config().hidden_size, 1)
-        more = {"ahead": self._ahead.signals(grid, features, signals["query"], levels)} if self._ahead else {}
-        result = self.reducer.reduce(grid, features, **signals, **more)
+        ahead = self._ahead.signals(grid, features, signals.get("query"), levels)
+        result = self.reducer.reduce(grid, features, **signals, **ahead)
         if len(result.anchor) != (count := self.reducer.count(grid)):
             raise ValueError(
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
