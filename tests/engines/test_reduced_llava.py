@@ -30,6 +30,9 @@ MORE = {
     "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
     "internvl": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
+    "llava-next, run ahead": ("llava-next", "surrogate:0.5,rule=dart,layer=1", CHUNKED | CACHED, 2),
+    "llava-onevision, run ahead": ("llava-onevision", "surrogate:0.5,layer=1", CHUNKED | CACHED, 2),
+    "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
 }
 METHODS = (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.engines.reduced_cases import reduced
 
 pytestmark = pytest.mark.engine
@@ -52,6 +53,14 @@ for name, folder in json.loads(sys.argv[1]).items():
     }
     import torch
     found[name]["embeds"] = ask(processor, "what ?", embeds=torch.zeros(1, 81, 256))
+config = ModelConfig(sys.argv[2], limit_mm_per_prompt={"image": 1}, max_model_len=1024)
+info = MULTIMODAL_REGISTRY.create_processor(config).info
+tokens = lambda width, height: info.get_num_image_tokens(image_width=width, image_height=height)
+found["tiles"] = {
+    "largest": tokens(*info.get_image_size_with_most_features()),
+    "all": max(tokens(width, height) for width in range(1, 400, 5) for height in range(1, 400, 5)),
+    "first": tokens(1153, 944),
+}
 print("FOUND " + json.dumps(found))
 """
 
@@ -63,11 +72,28 @@ def found(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("reduced")
     folders = {name: str(reduced(DEMO, folder / name, text)) for name, text in REDUCERS.items()}
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(folders)]
+    tiles = reduced(onevision(folder / "onevision"), folder / "tiles", "dart:0.1")
+    command = [sys.executable, "-c", SCRIPT, json.dumps(folders), str(tiles)]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, run.stderr[-3000:]
     return json.loads(lines[0].removeprefix("FOUND "))
+
+
+def onevision(folder: Path) -> Path:
+    """LLaVA-OneVision with canvases of up to 6 x 6 tiles, as in the published ones."""
+    tiny.build("llava-onevision", folder)
+    canvases = [[56 * rows, 56 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    for name, part in (("config.json", None), ("processor_config.json", "image_processor")):
+        config = json.loads((folder / name).read_text())
+        (config[part] if part else config)["image_grid_pinpoints"] = canvases
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+def test_no_image_has_more_tokens_than_the_one_that_memory_is_kept_for(found):
+    """Of a tall image all the newlines are left; the largest square has fewer."""
+    assert found["tiles"]["largest"] >= found["tiles"]["all"] > found["tiles"]["first"]
 
 
 def test_counts_are_exact(found):

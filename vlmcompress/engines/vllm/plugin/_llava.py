@@ -29,8 +29,8 @@ def _spec(model_type: str) -> ModelSpec:
 
 def kept(layout: Layout, reducer: Reducer) -> int:
     """How many tokens stand for an image in the prompt; newlines are all kept."""
-    grids = layout.grids()
-    return layout.tokens - sum(len(index) for _, index in grids) + sum(reducer.count(grid) for grid, _ in grids)
+    sides = [(piece.rows, piece.columns) for piece in layout.pieces if piece.rows * piece.columns]
+    return layout.tokens + sum(reducer.count((1, rows, columns)) - rows * columns for rows, columns in sides)
 
 
 class LlavaInfo(ReducedInfo):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.model_executor.models.llava_onevision import (
@@ -12,6 +14,7 @@ from vllm.model_executor.models.llava_onevision import (
     LlavaOnevisionProcessingInfo,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.parse import ImageSize
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 
@@ -25,6 +28,27 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Videos have no place here: their tokens are not reduced yet."""
         return {"image": None}
+
+    @functools.cached_property
+    def _largest(self) -> ImageSize:
+        processor: Any = self.get_hf_processor()
+        images_of = processor.image_processor
+        patch = images_of.size["height"] / math.isqrt(processor.num_image_tokens)
+        canvases = images_of.image_grid_pinpoints
+        sizes = [size for height, width in canvases for size in fitting(height, width, patch)]
+        return max(sizes, key=lambda size: self.get_num_image_tokens(image_width=size.width, image_height=size.height))
+
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """vLLM's own is one size for all checkpoints, which others, or newlines that are all kept, exceed."""
+        return self._largest
+
+
+def fitting(height: int, width: int, patch: float) -> Iterator[ImageSize]:
+    """Sizes of images that fill a canvas one way and any number of its patches the other way."""
+    for row in range(1, round(height / patch) + 1):
+        yield ImageSize(width, math.ceil(row * patch))
+    for column in range(1, round(width / patch) + 1):
+        yield ImageSize(math.ceil(column * patch), height)
 
 
 class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
