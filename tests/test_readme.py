@@ -43,6 +43,7 @@ def test_scripts_exist(line):
         ("bench_accuracy", "accuracy"),
         ("bench_methods", "methods"),
         ("bench_reducers", "reducers"),
+        ("bench_serving", "serving"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
