@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vlmcompress import recipe
 from vlmcompress.errors import UserError
-from vlmcompress.recipe import Recipe, assign, merge, resolve
+from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.settings import assign, bundled, merge
 
 BASE = {"model": "m"}
-BUNDLED = recipe.bundled()
+BUNDLED = bundled()
 
 
 def write(folder: Path, text: str) -> Path:

@@ -7,7 +7,7 @@ import difflib
 import re
 from typing import Any, NoReturn
 
-from vlmcompress import __version__, recipe
+from vlmcompress import __version__, settings
 from vlmcompress import doctor_options as doctor
 from vlmcompress import thresholds_options as thresholds
 from vlmcompress.bench import options as bench
@@ -86,7 +86,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
                 into = into.setdefault(parent, {})
             into[last] = getattr(args, name)
     for setting in args.set:
-        recipe.assign(values, setting)
+        settings.assign(values, setting)
     return values
 
 

@@ -118,7 +118,7 @@ def serve(args: argparse.Namespace) -> Outcome:
 
 def listing(args: argparse.Namespace) -> Outcome:
     """`vlmcompress list`"""
-    from vlmcompress import recipe, targets
+    from vlmcompress import recipe, settings, targets
     from vlmcompress.registry import Registry
 
     def registered(registry: Registry) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def listing(args: argparse.Namespace) -> Outcome:
         ]
 
     def recipes() -> list[dict[str, Any]]:
-        lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in recipe.bundled().items()}
+        lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in settings.bundled().items()}
         return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
     def reducers() -> list[dict[str, Any]]:

@@ -23,10 +23,10 @@ from vlmcompress import _yaml, reducing, targets
 from vlmcompress.bits import Bits, check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.registry import Registry
+from vlmcompress.settings import Layer, find, merge
 
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
 FORMATS = Registry("vlmcompress.exporters", "format")
-CLI = "command line"
 DEFAULT = "default"
 
 
@@ -153,7 +153,7 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
         file: a recipe file, or the name of a bundled one.
         refuse: raise `UserError` for what the target cannot run.
     """
-    layers: list[tuple[str, Mapping[str, Any]]] = [(CLI, given)]
+    layers: list[Layer] = [("command line", given)]
     if file is not None:
         path = find(file)
         layers.append((f"recipe {path}", _yaml.read(path, "recipe")))
@@ -182,62 +182,7 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
     return Resolved(recipe, origins)
 
 
-def merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge nested mappings, the first that gives a key wins; also dotted key -> name of the layer it came from."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-
-    def fill(into: dict[str, Any], layer: Mapping[str, Any], prefix: str, origin: str) -> None:
-        for key, value in layer.items():
-            dotted = f"{prefix}{key}"
-            if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict) and dotted not in origins:
-                fill(into[key], value, f"{dotted}.", origin)
-            elif key not in into:
-                into[key] = value
-                origins[dotted] = origin
-
-    for origin, layer in layers:
-        fill(values, layer, "", origin)
-    return values, origins
-
-
-def assign(values: dict[str, Any], setting: str) -> None:
-    """Put `key.sub=value` of the command line into nested `values`; the value is YAML."""
-    key, equals, text = setting.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise UserError(f"--set {setting} is not of the form key.sub=value")
-    for part in parts[:-1]:
-        values = values.setdefault(part, {})
-        if not isinstance(values, dict):
-            raise UserError(f"--set {setting}: '{part}' has a value already and no keys below it")
-    values[parts[-1]] = _yaml.parse(text, f"--set {key}")
-
-
-def folders() -> list[Path]:
-    """Where bundled recipes are: in the package when installed, beside it in a checkout."""
-    here = Path(__file__).parent
-    return [folder for folder in (here / "recipes", here.parent / "recipes") if folder.is_dir()]
-
-
-def bundled() -> dict[str, Path]:
-    """Name -> file of the bundled recipes."""
-    return {path.stem: path for folder in folders() for path in sorted(folder.glob("*.yaml"))}
-
-
-def find(name: str | Path) -> Path:
-    """The file of a recipe: a path, or the name of a bundled recipe."""
-    path = Path(name)
-    if path.exists() or path.suffix or len(path.parts) > 1:
-        if not path.exists():
-            raise UserError(f"recipe {path} does not exist{did_you_mean(path.stem, bundled())}")
-        return path
-    if path.name not in bundled():
-        raise UserError(f"no bundled recipe is called '{path}'{did_you_mean(path.name, bundled())}")
-    return bundled()[path.name]
-
-
-def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
     """What the target decides: the scheme."""
     target, goal = values.get("target"), values.get("goal")
     if not isinstance(target, str):

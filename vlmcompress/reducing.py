@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from vlmcompress.models import VLM
     from vlmcompress.progress import Progress
     from vlmcompress.recipe import Recipe
+    from vlmcompress.settings import Layer
 
 TYPICAL = (1024, 768)
 """Width and height of the image that examples are of."""
-Layer = tuple[str, Mapping[str, Any]]
 
 
 def layered(layers: Sequence[Layer]) -> list[Layer]:
