@@ -74,7 +74,7 @@ def collect(
         media, view = Path(place, "media"), Path(place, folder.resolve().name)
         media.mkdir()
         asked = _questions.make(media, prompts, data, "mrope_section" in json.dumps(config), seed)
-        findings = _reference(folder, config, asked, found, progress)
+        findings = _expected(folder, config, asked, found, progress)
         _mirror(folder, view)
         exact = "auto" if config.get("quantization_config") else "float32"
         plan = _plan.engines(view, config, asked, exact, _cut(findings))
@@ -87,7 +87,7 @@ def judge(findings: Findings) -> list[Check]:
     return [_judged(name, findings) for name in CHECKS]
 
 
-def _reference(
+def _expected(
     folder: Path, config: dict[str, Any], asked: Questions, carries: Carried | None, progress: Progress
 ) -> Findings:
     """What transformers says, in the checkpoint's own type, and in float32 where it has such a form."""
@@ -108,9 +108,9 @@ def _reference(
                 answers[-1][question.id] = reference.ask(question.messages, _plan.TOKENS)
                 done += 1
     assert reference is not None
-    half, whole = answers[0], answers[1 if carries else 0]
+    reduced, unreduced = answers[0], answers[1 if carries else 0]
     reducer = carries.reducer if carries else None
-    return Findings(asked, reducer, reference.ends, answers[-1] if exact else half, half, whole)
+    return Findings(asked, reducer, reference.ends, answers[-1] if exact else reduced, reduced, unreduced)
 
 
 def _cut(findings: Findings) -> int:

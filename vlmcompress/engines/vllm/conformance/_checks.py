@@ -16,8 +16,8 @@ from vlmcompress.engines.vllm.conformance._questions import KINDS
 from vlmcompress.engines.vllm.conformance._reference import Expected
 from vlmcompress.errors import UserError
 
-PROBABLY = {"float32": 1e-4}
-HALF_PROBABLY = 0.05  # in types with rounding errors
+APART = {"float32": 1e-4}
+HALF_APART = 0.05  # probabilities of one token may differ by so much in types of 16 bits
 
 
 def counts(found: Findings) -> str:
@@ -57,13 +57,13 @@ def parity(found: Findings) -> str:
 
 def agreement(found: Findings) -> str:
     """In the checkpoint's own type the engines agree with a reducer as often as without."""
-    reduced = _agreed(found, found.half, "served")
+    served = _agreed(found, found.reduced, "served")
     total = len(found.questions.plain)
-    text = f"{found.dtype('served')}: {reduced} of {total} answers as transformers gives them"
+    text = f"{found.dtype('served')}: {served} of {total} answers as transformers gives them"
     if found.reducer is None:
         return text
-    bare = _agreed(found, found.whole, "unreduced")
-    rates = [reduced / total, bare / total]
+    bare = _agreed(found, found.unreduced, "unreduced")
+    rates = [served / total, bare / total]
     error = math.sqrt(sum(rate * (1 - rate) for rate in rates) / total)
     text += f", unreduced {bare}"
     if rates[0] < rates[1] - max(2 * error, 1.5 / total):
@@ -100,9 +100,9 @@ def positions(found: Findings) -> str:
 
 def _within(record: Mapping[str, Any], found: Findings, name: str) -> bool:
     """Whether the positions are, in order, some of those of the full prompt, as many as are due, with the same last one."""
-    got, full = (torch.as_tensor(rows).T.tolist() for rows in (record["positions"], found.whole[name].positions))
+    got, full = (torch.as_tensor(rows).T.tolist() for rows in (record["positions"], found.unreduced[name].positions))
     left = iter(full)
-    due = len(found.half[name].prompt) + len(found.half[name].tokens) - 1
+    due = len(found.reduced[name].prompt) + len(found.reduced[name].tokens) - 1
     return len(got) == due and got[-1] == full[-1] and all(one in left for one in got)
 
 
@@ -202,7 +202,7 @@ def logprobs(found: Findings) -> str:
         first = found.exact[name].first
         gaps = [abs(math.exp(value) - math.exp(first[token])) for token, value in record["best"][0]]
         largest = max([largest, *gaps])
-    if largest > PROBABLY.get(found.dtype("plain"), HALF_PROBABLY):
+    if largest > APART.get(found.dtype("plain"), HALF_APART):
         raise UserError(f"probabilities differ from transformers' by up to {largest:.2g}")
     return f"of {len(records)} first tokens: probabilities as transformers' to {largest:.1g}"
 

@@ -18,7 +18,7 @@ class Findings:
 
     Attributes:
         exact: what transformers makes of the questions, in the type in which answers must be equal.
-        half, whole: the same in the checkpoint's own type, with the reducer and without; without a reducer both are one.
+        reduced, unreduced: the same in the checkpoint's own type, with its reducer and without; the same if it has none.
         ends: tokens that end an answer.
         engines: what each engine gave.
     """
@@ -27,8 +27,8 @@ class Findings:
     reducer: Chosen | None
     ends: set[int]
     exact: dict[str, Expected]
-    half: dict[str, Expected]
-    whole: dict[str, Expected]
+    reduced: dict[str, Expected]
+    unreduced: dict[str, Expected]
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

@@ -23,8 +23,8 @@ SCHEMA = {
     "required": ["colour", "sure", "count"],
     "additionalProperties": False,
 }
-ON = {"max_tokens": TOKENS, "ignore_eos": True}
-SAMPLES, SAMPLED = 3, ON | {"temperature": 1.0, "seed": 11}
+ALL_TOKENS = {"max_tokens": TOKENS, "ignore_eos": True}
+SAMPLES, SAMPLED = 3, ALL_TOKENS | {"temperature": 1.0, "seed": 11}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Round = dict[str, Any]
@@ -67,14 +67,13 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
         engine("served", _served(asked, few), dtype="auto", enable_prefix_caching=True, max_num_seqs=FEW),
     ]
     if reducer is not None:
-        agree = {"name": "agree", "ask": asked, "sampling": ON}
-        one = {"name": "one", "ask": few[:1], "sampling": ON}
+        agree, one, other = _round("agree", asked), _round("one", few[:1]), carried.write(config, another(reducer))
         all_engines += [
             engine("unreduced", [agree], unreduced(config), dtype="auto", max_num_seqs=FEW),
-            engine("other", [one], carried.write(config, another(reducer)), dtype="auto", max_num_seqs=FEW),
+            engine("other", [one], other, dtype="auto", max_num_seqs=FEW),
         ]
     # The last one: it imports numba, and vLLM 0.32, which looks into all modules, starts no engine behind that.
-    all_engines.append(engine("ngram", [{"name": "few", "ask": few, "sampling": ON}], **off, speculative_config=NGRAM))
+    all_engines.append(engine("ngram", [_round("few", few)], **off, speculative_config=NGRAM))
     return all_engines
 
 
@@ -86,39 +85,41 @@ def another(reducer: Chosen) -> Chosen:
     return chosen.choose(other, {"keep": getattr(reducer.options, "keep", 0.5)}, "another")
 
 
+def _round(name: str, ask: list[str], **more: Any) -> Round:
+    """What `worker` calls a round: the requests `ask`, greedily unless `more` says otherwise."""
+    return {"name": name, "ask": ask, "sampling": ALL_TOKENS, **more}
+
+
 def _plain(asked: list[str], few: list[str]) -> list[Round]:
     """No caches, no prompt cut: one after the other, then all mixed."""
     return [
-        {"name": "alone", "ask": asked, "alone": True, "sampling": ON},
-        {"name": "mixed", "ask": asked, "sampling": ON},
-        {"name": "turn", "ask": ["again", "turn"], "alone": True, "sampling": ON},
-        {"name": "large", "ask": ["large"], "sampling": ON},
-        {"name": "sampled", "ask": few[:3], "sampling": SAMPLED | {"n": SAMPLES}},
-        *(
-            {"name": f"sample {n}", "ask": few[:3], "sampling": SAMPLED | {"seed": SAMPLED["seed"] + n}}
-            for n in range(SAMPLES)
-        ),
+        _round("alone", asked, alone=True),
+        _round("mixed", asked),
+        _round("turn", ["again", "turn"], alone=True),
+        _round("large", ["large"]),
+        _round("sampled", few[:3], sampling=SAMPLED | {"n": SAMPLES}),
+        *(_round(f"sample {n}", few[:3], sampling=SAMPLED | {"seed": SAMPLED["seed"] + n}) for n in range(SAMPLES)),
     ]
 
 
 def _cached(few: list[str]) -> list[Round]:
     """Prefixes and encoder outputs from caches."""
     return [
-        {"name": "cold", "ask": few, "alone": True, "sampling": ON},
-        {"name": "again", "ask": few, "alone": True, "sampling": ON},
-        {"name": "together", "ask": few, "sampling": ON},
-        {"name": "warm", "ask": few, "alone": True, "reset": ["prefix"], "sampling": ON},
-        {"name": "repeat", "ask": ["again", "turn"], "alone": True, "sampling": ON},
+        _round("cold", few, alone=True),
+        _round("again", few, alone=True),
+        _round("together", few),
+        _round("warm", few, alone=True, reset=["prefix"]),
+        _round("repeat", ["again", "turn"], alone=True),
     ]
 
 
 def _chunked(few: list[str]) -> list[Round]:
     """Prompts in pieces that end within images; the third step is in the middle of one."""
     return [
-        {"name": "cut", "ask": few, "sampling": ON},
-        {"name": "abort", "ask": few, "sampling": ON, "steps": 3, "abort": few[:2]},
-        {"name": "after", "ask": few, "sampling": ON},
-        {"name": "large", "ask": ["large"], "sampling": ON},
+        _round("cut", few),
+        _round("abort", few, steps=3, abort=few[:2]),
+        _round("after", few),
+        _round("large", ["large"]),
     ]
 
 
@@ -126,11 +127,11 @@ def _served(asked: list[str], few: list[str]) -> list[Round]:
     """As `vllm serve` runs it, in the checkpoint's own type."""
     forced = {"max_tokens": JSON_TOKENS, "json": SCHEMA}
     return [
-        {"name": "agree", "ask": asked, "sampling": ON},
-        {"name": "far", "ask": ["far"], "alone": True, "sampling": ON},
-        {"name": "json", "ask": few, "sampling": forced},
-        {"name": "stream", "ask": few[:1], "stream": True, "alone": True, "sampling": forced},
-        {"name": "whole", "ask": few[:1], "alone": True, "sampling": forced},
-        {"name": "abort", "ask": few, "sampling": ON, "steps": 2, "abort": few[:2]},
-        {"name": "after", "ask": few, "sampling": ON},
+        _round("agree", asked),
+        _round("far", ["far"], alone=True),
+        _round("json", few, sampling=forced),
+        _round("stream", few[:1], stream=True, alone=True, sampling=forced),
+        _round("whole", few[:1], alone=True, sampling=forced),
+        _round("abort", few, steps=2, abort=few[:2]),
+        _round("after", few),
     ]
