@@ -93,10 +93,8 @@ def settled(
 
     if known is not None and same(known, recipe.reduce):
         return recipe.model_copy(update={"reduce": known})
-    chosen = (
-        thresholds.learn(vlm, batches, recipe.reduce, progress) if batches else thresholds.known(vlm, recipe.reduce)
-    )
-    return recipe.model_copy(update={"reduce": chosen})
+    ready = thresholds.learn(vlm, batches, recipe.reduce, progress) if batches else thresholds.known(vlm, recipe.reduce)
+    return recipe.model_copy(update={"reduce": ready})
 
 
 def same(known: Chosen | None, asked: Chosen | None) -> bool:

@@ -100,16 +100,12 @@ def conversations(samples: Sequence[Sample], count: int, seed: int) -> list[Conv
     if len(with_image) < 8:
         raise UserError(f"only {len(with_image)} rows have one image and an answer; give --data with 8 or more")
     draw.shuffle(with_image)
-    shared = [_shared(sample, draw) for sample in with_image[: max(8, count // 12)]]
+    shared = [_part(sample.images[0], draw) for sample in with_image[: max(8, count // 12)]]
     return [_conversation(with_image, alone, shared, serial, draw) for serial in range(count)]
 
 
 def _without_image(sample: Sample) -> Sample:
     return replace(sample, images=(), messages=None)
-
-
-def _shared(sample: Sample, draw: random.Random) -> dict[str, Any]:
-    return _part(sample.images[0], draw)
 
 
 def _conversation(

@@ -133,11 +133,8 @@ class Early(Attachment):
         if self.module.STAGE != "projected":  # applied already
             return embeds, list(zip(units, self._merged, strict=True))
         self.seen = []
-        words = (
-            self._words(real)
-            if {"query"} & (self.module.NEEDS | getattr(self.module, "OPTIONAL", frozenset()))
-            else None
-        )
+        asks = "query" in self.module.NEEDS | getattr(self.module, "OPTIONAL", frozenset())
+        words = self._words(real) if asks else None
         out, changes = embeds.clone(), []
         for number, unit in enumerate(units):
             features = embeds[unit.row, unit.columns]
@@ -163,7 +160,7 @@ class Early(Attachment):
         return _ahead.run(self.text, features, query, unit.grid, self.options, rotated, levels)
 
     def _deepstack_rows(self, kwargs: dict[str, Any]) -> list[Tensor]:
-        """The same features, `[b, s, d]` of each of these layers, zeros where text is; none in other families."""
+        """Qwen3-VL's features for the first layers, `[b, s, d]` of each, zeros where text is; none in other families."""
         where, found = kwargs.get("visual_pos_masks"), []
         if where is None:
             return []
@@ -185,7 +182,7 @@ class Early(Attachment):
         return given[..., -tokens:] if given.shape[-1] > tokens else given + (before - slots)
 
     def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Layout) -> dict[str, Any]:
-        """Qwen3-VL's features for the first layers, rows `[visual tokens, d]`, reduced as the embeddings are."""
+        """The same features as the model takes them, `[visual tokens, d]` of each layer, reduced as the embeddings are."""
         if not self._levels:
             return {}
         kept = new.pick(kwargs["visual_pos_masks"]) & new.valid

@@ -102,9 +102,8 @@ def plan(
     text = _prompt_tokens(vlm, sizes, question) - visual
     found = blocks(vlm)
     width = kv_bytes or model.dtype.itemsize
-    tiled = (
-        spec.visual_grid == "anyres"
-    )  # how tokens merged within tiles lie in what is cut off is not known beforehand
+    # Of tokens that merge within tiles it is not known beforehand which lie in what is cut off.
+    tiled = spec.visual_grid == "anyres"
     costs = {
         str(one): None if tiled and hasattr(one.module, "merge") else _reduced(found, layouts, text, one, width)
         for one in chosen

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FAMILIES = Registry(__name__, "family")
 REDUCERS = Registry("vlmcompress.reducers", "reducer")
-PREFIX = "Vlmcompress"
+PREFIX = "Vlmcompress"  # `carried.PREFIX`, which would bring torch along
 LEAST, BELOW = (0, 32), (0, 33)
 """Supported versions of vLLM: from the first one up to, not including, the second."""
 

@@ -70,8 +70,8 @@ def by_pixels(reducer: Reducer) -> bool:
     return reducer.chosen.module.STAGE == "pixels"
 
 
-def _for_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's arguments of the processor without the question, which is none of transformers'."""
+def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's arguments of the processor without the question, which transformers' processor does not take."""
     return {name: value for name, value in arguments.items() if name != ARGUMENT}
 
 
@@ -88,7 +88,7 @@ class QwenInfo(ReducedInfo):
         return {**limits, "video": 0} if by_pixels(self.reducer) or self.reducer.chosen.asks else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._merge_and_resolve_mm_processor_kwargs(_for_images(mm_kwargs))  # type: ignore[misc]
+        return super()._merge_and_resolve_mm_processor_kwargs(_unasked(mm_kwargs))  # type: ignore[misc]
 
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
@@ -116,7 +116,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
-        own = _for_images(hf_processor_mm_kwargs)
+        own = _unasked(hf_processor_mm_kwargs)
         updates = super()._get_prompt_updates(mm_items, own, out_mm_kwargs)  # type: ignore[misc]
         return [dataclasses.replace(update, replacement=self._shortened(update, out_mm_kwargs)) for update in updates]
 
@@ -191,15 +191,15 @@ class ReducedQwen(OriginalPositions, AskingModel):
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         if self._choice is not None:
-            return self._chosen(image_input, self._choice)
+            return self._encoded(image_input, self._choice)
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
             self.reduced(rows, grid_of(patches, self.config), 1.0, **self.question(number))
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
 
-    def _chosen(self, image_input: Any, kept: Tensor) -> tuple[Tensor, ...]:
-        """The tokens `kept [tokens of all images]`, with their places; the encoder sees no others."""
+    def _encoded(self, image_input: Any, kept: Tensor) -> tuple[Tensor, ...]:
+        """Of each image the tokens that are `kept [tokens of all images]`, with their places; the encoder sees no others."""
         patches = image_input["image_grid_thw"].tolist()
         rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
         where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
@@ -229,8 +229,7 @@ class ReducedQwen(OriginalPositions, AskingModel):
 
     def get_encoder_cudagraph_config(self) -> Any:
         """None of the modalities: recorded graphs would bypass the reducer."""
-        config = super().get_encoder_cudagraph_config()  # type: ignore[misc]
-        return dataclasses.replace(config, modalities=[])
+        return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Patches and tokens in encoder and projector, which see the full image unless pixels decided."""
