@@ -19,6 +19,8 @@ from PIL import Image
 
 from tests.engines.processes import session_ends
 from tests.tiny import build
+from vlmcompress import carried
+from vlmcompress.chosen import parse
 from vlmcompress.engines.vllm.serve import example, flags, serve
 from vlmcompress.errors import UserError
 
@@ -47,6 +49,24 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json can't be read"):
         serve(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("block", "plugins", "text"),
+    [
+        ({"schema": 99}, None, "this vlmcompress reads up to 1; upgrade it"),
+        ({"reduce": {"method": "fastv", "keep": 0.5}}, None, "vLLM cannot serve 'fastv'"),
+        ({}, "", "needs vLLM's plugin 'vlmcompress'"),
+    ],
+)
+def test_a_reducer_that_would_be_refused(block, plugins, text, tmp_path: Path, monkeypatch) -> None:
+    plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    config = carried.write(plain, parse("dart:0.5"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {carried.KEY: config[carried.KEY] | block}))
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    with pytest.raises(UserError, match=text):
+        serve(tmp_path)
 
 
 def test_port_taken(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlmcompress.engines.vllm import environment, interpreter
+from vlmcompress.engines.vllm import environment, interpreter, plugin
 from vlmcompress.errors import UserError
 
 SERVER = Path(__file__).with_name("server.py")
@@ -38,7 +38,7 @@ def serve(
         extra: further flags of `vllm serve`.
 
     Raises:
-        UserError: no such checkpoint, no engine, or the port is taken.
+        UserError: no such checkpoint, one whose reducer vLLM does not serve, no engine, or the port is taken.
     """
     model = Path(model)
     python = interpreter()
@@ -60,6 +60,7 @@ def flags(
 ) -> list[str]:
     """The arguments of `vllm serve` for a checkpoint: its folder, then flags."""
     config = _config(model)
+    _check_reducer(model, config)
     arguments = [
         str(model.resolve()),
         "--served-model-name",
@@ -100,13 +101,37 @@ def _config(model: Path) -> dict:
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
     try:
-        return json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{model}/config.json can't be read ({error}); is this a checkpoint?") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{model}/config.json holds no JSON object; is this a checkpoint?")
+    return config
+
+
+def _check_reducer(model: Path, config: dict) -> None:
+    """UserError where vLLM would refuse the reducer that a checkpoint carries; it would say so behind a traceback."""
+    names = config.get("architectures") or []
+    if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):
+        return
+    from vlmcompress import carried  # which brings torch along
+
+    try:
+        found = carried.read(config)
+        reason = found and plugin.refusal(names[0], found.reducer)
+    except UserError as error:
+        reason = str(error)
+    if reason:
+        raise UserError(f"{model}: {reason}")
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "vlmcompress" not in plugins.split(","):
+        raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
 
 
 def check_port(host: str, port: int) -> None:
     """Raise `UserError` if the port can't be listened on."""
+    if not 0 < port < 2**16:
+        raise UserError(f"--port {port} is no port; choose one from 1 to {2**16 - 1}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
