@@ -97,7 +97,7 @@ class Soak:
         self, asks: Sequence[Ask], asked: Sequence[Conversation], right: Sequence[Reply], name: str, seed: int
     ):
         self.right, self.name = right, name
-        self.plan: list[Ask | str] = list(asks)
+        self.plan: list[Ask | str] = list(asks)  # a string: what is wrong with a malformed request
         nonsense = malformed.bodies(name)
         draw, kinds = random.Random(seed), list(nonsense)
         for at in range(len(self.plan), 0, -MALFORMED_EVERY):

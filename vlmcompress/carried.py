@@ -24,8 +24,7 @@ from vlmcompress.errors import UserError
 KEY = "vlmcompress"
 SCHEMA = 1
 PREFIX = "Vlmcompress"
-_KEYS = {"schema", "model_type", "reduce"}
-_MORE = {"count"}
+_REQUIRED, _OPTIONAL = {"schema", "model_type", "reduce"}, {"count"}
 _WHERE = f"config.json: {KEY}"
 
 
@@ -64,7 +63,7 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     if len(marked) != len(names) or not marked:
         raise UserError(f"{_WHERE} is there but architectures is {names!r}, which serves all tokens; export it again")
     _check_schema(block)
-    if odd := sorted((block.keys() ^ _KEYS) - _MORE, key=str):
+    if odd := sorted((block.keys() ^ _REQUIRED) - _OPTIONAL, key=str):
         raise UserError(f"{_WHERE}: '{odd[0]}' is {'unknown' if odd[0] in block else 'missing'}; export it again")
     if block["model_type"] != config.get("model_type"):
         raise UserError(

@@ -6,6 +6,7 @@ positions of its grid where the family has M-RoPE, else those of a row.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -82,11 +83,10 @@ def run(
         blocks[options.layer].register_forward_pre_hook(reached).remove,
     ]
     try:
-        text.forward(  # hooks of the model itself, a reducer's among them, are not for this
-            inputs_embeds=torch.cat([rows, query])[None], position_ids=where, use_cache=False, **deep
-        )
-    except Enough:
-        pass
+        with contextlib.suppress(Enough):
+            text.forward(  # hooks of the model itself, a reducer's among them, are not for this
+                inputs_embeds=torch.cat([rows, query])[None], position_ids=where, use_cache=False, **deep
+            )
     finally:
         for each in undo:
             each()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.models import VLM
+from vlmcompress.reduction._ahead import Enough
 from vlmcompress.reduction._attach import Attachment
 
 
@@ -31,10 +33,6 @@ class Prefill:
     more: dict[str, Any]
 
 
-class _Reached(Exception):
-    """The language model was called; nothing further is needed."""
-
-
 @torch.no_grad()
 def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Prefill:
     """Run everything that stands before the language model on one prompt.
@@ -48,13 +46,12 @@ def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Pre
     def reached(_module: Any, _args: tuple, kwargs: dict[str, Any]) -> None:
         layout = attached._new
         found.update(kwargs, columns=None if layout is None else layout.columns[0])
-        raise _Reached
+        raise Enough
 
     hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # behind the reducer's own
     try:
-        vlm.model(**inputs, use_cache=False)
-    except _Reached:
-        pass
+        with contextlib.suppress(Enough):
+            vlm.model(**inputs, use_cache=False)
     finally:
         hook.remove()
     embeds, columns = found["inputs_embeds"], found["columns"]
