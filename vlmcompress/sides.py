@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from vlmcompress import __version__, carried, manifest
 from vlmcompress.errors import UserError
+from vlmcompress.models._read import read_json
 from vlmcompress.results import Side
 
 
@@ -34,9 +34,12 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
 
 
 def _carried(path: Path) -> str:
-    """The reducer that a checkpoint carries, as the command line has it; "" for none."""
-    config = path / "config.json"
-    found = carried.read(json.loads(config.read_text(encoding="utf-8"))) if config.is_file() else None
+    """The reducer that a checkpoint carries, as the command line has it; "" for none. UserError: its block is not right."""
+    file = path / "config.json"
+    try:
+        found = carried.read(read_json(file, "config")) if file.is_file() else None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     return str(found.reducer) if found else ""
 
 
@@ -44,13 +47,14 @@ def checkpoint(model: str | Path) -> Path:
     """The folder, if a checkpoint is there.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or its config.json is not right.
     """
     path = Path(model)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
+    _carried(path)
     return path
 
 
