@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,14 +79,18 @@ class _Subject:
 
     @functools.cached_property
     def config(self) -> dict:
-        """The `quantization_config` block; one without groups where the recipe quantizes nothing."""
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        return config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
+        """config.json."""
+        return models.read_config(self.path, weights=False)
+
+    @functools.cached_property
+    def quantization(self) -> dict:
+        """Its `quantization_config` block; one without groups where the recipe quantizes nothing."""
+        return self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
         """The family."""
-        return models.spec_for(json.loads((self.path / "config.json").read_text(encoding="utf-8")))
+        return models.spec_for(self.config)
 
     @functools.cached_property
     def skeleton(self) -> PreTrainedModel:
@@ -98,10 +101,12 @@ class _Subject:
     def names(self) -> dict[str, str]:
         """Memory name of every tensor of the model, as transformers builds it for this config, -> name on disk."""
         model = models.skeleton(self.path)
-        if not self.config["config_groups"] and not self.config.get("kv_cache_scheme"):
+        if not self.quantization["config_groups"] and not self.quantization.get("kv_cache_scheme"):
             return models.disk_names(model, self.entries)
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            quantizer = AutoHfQuantizer.from_config(CompressedTensorsConfig.from_dict(self.config), pre_quantized=True)
+            quantizer = AutoHfQuantizer.from_config(
+                CompressedTensorsConfig.from_dict(self.quantization), pre_quantized=True
+            )
             quantizer.validate_environment()
             quantizer.preprocess_model(model)
         return models.disk_names(model, self.entries)
@@ -114,7 +119,7 @@ class _Subject:
     @functools.cached_property
     def groups(self) -> dict[str, str | None]:
         """Linear layer -> its config group; None where it stays as it was."""
-        return {name: compressed_tensors.group_of(self.config, name) for name in self.linears}
+        return {name: compressed_tensors.group_of(self.quantization, name) for name in self.linears}
 
 
 def _manifest(subject: _Subject) -> str:
@@ -145,21 +150,20 @@ def _weights(subject: _Subject) -> str:
 
 
 def _config(subject: _Subject) -> str:
-    for key, group in subject.config["config_groups"].items():
+    for key, group in subject.quantization["config_groups"].items():
         kind = compressed_tensors.storage(compressed_tensors.scheme_of(group))
         if kind != group["format"]:
             raise UserError(f"config group {key} says format {group['format']}, its numbers are stored as {kind}")
-    return f"{subject.spec.family}, {subject.config['format']}, {len(subject.config['config_groups'])} group(s)"
+    return f"{subject.spec.family}, {subject.quantization['format']}, {len(subject.quantization['config_groups'])} group(s)"
 
 
 def _reducer(subject: _Subject) -> str:
-    config = json.loads((subject.path / "config.json").read_text(encoding="utf-8"))
-    found = carried.read(config)
+    found = carried.read(subject.config)
     if found is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
     reduction.check(vlm, found.reducer.method, found.reducer.options)
-    reason = plugin.refusal(config["architectures"][0], found.reducer)
+    reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
     return f"{reducing.label(found.reducer)}, {where}"
 
@@ -177,7 +181,7 @@ def _tensors(subject: _Subject) -> str:
 def _layers(subject: _Subject) -> str:
     quantized = {name: group for name, group in subject.groups.items() if group}
     for name, group in quantized.items():
-        scheme = compressed_tensors.scheme_of(subject.config["config_groups"][group])
+        scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
         rows, columns = subject.linears[name].weight.shape
         try:
             shapes = compressed_tensors.shapes(scheme, rows, columns)
@@ -206,7 +210,7 @@ def _fused(subject: _Subject) -> str:
 
 def _engine(subject: _Subject) -> str:
     names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
-    wrong = misread(subject.config, subject.groups, names, subject.spec)
+    wrong = misread(subject.quantization, subject.groups, names, subject.spec)
     if wrong:
         name, expected, got = wrong[0]
         raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
@@ -234,7 +238,7 @@ def _size(subject: _Subject) -> str:
         identity = manifest.source_identity(subject.source)
         if any(recorded["model"].get(key) != identity[key] for key in ("config_sha256", "headers_sha256")):
             raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
-    if after >= before and subject.config["config_groups"]:
+    if after >= before and subject.quantization["config_groups"]:
         raise UserError(f"weights take {after} bytes, no less than the original's {before}")
     return f"{before / 1e6:.1f} MB before, {after / 1e6:.1f} MB after ({after / before:.0%})"
 
