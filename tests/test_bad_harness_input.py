@@ -1,4 +1,4 @@
-"""Bad input to `eval`, `bench` and `report` through the command line: exit code 2, one line, nothing written."""
+"""Bad input to `eval`, `bench`, `serve` and `report` through the command line: exit code 2, one line, nothing written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlmcompress import cli
+from vlmcompress import carried, cli
+from vlmcompress.chosen import parse
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "eval" / "demo" / "demo-llava")
@@ -133,6 +134,40 @@ def report_folder_that_is_a_file(folder: Path) -> list[str]:
 @case("no such checkpoint folder")
 def bench_of_nothing(folder: Path) -> list[str]:
     return ["bench", str(folder / "nothing"), "--baseline", DEMO]
+
+
+def tampered(folder: Path) -> str:
+    """A checkpoint whose reducer is of a version to come."""
+    config = carried.write(json.loads(Path(DEMO, "config.json").read_text()), parse("dart:0.5"))
+    (folder / "tampered").mkdir()
+    (folder / "tampered" / "config.json").write_text(json.dumps(config | {"vlmcompress": {"schema": 99}}))
+    return str(folder / "tampered")
+
+
+@case("tampered: config.json: vlmcompress.schema is 99.*upgrade it")
+def eval_of_a_tampered_reducer(folder: Path) -> list[str]:
+    return ["eval", tampered(folder), "--baseline", DEMO]
+
+
+@case("tampered: config.json: vlmcompress.schema is 99.*upgrade it")
+def bench_of_a_tampered_reducer(folder: Path) -> list[str]:
+    return ["bench", tampered(folder), "--baseline", DEMO]
+
+
+@case("tampered: config.json: vlmcompress.schema is 99.*upgrade it")
+def serve_of_a_tampered_reducer(folder: Path) -> list[str]:
+    return ["serve", tampered(folder)]
+
+
+@case("config.json holds no JSON object")
+def serve_of_a_list(folder: Path) -> list[str]:
+    (folder / "config.json").write_text("[1]")
+    return ["serve", str(folder)]
+
+
+@case("--port 99999 is no port")
+def serve_at_no_port(folder: Path) -> list[str]:
+    return ["serve", DEMO, "--port", "99999"]
 
 
 @case("nothing")
