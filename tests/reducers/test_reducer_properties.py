@@ -32,6 +32,8 @@ def test_module_keeps_to_the_protocol(name):
     assert bool(getattr(method, "WHY_NOT", "")) is not method.SERVED
     assert hasattr(method, "reduce") != hasattr(method, "merge")
     assert (method.budget((1, 6, 8), options(name)) is None) == (method.COUNT == "adaptive")
+    if hasattr(method, "MEDIA"):
+        assert method.MEDIA == "video" and method.budget((1, 6, 8), options(name)) == 48  # an image is kept whole
     if not hasattr(method, "mask"):
         inside = method.STAGE == "llm" or "ahead" in method.NEEDS
         assert inside == any(field.name == "layer" for field in dataclasses.fields(method.Options))
