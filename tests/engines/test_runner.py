@@ -122,6 +122,13 @@ def test_last_words(tmp_path: Path) -> None:
         "RuntimeError: Engine core initialization failed.\nRuntimeError: Engine core initialization failed.\nbye\n"
     )
     assert last_words(log) == ": ValueError: not enough memory | RuntimeError: Engine core initialization failed."
+    log.write_text(
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, keep must be at most 1 [type=value_error, input_value=ArgsKwargs((), {}), input_type=ArgsKwargs]\n"
+        "    For further information visit https://errors.pydantic.dev\n"
+        "Fatal Python error: _enter_buffered_busy: could not acquire lock for <_io.BufferedReader name='<stdin>'>\n"
+    )
+    assert last_words(log) == ": Value error, keep must be at most 1"
     log.write_text("one\ntwo\n\n")
     assert last_words(log) == ": one | two"
 

@@ -55,8 +55,11 @@ def keep(log: Path) -> None:
 
 
 _PREFIX = re.compile(r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?")
-_NOISE = re.compile(r"$|Traceback |File \"|[~^]+$|raise |return ")
-_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|Killed|out of memory)")
+_NOISE = re.compile(
+    r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation |Fatal Python error: _enter_buff"
+)
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|\[type=\w+, |Killed|out of memory)")
+_GIVEN = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behind what is wrong with it
 
 
 def last_words(log: Path, most: int = 3) -> str:
@@ -65,5 +68,5 @@ def last_words(log: Path, most: int = 3) -> str:
     lines = [_PREFIX.sub("", line.strip()).strip() for line in re.split(r"[\r\n]+", text)]
     lines = [line for line in lines if not _NOISE.match(line)]
     errors = [line for line in lines if _ERROR.match(line)]
-    words = list(dict.fromkeys(errors or lines))[-most:]
+    words = list(dict.fromkeys(_GIVEN.sub("", line) for line in errors or lines))[-most:]
     return ": " + " | ".join(line[:300] for line in words) if words else ""
