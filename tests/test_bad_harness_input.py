@@ -1,4 +1,4 @@
-"""Bad input to `eval`, `bench`, `serve` and `report` through the command line: exit code 2, one line, nothing written."""
+"""Bad input to verbs that look at finished checkpoints, through the command line: exit code 2, one line, nothing written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from vlmcompress import carried, cli
 from vlmcompress.chosen import parse
@@ -163,6 +165,24 @@ def serve_of_a_tampered_reducer(folder: Path) -> list[str]:
 def serve_of_a_list(folder: Path) -> list[str]:
     (folder / "config.json").write_text("[1]")
     return ["serve", str(folder)]
+
+
+@case("model type .bert. is not a vision-language model")
+def doctor_of_a_model_of_another_kind(folder: Path) -> list[str]:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    save_file({"weight": torch.zeros(1)}, folder / "model" / "model.safetensors")
+    return ["doctor", str(folder / "model"), "--engine", "vllm"]
+
+
+@case("--source .*nothing is not a folder")
+def doctor_without_the_original(folder: Path) -> list[str]:
+    return ["doctor", DEMO, "--source", str(folder / "nothing")]
+
+
+@case("--max-model-len is 0")
+def serve_of_no_length(folder: Path) -> list[str]:
+    return ["serve", DEMO, "--max-model-len", "0"]
 
 
 @case("--port 99999 is no port")

@@ -149,7 +149,7 @@ def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
     try:
         before = carried.read(config)
     except UserError as error:
-        return [str(error)]
+        return [f"{vlm.path}: {error}"]
     if recipe.reduce is None:
         if before is None:
             return []

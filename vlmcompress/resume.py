@@ -40,10 +40,11 @@ class BlockFiles:
     def __init__(self, folder: Path, fingerprint: str, resume: bool):
         self.folder = folder
         mark = folder / "fingerprint"
-        if folder.exists() and not (resume and mark.exists() and mark.read_text() == fingerprint):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(fingerprint)
+        with atomic.user_errors(folder):
+            if folder.exists() and not (resume and mark.exists() and mark.read_text() == fingerprint):
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(fingerprint)
 
     def path(self, layer: int) -> Path:
         """The file of a block, finished or not."""

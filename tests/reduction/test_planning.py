@@ -149,6 +149,7 @@ def test_verb(capfd):
         (["--image-size", "64x64", "--reduce", "dort:0.5"], "did you mean 'dart'"),
         (["--image-size", "64x64", "--reduce", "fastv:0.5,layer=9"], "layer 9 is none of the language model's 2"),
         (["--image-size", "64x64", "--reduce", "dyrate"], "--reduce dyrate"),
+        (["--image-size", "64x64", "--reduce", "dymu:thresholds=no.json"], "cannot read thresholds no.json"),
         (["--image-size", "64x64", "--kv-cache", "fp4"], "--kv-cache fp4: no such type"),
     ],
 )

@@ -162,7 +162,7 @@ def _group(file: Path) -> str | None:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not file.is_file():
-        raise UserError(f"suite {file} does not exist")
+        raise UserError(f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)")
     return load_yaml(file, resolve_func=False).get("group")
 
 

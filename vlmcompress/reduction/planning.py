@@ -24,8 +24,7 @@ from vlmcompress.calibration.rows import Sample
 from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
-from vlmcompress.reduction import refusal
-from vlmcompress.reduction._support import chooses_images
+from vlmcompress.reduction._support import check, chooses_images
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
 
@@ -92,11 +91,13 @@ def plan(
         kv_bytes: of one number in the cache; None: as many as the model's own type has.
     """
     spec = spec_for(read_config(path, weights=False))
-    for one in chosen:
-        if reason := refusal(spec, one.method):
-            raise UserError(f"--reduce {one}: {reason}")
     model, processor = skeleton(path, weights=False), load_processor(path)
     vlm = VLM(model, processor, spec, Path(path))
+    for one in chosen:
+        try:
+            check(vlm, one.method, one.options)
+        except UserError as error:
+            raise UserError(f"--reduce {one}: {error}") from error
     layouts = tuple(_layout(vlm, size, len(sizes)) for size in sizes)
     visual = sum(layout.tokens for layout in layouts)
     text = _prompt_tokens(vlm, sizes, question) - visual
@@ -157,8 +158,6 @@ def _reduced(
 ) -> Cost | None:
     """None when the counts are not known beforehand."""
     layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0
-    if layer >= len(found):
-        raise UserError(f"--reduce {chosen}: layer {layer} is none of the language model's {len(found)} (from 0)")
     full = sum(layout.tokens for layout in layouts)
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in layouts}) > 1:

@@ -59,6 +59,9 @@ def flags(
     extra: Sequence[str] = (),
 ) -> list[str]:
     """The arguments of `vllm serve` for a checkpoint: its folder, then flags."""
+    for flag, value, least in (("--images", images, 0), ("--max-model-len", max_model_len, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{flag} is {value}, it should be at least {least}")
     config = _config(model)
     _check_reducer(model, config)
     arguments = [

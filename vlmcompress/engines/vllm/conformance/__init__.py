@@ -69,7 +69,8 @@ def collect(
     folder, progress = Path(folder), progress or (lambda *_: None)
     config = models.read_config(folder)
     found = carried.read(config)
-    interpreter()  # before a model is loaded
+    models.spec_for(config)  # both this and the next line complain, if they do, before a model is loaded
+    interpreter()
     with tempfile.TemporaryDirectory(prefix="vlmcompress-conformance-") as place:
         media, view = Path(place, "media"), Path(place, folder.resolve().name)
         media.mkdir()
