@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from vlmcompress import carried
 from vlmcompress.chosen import Chosen, parse
 from vlmcompress.counts import Counter
 from vlmcompress.models import VLM, load
-from vlmcompress.reducers import Signals, reduce
+from vlmcompress.reducers import Grid, Signals, reduce
 from vlmcompress.reduction import attach
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-qwen"
@@ -119,13 +121,15 @@ def questions(count: int, variant: str = "qwen") -> list[Turns]:
     return found
 
 
-def film(vlm: VLM, folder: Path) -> dict[str, Any]:
-    """A prompt about a video of six frames, longer on one side than in time."""
+def film(vlm: VLM, folder: Path, frames: int = 6) -> dict[str, Any]:
+    """A prompt about a video, longer on one side than in time."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "video.npy"
-    np.save(file, np.stack([np.asarray(noise(number, 288, 64)) for number in range(6)]))
-    prompt = vlm.processor.apply_chat_template([turn(noise(0, 8, 8), "what happens?")], add_generation_prompt=True)
-    return {"prompt": prompt.replace("<|image_pad|>", "<|video_pad|>"), "images": [], "videos": [str(file)]}
+    file = folder / f"{frames}.npy"
+    np.save(file, np.stack([np.asarray(noise(number, 288, 64)) for number in range(frames)]))
+    processor = vlm.processor
+    prompt = processor.apply_chat_template([turn(noise(0, 8, 8), "what happens?")], add_generation_prompt=True)
+    prompt = prompt.replace(processor.image_token, processor.video_token)
+    return {"prompt": prompt, "images": [], "videos": [str(file)]}
 
 
 def request(vlm: VLM, turns: Turns, folder: Path) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def reference(
 @torch.inference_mode()
 def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
     """The same of a video, without `attach`: the whole prompt, with what is not kept hidden from attention."""
-    frames, chosen, config = np.load(request["videos"][0]), parse(reducer), vlm.model.config
+    frames, chosen = np.load(request["videos"][0]), parse(reducer)
     inputs = vlm.processor(
         text=[request["prompt"]],
         videos=[frames],
@@ -178,27 +182,42 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
         do_sample_frames=False,
         return_tensors="pt",
     )
-    video = {name: inputs[name] for name in ("pixel_values_videos", "video_grid_thw")}
-    t, h, w = (video["video_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
-    (features,) = vlm.model.model.get_video_features(**video).pooler_output
-    result = reduce(chosen.module, Signals((t, h, w), features=features), chosen.options)
-    seconds = {name: inputs[name] for name in ("second_per_grid_ts",) if name in inputs}
-    positions, _ = vlm.model.model.get_rope_index(
-        inputs["input_ids"],
-        mm_token_type_ids=inputs["mm_token_type_ids"],
-        video_grid_thw=video["video_grid_thw"],
-        **seconds,
-    )
-    ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
-    mask = torch.ones_like(ids)
-    mask[ids == config.video_token_id] = (result.target >= 0).long()
+    ids = inputs.pop("input_ids")
+    placeholder, grid, features = film_features(vlm, inputs)
+    result = reduce(chosen.module, Signals(grid, features=features), chosen.options)
+    positions, kinds = torch.arange(ids.shape[1])[None], inputs.pop("mm_token_type_ids", None)
+    if vlm.spec.visual_grid == "thw":
+        of_videos = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}
+        positions, _ = vlm.model.model.get_rope_index(ids, mm_token_type_ids=kinds, **of_videos)
+    mask, kinds = torch.ones_like(ids), torch.zeros_like(ids) if kinds is None else kinds
+    columns = (ids[0] == placeholder).nonzero().squeeze(1)[: len(features)]  # a newline behind them is kept
+    mask[0, columns] = (result.target >= 0).long()
     answer: list[int] = []
     while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "mm_token_type_ids": kinds}
-        answer.append(int(vlm.model(**given, **video, **seconds).logits[0, -1].argmax()))
+        given = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        given |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
+        answer.append(int(vlm.model(**given).logits[0, -1].argmax()))
         ids = torch.cat([ids, torch.tensor([[answer[-1]]])], 1)
         mask, kinds = (torch.cat([one, torch.full((1, 1), value)], 1) for one, value in ((mask, 1), (kinds, 0)))
         positions = torch.cat([positions, positions[..., -1:] + 1], -1)
     seen = mask[0, :-1].bool()  # the last token enters no language model
-    left = positions[:, 0, :-1][:, seen].T.tolist()
+    left = rows_of(positions)[:, :-1][:, seen].T.tolist()
     return {"tokens": answer, "positions": left, "prompt": len(left) - len(answer) + 1}
+
+
+def film_features(vlm: VLM, inputs: Mapping[str, Any]) -> tuple[int, Grid, torch.Tensor]:
+    """Of the one video in a processor's output the placeholder's id, the grid of its tokens and the tokens, `[n, d]`."""
+    config, model = vlm.model.config, vlm.model.model
+    if vlm.spec.visual_grid == "thw":
+        patches = inputs["video_grid_thw"]
+        (features,) = model.get_video_features(inputs["pixel_values_videos"], patches).pooler_output
+        t, h, w = (patches[0] // torch.tensor([1, 2, 2])).tolist()
+        return config.video_token_id, (t, h, w), features
+    if "pixel_values_videos" in inputs:
+        (features,) = model.get_video_features(inputs["pixel_values_videos"]).pooler_output
+        placeholder, frames = config.video_token_index, inputs["pixel_values_videos"].shape[1]
+    else:
+        features = model.get_image_features(inputs["pixel_values"]).pooler_output.flatten(0, 1)
+        placeholder, frames = config.image_token_id, len(inputs["pixel_values"])
+    side = math.isqrt(len(features) // frames)
+    return placeholder, (frames, side, side), features

@@ -24,17 +24,20 @@ CASES = {
     "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
     "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
+    "internvl": ("internvl", "evs:0.5", CHUNKED | CACHED, 2),
 }
 MORE = {
     "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
     "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
-    "internvl": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
+    "llava-onevision, videos only": ("llava-onevision", "evs:0.5", CHUNKED | CACHED, 2),
+    "internvl, images too": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
     "llava-next, run ahead": ("llava-next", "surrogate:0.5,rule=dart,layer=1", CHUNKED | CACHED, 2),
     "llava-onevision, run ahead": ("llava-onevision", "surrogate:0.5,layer=1", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
 }
+FILMED = ("internvl", "internvl, images too", "llava-onevision", "llava-onevision, videos only")
 METHODS = (
     "random:0.25",
     "uniform:0.5",
@@ -58,6 +61,9 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
         path, vlm = models[source]
         turns = cases.questions(count, "llava") if source == "demo" else cases.noisy()
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
+        answers = cases.reference(vlm, reducer, requests, TOKENS)
+        films = [cases.film(vlm, folder / name / "videos", frames) for frames in (6, 3) if name in FILMED]
+        answers += [cases.film_reference(vlm, reducer, film, TOKENS) for film in films]
         reduced = cases.reduced(path, folder / name / "model", reducer)
         jobs.append(
             {
@@ -65,10 +71,10 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
                 "settings": settings,
                 "passes": passes,
                 "max_tokens": TOKENS,
-                "requests": requests,
+                "requests": requests + films,
             }
         )
-        expected.append(cases.reference(vlm, reducer, requests, TOKENS))
+        expected.append(answers)
     return dict(zip(chosen, zip(probe(jobs, folder), expected, strict=True), strict=True))
 
 

@@ -17,12 +17,15 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eval" / "demo" / "demo-llava"
 REDUCERS = {"half": "dart:0.5", "quarter": "dart:0.25", "asks": "relevance:0.5"}
+FILMED = ("internvl", "short", "llava-onevision")
+ROOM = 256
 SCRIPT = """
 import json, sys
 import numpy as np
 from PIL import Image
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.plugins import load_general_plugins
@@ -40,7 +43,21 @@ def ask(processor, text, images=1, **arguments):
         return {"error": str(error)}
     return {"prompt": len(out["prompt_token_ids"]) - len(prompt), "name": out["mm_hashes"]["image"][0]}
 
-found = {}
+def largest(folder, room, counts={"image": 1, "video": 1}):
+    processor = MULTIMODAL_REGISTRY.create_processor(ModelConfig(folder, max_model_len=room))
+    info, size = processor.info, processor.info.get_image_size_with_most_features()
+    prompt = info.get_tokenizer().encode(info.get_hf_processor().image_token + "<video>", add_special_tokens=False)
+    def tokens(frames):
+        media = {"image": Image.new("RGB", tuple(size)), "video": np.zeros((frames, 64, 64, 3), np.uint8)}
+        try:
+            out = processor.apply(ProcessorInputs(prompt, info.parse_mm_data(media)), TimingContext(enabled=False))
+        except ValueError as error:
+            return str(error)
+        return len(out["prompt_token_ids"])
+    frames, most = info.get_num_frames_with_most_features(room, counts), get_mm_max_toks_per_item(processor, counts, None)
+    return {"frames": frames, "video": most["video"], "tokens": tokens(frames), "more": tokens(frames + 1)}
+
+found = {"films": {name: largest(folder, int(sys.argv[4])) for name, folder in json.loads(sys.argv[3]).items()}}
 for name, folder in json.loads(sys.argv[1]).items():
     config = ModelConfig(folder, limit_mm_per_prompt={"image": 40}, enable_mm_embeds=True, max_model_len=1024)
     processor = MULTIMODAL_REGISTRY.create_processor(config)
@@ -71,13 +88,24 @@ def found(tmp_path_factory) -> dict:
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("reduced")
     folders = {name: str(reduced(DEMO, folder / name, text)) for name, text in REDUCERS.items()}
+    films = {name: str(filmed(name, folder / name)) for name in FILMED}
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     tiles = reduced(onevision(folder / "onevision"), folder / "tiles", "dart:0.1")
-    command = [sys.executable, "-c", SCRIPT, json.dumps(folders), str(tiles)]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(folders), str(tiles), json.dumps(films), str(ROOM)]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, run.stderr[-3000:]
     return json.loads(lines[0].removeprefix("FOUND "))
+
+
+def filmed(name: str, folder: Path) -> Path:
+    """A family that takes videos; "short": one that knows no more positions than a prompt may have tokens."""
+    source = tiny.build("internvl" if name == "short" else name, folder / "full")
+    config = json.loads((source / "config.json").read_text())
+    if name == "short":
+        config["text_config"]["max_position_embeddings"] = ROOM
+    (source / "config.json").write_text(json.dumps(config))
+    return reduced(source, folder / "model", "uniform:0.5")
 
 
 def onevision(folder: Path) -> Path:
@@ -119,8 +147,17 @@ def test_a_question_for_a_method_that_does_not_ask_is_refused(found):
 
 def test_a_prompt_beyond_the_positions_of_the_model_is_refused(found):
     """30 images of 81 tokens are more than 2,048, though the 41 that are kept of each are fewer."""
-    assert "tokens before its images are reduced, the model knows 2048 positions" in found["half"]["long"]["error"]
+    assert "the prompt ends at position 2434," in found["half"]["long"]["error"]
 
 
 def test_embeddings_of_images_are_refused(found):
     assert "send images, not embeddings" in found["half"]["embeds"]["error"]
+
+
+def test_memory_is_measured_with_the_largest_video_that_fits(found):
+    """Beside the largest image; vLLM takes no more than 16 frames of LLaVA-OneVision's for that."""
+    films = found["films"]
+    assert films["internvl"]["tokens"] <= ROOM < films["internvl"]["more"]
+    assert films["short"]["tokens"] <= ROOM
+    assert f"counted before images and videos are reduced, and the model knows {ROOM}" in films["short"]["more"]
+    assert (films["llava-onevision"]["frames"], films["llava-onevision"]["video"]) == (16, 16 * 4 // 2 + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from torch import Tensor
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
-from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
+from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
-from vlmcompress.engines.vllm.plugin._rope import PlainRope, check_length
+from vlmcompress.engines.vllm.plugin._rope import PlainRope
 from vlmcompress.models import Layout, ModelSpec, spec_for
-from vlmcompress.reducers import Reduction
+from vlmcompress.reducers import Grid, Reduction
 from vlmcompress.reduction import Reduced
 from vlmcompress.reduction._units import whole
 
@@ -45,20 +45,18 @@ class LlavaInfo(ReducedInfo):
         own: Any = self
         return _spec(own.get_hf_config().model_type).layout(own.get_hf_processor(), width, height, 1)
 
+    def positions(self, modality: str, items: Any, number: int) -> int:
+        """How many tokens item `number` of `items` has before it is reduced."""
+        size = items.get_image_size(number)
+        return self.layout(size.width, size.height).tokens
+
 
 class LlavaProcessor(AskingProcessor, ReducedProcessor):
     """Put before a family's processor."""
 
-    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """vLLM's. ValueError for a prompt whose tokens would have positions beyond those that the language model knows."""
-        result = super().apply(inputs, timing_ctx)
-        tokens, images = len(result["prompt_token_ids"]), inputs.mm_data_items.get("image", ())
-        for number, place in enumerate(result["mm_placeholders"].get("image", ())):
-            if images.get(number) is not None:  # one that the engine knows already can be named instead of sent
-                size = images.get_image_size(number)
-                tokens += self.info.layout(size.width, size.height).tokens - place.length
-        check_length(tokens, self.info.ctx.model_config)
-        return result
+    def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
+        positions = self.info.positions(update.modality, mm_items[update.modality], number)
+        return Placeholders(update.resolve(number).content.full, positions=positions)
 
 
 class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
@@ -101,16 +99,20 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         """
         found = []
         for number, (rows, size) in enumerate(zip(images, sizes, strict=True)):
+            layout = self._layout(*size)
+            if len(rows) != layout.tokens:
+                raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
             seen = self.question(number) | (signals(number) if signals else {})
-            result = self._reduction(rows, self._layout(*size), seen)
+            result = self._reduction(rows, layout.grids(), seen)
             found.append(self._placed(result.apply(rows), result))
         return tuple(found)
 
-    def _reduction(self, rows: Tensor, layout: Layout, signals: dict[str, Any]) -> Reduction:
-        if len(rows) != layout.tokens:
-            raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
+    def _reduction(
+        self, rows: Tensor, grids: Iterable[tuple[Grid, Sequence[int]]], signals: dict[str, Any]
+    ) -> Reduction:
+        """Of `rows`, among which each grid has those that are numbered."""
         units = []
-        for grid, index in layout.grids():
+        for grid, index in grids:
             columns = torch.tensor(index)
             own = rows[columns.to(rows.device)]
             ahead = self._ahead.signals(grid, own, signals.get("query"))

@@ -12,14 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFieldConfig
-from vllm.multimodal.processing import PromptUpdateDetails
 
 from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
-from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
+from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
-from vlmcompress.engines.vllm.plugin._rope import longest_prompt, make_room
+from vlmcompress.engines.vllm.plugin._rope import make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid
 
@@ -56,13 +55,6 @@ def places(grid: Grid, pace: float) -> np.ndarray:
 def extent(grid: Grid, pace: float) -> int:
     """How far behind the first of its tokens the text after an image or a video starts."""
     return max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
-
-
-@dataclasses.dataclass
-class Placeholders(PromptUpdateDetails):
-    """What stands for an image or a video in the prompt, and how many positions it takes up there."""
-
-    positions: int = 0
 
 
 def by_pixels(reducer: Reducer) -> bool:
@@ -116,22 +108,15 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
-        own = _unasked(hf_processor_mm_kwargs)
-        updates = super()._get_prompt_updates(mm_items, own, out_mm_kwargs)  # type: ignore[misc]
-        return [dataclasses.replace(update, replacement=self._shortened(update, out_mm_kwargs)) for update in updates]
+        return super()._get_prompt_updates(mm_items, _unasked(hf_processor_mm_kwargs), out_mm_kwargs)
 
-    def _shortened(self, update: Any, out_mm_kwargs: Any) -> Any:
-        config = self.info.get_hf_config()
-
-        def replacement(number: int) -> Placeholders:
-            item = out_mm_kwargs[update.modality][number]
-            grid = grid_of(item[f"{update.modality}_grid_thw"].data, config)
-            full = update.replacement(number)
-            if CHOICE in item:
-                return Placeholders(full[: int(item[CHOICE].data.sum())], positions=extent(grid, 1.0))
-            return self._placeholders(full, grid, pace_of(item, update.modality, config))
-
-        return replacement
+    def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
+        config, item = self.info.get_hf_config(), out_mm_kwargs[update.modality][number]
+        grid = grid_of(item[f"{update.modality}_grid_thw"].data, config)
+        full = update.replacement(number)
+        if CHOICE in item:
+            return Placeholders(full[: int(item[CHOICE].data.sum())], positions=extent(grid, 1.0))
+        return self._placeholders(full, grid, pace_of(item, update.modality, config))
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Of what stands for an image or a video without a reducer, what stands for it now."""
@@ -152,18 +137,6 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
             tokens = hf_inputs["image_grid_thw"].prod(-1) // side**2
             fields[CHOICE] = MultiModalFieldConfig.flat_from_sizes("image", tokens, keep_on_cpu=True)
         return fields
-
-    def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], Any]:
-        """vLLM's. ValueError, which a server answers with status 400, for a prompt whose positions end too far on."""
-        tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
-        contents = [update.content for items in mm_res.prompt_updates.values() for (update,) in items]
-        end = len(tokens) + sum(content.positions - len(content.full) for content in contents)
-        if end > (most := longest_prompt(self.info.ctx.model_config)):
-            raise ValueError(
-                f"the prompt ends at position {end}, counted before its images are reduced, and the model knows {most}; "
-                "send fewer images or less text"
-            )
-        return tokens, placeholders
 
 
 class ReducedQwen(OriginalPositions, AskingModel):

@@ -49,15 +49,6 @@ def longest_prompt(config: Any) -> int:
     return max(config.max_model_len, getattr(config.hf_text_config, "max_position_embeddings", 0))
 
 
-def check_length(tokens: int, config: Any) -> None:
-    """ValueError, which a server answers with status 400, for a prompt of more `tokens` before its images are reduced."""
-    if tokens > (most := longest_prompt(config)):
-        raise ValueError(
-            f"the prompt has {tokens} tokens before its images are reduced, the model knows {most} positions; "
-            "send fewer images or less text"
-        )
-
-
 def lengthened(table: Tensor, rows: int) -> Tensor:
     """`[rows, 2 h]` from `table [n, 2 h]`, whose row p holds the cosines, then the sines, of p times h angles.
 

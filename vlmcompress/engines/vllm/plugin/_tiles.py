@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
-from vlmcompress.engines.vllm.plugin._processing import ReducedInfo, ReducedProcessor
+from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
-from vlmcompress.engines.vllm.plugin._rope import PlainRope, check_length
+from vlmcompress.engines.vllm.plugin._rope import PlainRope
 from vlmcompress.reduction._units import tile
 
 
@@ -27,15 +27,16 @@ class TiledInfo(ReducedInfo):
 
 
 class TiledProcessor(ReducedProcessor):
-    """Put before a family's processor."""
+    """Put before a family's processor: as many tokens of each tile as are kept."""
 
-    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """vLLM's. ValueError for a prompt whose tokens would have positions beyond those that the language model knows."""
-        result = super().apply(inputs, timing_ctx)
+    def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
+        """The text between tiles, and the first tokens of each."""
+        content = update.resolve(number).content
+        visual = content.is_embed(content.full)
         full, kept = self.info.tile()
-        embeds = sum(place.get_num_embeds() for place in result["mm_placeholders"].get("image", ()))
-        check_length(len(result["prompt_token_ids"]) + embeds // kept * (full - kept), self.info.ctx.model_config)
-        return result
+        stays = ~visual | ((visual.cumsum(0) - 1) % full < kept)
+        ids = torch.tensor(content.full)[stays].tolist()
+        return Placeholders(ids, content.is_embed, positions=len(content.full))
 
 
 class TiledImages(OriginalPositions, PlainRope):

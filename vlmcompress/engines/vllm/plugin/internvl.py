@@ -1,11 +1,19 @@
-"""InternVL (transformers' form of it): tiles one behind the other, then the whole image as one more. Images only."""
+"""InternVL (transformers' form of it): tiles one behind the other, then the whole image as one more; a video is one grid.
+
+A video's frames have text between them. How many tokens each frame keeps is not known when the prompt is made, so where
+that text stands is not, either: the prompt has one run of placeholders for all of a video, which the encoder's output fills
+with both.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import bisect
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from vllm.model_executor.models.interns1 import (
     InternS1DummyInputsBuilder,
@@ -14,50 +22,99 @@ from vllm.model_executor.models.interns1 import (
     InternS1ProcessingInfo,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.processing import PromptUpdateDetails
 
+from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
+from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.engines.vllm.plugin._rope import longest_prompt
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
+from vlmcompress.reducers import Grid
+from vlmcompress.reduction._units import Reduced, tile, whole
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features",)
+VIDEOS = True
+
+
+def script(processor: Any, frames: int, tokens: int) -> list[int]:
+    """Ids of what stands for a video in the prompt, with so many visual tokens for each frame."""
+    start, end, visual = processor.start_image_token, processor.end_image_token, processor.video_token * tokens
+    text = "\n".join(f"Frame{number + 1}: {start}{visual}{end}" for number in range(frames))
+    ids: list[int] = processor.tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 class Info(TiledInfo, InternS1ProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's, with the counts of reduced images and videos."""
 
-    def get_num_image_tokens(self, **arguments: Any) -> int:
-        """How many of the prompt's tokens stand for an image."""
+    def film(self, frames: int) -> Grid:
+        """The grid of a video's tokens."""
+        _, rows, columns = tile(self.ctx.get_hf_config())
+        return frames, rows, columns
+
+    def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
+        """As many as fit beside the largest images: what is kept into the prompt, all of it into the model's positions."""
         full, kept = self.tile()
-        return super().get_num_image_tokens(**arguments) // full * kept
+        images, videos = mm_counts.get("image", 0), max(mm_counts.get("video", 0), 1)
+        image, processor = self.get_max_image_tokens(), self.get_hf_processor()
+        # An image has a mark at each end, and one token may begin the prompt.
+        most = (longest_prompt(self.ctx.model_config) - images * (image + 2) - 1) // videos
+        room = (seq_len - images * (image // full * kept + 2) - 1) // videos
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Videos have no place here: their tokens are not reduced yet."""
-        return {"image": None}
+        def too_many(frames: int) -> bool:
+            text = len(script(processor, frames, 0))
+            return text + frames * full > most or text + self.reducer.count(self.film(frames)) > room
+
+        return max(bisect.bisect(range(1, max(most // full, 1) + 1), False, key=too_many), 1)
 
 
 class Processor(TiledProcessor, InternS1MultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own and as many tokens of each tile as are kept."""
+    """vLLM's, with cache keys of the reducer's own."""
 
-    def _get_prompt_updates(
-        self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
-    ) -> Sequence[Any]:
-        updates = super()._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
-        image: Any = next(update for update in updates if update.modality == "image")
-        (token,) = image.target
-        full, kept = self.info.tile()
-
-        def replacement(number: int) -> PromptUpdateDetails:
-            ids = image.replacement(number).full
-            first, run = ids.index(token), ids.count(token)
-            ids = [*ids[:first], *[token] * (run // full * kept), *ids[first + run :]]
-            return PromptUpdateDetails.select_token_id(ids, token)
-
-        return [dataclasses.replace(image, replacement=replacement)]
+    def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
+        """Of an image as of other tiles; for a video as many as it has tokens, text among them."""
+        if update.modality == "image":
+            return super()._shortened(update, number, mm_items, out_mm_kwargs)
+        content, (visual,) = update.resolve(number).content, update.target
+        full, _ = self.info.tile()
+        tokens = content.full.count(visual)
+        rest = len(content.full) - tokens + self.info.reducer.count(self.info.film(tokens // full))
+        return Placeholders([visual] * rest, positions=len(content.full))
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=InternS1DummyInputsBuilder)
 class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForConditionalGeneration):
     """vLLM's, with a reducer behind the projector."""
 
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        from vllm.transformers_utils.processor import cached_processor_from_config
+
+        self._processor: Any = cached_processor_from_config(vllm_config.model_config)
+
+    def span(self, feature: Any) -> tuple[np.ndarray, int]:
+        """All tokens of a video, text between frames among them, begin where it begins."""
+        if feature.modality == "image":
+            return super().span(feature)
+        grid, tokens = self._film(feature.data["video_num_patches"].data), feature.mm_position.length
+        return np.zeros((DIMS, tokens), np.int64), tokens - self.reducer.count(grid) + math.prod(grid)
+
+    def _film(self, frames: Any) -> Grid:
+        return int(frames), *self.grid[1:]
+
     def _process_vision_input(self, image_input: Any) -> tuple[Tensor, ...]:
-        return tuple(self._reduced(rows) for rows in super()._process_vision_input(image_input))
+        items = super()._process_vision_input(image_input)
+        if image_input["type"] == "pixel_values":
+            return tuple(self._reduced(rows) for rows in items)
+        frames = image_input["num_patches"]
+        return tuple(self._with_text(rows, self._film(count)) for rows, count in zip(items, frames, strict=True))
+
+    def _with_text(self, rows: Tensor, grid: Grid) -> Tensor:
+        """What is left of a video's tokens `rows [n, d]`, with the text around its frames and places."""
+        ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)), device=rows.device)
+        visual: Any = ids == self.video_context_token_id
+        every = rows.new_zeros(len(ids), rows.shape[1])
+        every[visual] = rows
+        every[~visual] = self.get_language_model().embed_input_ids(ids[~visual]).to(rows)
+        columns = visual.nonzero().squeeze(1).cpu()
+        result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self.reducer.reduce(grid, rows))])
+        return pack(result.apply(every), result.anchor.to(rows.device)[:, None].expand(-1, DIMS))

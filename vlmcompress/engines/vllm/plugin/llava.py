@@ -29,7 +29,7 @@ class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
     """vLLM's, with the counts of reduced images."""
 
 
-class Processor(CountedProcessor, LlavaProcessor, LlavaMultiModalProcessor):
+class Processor(LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
     """vLLM's, with cache keys of the reducer's own."""
 
 

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: the whole image and the tiles put together are a grid each; newlines between rows stay. Images only."""
+"""LLaVA-OneVision: the whole image and the tiles put together are a grid each, a video is one; newlines stay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from vllm.model_executor.models.llava_onevision import (
+    _MAX_FRAMES_PER_VIDEO,
     LlavaOnevisionDummyInputsBuilder,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionMultiModalProcessor,
@@ -17,17 +20,53 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.parse import ImageSize
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.engines.vllm.plugin._positions import DIMS
+from vlmcompress.engines.vllm.plugin._rope import longest_prompt
+from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead")
+VIDEOS = True
+
+
+def film(config: Any, frames: int) -> Grid:
+    """The grid of a video's tokens, which are pooled by two; one newline follows it."""
+    side = math.ceil(config.vision_config.image_size // config.vision_config.patch_size / 2)
+    return frames, side, side
 
 
 class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's, with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Videos have no place here: their tokens are not reduced yet."""
-        return {"image": None}
+        """No videos where the question decides."""
+        return {"image": None, "video": 0 if self.reducer.chosen.asks else None}
+
+    def get_num_video_tokens(self, *, image_width: int, image_height: int, num_frames: int) -> int:
+        """How many tokens stand for a video in the prompt."""
+        return self.reducer.count(film(self.get_hf_config(), num_frames)) + 1
+
+    def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
+        """As many as fit: what is kept into the prompt, all of it, beside the largest images, into the model's positions.
+
+        No more than vLLM measures memory with.
+        """
+        size, videos = self.get_image_size_with_most_features(), max(mm_counts.get("video", 0), 1)
+        images = mm_counts.get("image", 0) * self.layout(size.width, size.height).tokens
+        most = (longest_prompt(self.ctx.model_config) - images - 1) // videos  # one token may begin the prompt
+        frames = 1
+        while frames < _MAX_FRAMES_PER_VIDEO:
+            grid = film(self.get_hf_config(), frames + 1)
+            if math.prod(grid) + 1 > most or (self.reducer.count(grid) + 1) * videos > seq_len:
+                break
+            frames += 1
+        return frames
+
+    def positions(self, modality: str, items: Any, number: int) -> int:
+        """How many tokens item `number` of `items` has before it is reduced."""
+        if modality == "image":
+            return super().positions(modality, items, number)
+        return math.prod(film(self.get_hf_config(), items.get_num_frames(number))) + 1
 
     @functools.cached_property
     def _largest(self) -> ImageSize:
@@ -57,7 +96,23 @@ class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaOnevisionDummyInputsBuilder)
 class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevisionForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector."""
+    """vLLM's, with a reducer behind the projector and the pooling."""
+
+    def span(self, feature: Any) -> tuple[np.ndarray, int]:
+        """Places come with the rows; behind them is text, as far on as without a reducer."""
+        if feature.modality == "image":
+            return super().span(feature)
+        grid = film(self.config, len(feature.data["pixel_values_videos"].data))
+        return np.zeros((DIMS, feature.mm_position.length), np.int64), math.prod(grid) + 1
 
     def _process_image_input(self, image_input: Any) -> Any:
         return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())
+
+    def _process_video_pixels(self, inputs: Any) -> tuple[Tensor, ...]:
+        found = []
+        for pixels, rows in zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True):
+            rows = rows.flatten(0, -2)  # vLLM gives videos of several lengths as [1, n, d]
+            grid = film(self.config, len(pixels))
+            result = self._reduction(rows, [(grid, range(math.prod(grid)))], {})
+            found.append(self._placed(result.apply(rows), result))
+        return tuple(found)

@@ -20,14 +20,8 @@ from vllm.model_executor.models.qwen3_vl import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
-from vlmcompress.engines.vllm.plugin._qwen import (
-    Placeholders,
-    QwenDummies,
-    QwenInfo,
-    QwenProcessor,
-    ReducedQwen,
-    grid_of,
-)
+from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
 from vlmcompress.reducers import Grid
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"

@@ -6,14 +6,13 @@ from vllm.model_executor.models.idefics3 import Idefics3DummyInputsBuilder, Idef
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration, SmolVLMProcessingInfo
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledProcessor
-from vlmcompress.engines.vllm.plugin.idefics3 import Counts
+from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
 SIGNALS = ("features",)
 
 
-class Info(Counts, SmolVLMProcessingInfo):
+class Info(TiledInfo, SmolVLMProcessingInfo):
     """vLLM's, with the counts of reduced images."""
 
 
