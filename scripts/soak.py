@@ -31,6 +31,7 @@ from soaking import client, malformed, memory
 from soaking.client import Reply, Sent
 from soaking.traffic import MOST_IMAGES, Ask, Conversation, conversations, traffic
 from soaking.verdict import MARGIN, TOP, judge
+from transformers import AutoConfig
 
 from vlmcompress.bench import counters
 from vlmcompress.bench.serving import FLAGS
@@ -74,9 +75,10 @@ def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], p
     return replies
 
 
-def pressure(replies: Sequence[Reply], clients: int) -> list[str]:
+def pressure(model: str, replies: Sequence[Reply], clients: int) -> list[str]:
     """Flags that make the server work hard: caches that must evict, chunks that cut images, KV space for about half of what
     the clients ask for at once."""
+    longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     held = [reply.prompt_tokens + len(reply.choices[0].tokens) for reply in replies]
     blocks = max(2 * math.ceil(max(held) / BLOCK), math.ceil(clients / 2 * sum(held) / len(held) / BLOCK))
     return [
@@ -84,7 +86,7 @@ def pressure(replies: Sequence[Reply], clients: int) -> list[str]:
         *("--mm-processor-cache-gb", "0.03"),
         *("--block-size", str(BLOCK)),
         *("--num-gpu-blocks-override", str(blocks)),
-        *("--max-model-len", str((blocks - 1) * BLOCK)),  # vLLM sets one block aside
+        *("--max-model-len", str(min((blocks - 1) * BLOCK, longest))),  # vLLM sets one block aside
         *("--max-num-batched-tokens", "96"),
         *("--max-num-seqs", str(clients)),
     ]
@@ -222,7 +224,7 @@ def main() -> int:
     asked = conversations(samples, 1 + max(ask.number for ask in asks), options.seed)
     progress = Progress()
     right = reference(options.model, asked, flags, progress)
-    hard = [*pressure(right, options.clients), *flags]
+    hard = [*pressure(options.model, right, options.clients), *flags]
     with server(options.model, flags=hard, images=MOST_IMAGES, log=options.log) as running:
         soaked = Soak(asks, asked, right, running.name, options.seed)
         seen = soak(soaked, running, options.clients, progress)
