@@ -9,9 +9,14 @@ answers several clients, which repeat themselves, share images, stream, hang up 
 `soaking/malformed.py`). Wanted: no wrong answer (`soaking/verdict.py`), no status above 499, every malformed request refused,
 nothing left running, memory flat. Exit code 1 if one of these fails. The last line is one JSON object.
 
-One status 500 is vLLM 0.32's own and asks to be sent again: its front end notes an image as sent before the engine has it, so
-after a client that hung up in between, the engine misses the image. Such requests are sent again, once; `lost_images` counts
-these cases in the server's log, and one that was sent again for another reason is a failure.
+Two faults are vLLM 0.32's own. Without a reducer a request that is preempted when its image came from the prefix cache may
+end the server ("Encoder cache miss", see `engines/vllm/plugin/_resuming.py`). And one status 500 asks to be sent again: the
+front end notes an image as sent before the engine has it, so after a client that hung up in between, the engine misses it.
+Such requests are sent again, once; `lost_images` counts these cases in the server's log, and one that was sent again for
+another reason is a failure.
+
+A model that gives the encoder ever new lengths (`pixelprune`) grows for long: oneDNN keeps what it compiled for up to 1,024
+shapes, or for as many as ONEDNN_PRIMITIVE_CACHE_CAPACITY says.
 """
 
 from __future__ import annotations
@@ -236,4 +241,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")
