@@ -3,10 +3,11 @@
     python tests/engines/reduced_probe.py JOBS.json OUT.json
 
 A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files]}]}`;
-`settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may be. Requests are given one by one,
-`passes` times over, then once all together. Of each in turn: the prompt's tokens, the answer's tokens, how many came from
-the prefix cache, and the positions that the language model was given for the rest, in the order in which it ran; and how
-often requests were preempted, where `settings` keep statistics. A job that fails leaves `{"error": ...}`.
+`settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may be, `"adapter"` is the folder of a LoRA
+adapter. Requests are given one by one, `passes` times over, then once all together. Of each in turn: the prompt's tokens, the
+answer's tokens, how many came from the prefix cache, and the positions that the language model was given for the rest, in
+the order in which it ran; and how often requests were preempted, where `settings` keep statistics. A job that fails leaves
+`{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from tests.models.engine_probe import SETTINGS
 
@@ -47,18 +49,26 @@ def run(job: dict) -> dict:
     llm.apply_model(watch)
     sampling = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=job.get("ignore_eos", False))
     requests = [request(one) for one in job["requests"]]
+    adapter = lora(job.get("adapter"))
     passes = []
     for _ in range(job["passes"]):
         passes.append([])
         for one in requests:
             positions.clear()
-            (out,) = llm.generate([one], sampling, use_tqdm=False)
+            (out,) = llm.generate([one], sampling, use_tqdm=False, lora_request=adapter)
             columns = [column for step in positions for column in step.T.tolist()]
             passes[-1].append(answer(out) | {"positions": columns})
-    together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False)]
+    together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)]
     stats = [] if llm.llm_engine.logger_manager is None else llm.get_metrics()
     preemptions = sum(each.value for each in stats if each.name == "vllm:num_preemptions")
     return {"passes": passes, "together": together, "preemptions": preemptions}
+
+
+def lora(folder: str | None) -> Any:
+    """What names an adapter to vLLM."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, folder) if folder else None
 
 
 def request(one: dict) -> dict:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from vlmcompress import carried
 from vlmcompress.chosen import parse
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
+from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
 from vlmcompress.engines.vllm.plugin._reducing import Reducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
@@ -122,6 +125,33 @@ def test_a_longer_table_is_that_of_a_longer_model():
         longer = lengthened(table[:rows], 5000)
         assert torch.equal(longer[:rows], table[:rows])
         assert (longer - table).abs().max() < 2e-3
+
+
+def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleNamespace:
+    """What vLLM tells a model of the engine, as far as it is looked at before the model is made."""
+    pruning = SimpleNamespace(is_multimodal_pruning_enabled=lambda: given.get("pruning", False))
+    parallel = {"pipeline_parallel_size": given.get("pipeline", 1), "use_ubatching": given.get("microbatches", False)}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(multimodal_config=pruning, hf_config=config(reducer, folder)),
+        speculative_config=SimpleNamespace(method=given["draft"]) if "draft" in given else None,
+        lora_config=given.get("lora_config"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"pipeline": 2}, "use tensor parallelism"),
+        ({"microbatches": True}, "leave out --enable-dbo"),
+        ({"pruning": True}, "--video-pruning-rate; leave it out"),
+        ({"draft": "eagle"}, "use the method ngram"),
+        ({"lora_config": True, "reducer": "surrogate:0.5"}, "leave out --enable-lora"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_reducer_are_refused(given, text, tmp_path):
+    with pytest.raises(ValueError, match=f"^a checkpoint that carries a reducer .* does not go with .*{text}$"):
+        OriginalPositions(vllm_config=started(tmp_path, **given))
 
 
 PROBE = """

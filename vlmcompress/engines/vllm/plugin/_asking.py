@@ -79,4 +79,19 @@ class AskingModel:
             return {}
         language_model = self.get_language_model()  # type: ignore[attr-defined]
         device = next(language_model.parameters()).device
-        return {"query": language_model.embed_input_ids(self._questions[image].flatten().to(device))}
+        return {"query": embedded(language_model, self._questions[image].flatten().to(device))}
+
+
+def embedded(language_model: Any, ids: Tensor) -> Tensor:
+    """`[n, d]`: embeddings of words `ids [n]` beside those of the step, without a LoRA adapter's part.
+
+    vLLM's layer with adapters takes what it is given for the tokens of the step, each with its request's adapter.
+    """
+    model = language_model.model
+    table = model.embed_tokens
+    model.embed_tokens = getattr(table, "base_layer", table)
+    try:
+        rows: Tensor = language_model.embed_input_ids(ids)
+    finally:
+        model.embed_tokens = table
+    return rows

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmcompress.engines.vllm.plugin._reducing import Reducer
 from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
 
 DIMS = 3
@@ -115,6 +116,7 @@ def _text(tokens: int, start: int) -> np.ndarray:
 def _check(config: Any) -> None:
     """ValueError for what would run without the places of the tokens."""
     speculative = config.speculative_config
+    needs = Reducer.of(config.model_config.hf_config).chosen.module.NEEDS
     for wrong, text in (
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
@@ -122,6 +124,10 @@ def _check(config: Any) -> None:
         (
             speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"),
             "speculative decoding by a draft model; use the method ngram",
+        ),
+        (
+            config.lora_config is not None and "ahead" in needs,
+            "LoRA adapters where the language model's own layers choose the tokens; leave out --enable-lora",
         ),
     ):
         if wrong:

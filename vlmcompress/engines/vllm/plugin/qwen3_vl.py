@@ -19,6 +19,7 @@ from vllm.model_executor.models.qwen3_vl import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
@@ -102,6 +103,6 @@ class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen, Qwen3VLForConditio
         places[visual] = where * places.new_tensor([0, 1, 1]) + (text[visual] + frame * max(grid[1:]))[:, None]
         out = rows.new_zeros(len(ids), rows.shape[1])
         out[visual] = kept
-        words = self.get_language_model().embed_input_ids(tokens[~visual])
+        words = embedded(self.get_language_model(), tokens[~visual])
         out[~visual, : words.shape[1]] = words.to(out)
         return pack(out, places)
