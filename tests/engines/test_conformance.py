@@ -118,6 +118,23 @@ def test_each_check_sees_what_it_is_there_for(found, name):
 
 
 @engine
+def test_other_tokens_kept_are_no_difference_where_types_have_rounding_errors(found):
+    """What is answered from them is left to the rate of agreement; what is answered from the same ones is not."""
+    for dtype, positions, ok in (("bfloat16", 1, True), ("bfloat16", 0, False), ("float32", 1, False)):
+        spoiled = copy.deepcopy(found)
+        plain = spoiled.engines["plain"]
+        plain["about"]["dtype"] = dtype
+        name = next(question.id for question in spoiled.questions.plain if spoiled.exact[question.id].kept)
+        for each in ("alone", "mixed"):
+            record = plain["rounds"][each][name]
+            record["tokens"][0][0] = 600
+            record["best"][0] = [[600, -1e-9]]
+        plain["rounds"]["alone"][name]["positions"][0][-1] += positions
+        judged = {check.name: check.ok for check in conformance.judge(spoiled)}
+        assert [judged[check] for check in ("parity", "log-probabilities")] == [ok, ok]
+
+
+@engine
 def test_an_engine_that_fails_fails_what_needs_it(found):
     spoiled = copy.deepcopy(found)
     spoiled.engines["caches"] = {"error": "ValueError: out of luck"}
