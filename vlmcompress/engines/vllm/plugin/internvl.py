@@ -23,6 +23,7 @@ from vllm.model_executor.models.interns1 import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt
@@ -114,7 +115,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         visual: Any = ids == self.video_context_token_id
         every = rows.new_zeros(len(ids), rows.shape[1])
         every[visual] = rows
-        every[~visual] = self.get_language_model().embed_input_ids(ids[~visual]).to(rows)
+        every[~visual] = embedded(self.get_language_model(), ids[~visual]).to(rows)
         columns = visual.nonzero().squeeze(1).cpu()
         result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self.reducer.reduce(grid, rows))])
         return pack(result.apply(every), result.anchor.to(rows.device)[:, None].expand(-1, DIMS))
