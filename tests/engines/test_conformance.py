@@ -172,7 +172,7 @@ SLOW = {
         "divprune:0.25",
         "visionzip:0.25",
         "tome:0.5",
-        "vscan:0.5",
+        "vscan:0.5,shallow=1",
     ),
     "demo-qwen": ("random:0.5", "uniform:0.25", "dart:0.25", "divprune:0.25"),
 }
