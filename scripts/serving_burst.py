@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from serving_model import SIDE, Variant
+from watching import watching
 
 from vlmcompress.bench import client, counters, measure, memory
 from vlmcompress.bench.load import Load
@@ -47,22 +47,14 @@ def state(group: str) -> State:
 @contextlib.contextmanager
 def most_running(running: Server) -> Iterator[list[float]]:
     """A list whose only entry is the most requests that the server has had running at once, as far as one looks."""
-    most, stop = [0.0], threading.Event()
+    most = [0.0]
 
     def look() -> None:
-        while not stop.wait(LOOK):
-            found = [
-                float(value) for name, _, value in counters.exposed(running) if name == "vllm:num_requests_running"
-            ]
-            most[0] = max(most[0], *found)
+        found = [float(value) for name, _, value in counters.exposed(running) if name == "vllm:num_requests_running"]
+        most[0] = max(most[0], *found)
 
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    try:
+    with watching(look, LOOK):
         yield most
-    finally:
-        stop.set()
-        watcher.join()
 
 
 def burst(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+
+from watching import watching
 
 PERIOD = 1.0  # seconds between two samples
 FEWEST = 5  # samples of a fifth of the requests
@@ -43,19 +44,8 @@ def _own_kb(process: Path) -> float:
 def watch(session: int, finished: Callable[[], int]) -> Iterator[list[tuple[int, float]]]:
     """A list that grows by (finished requests, megabytes) as long as the block lasts."""
     seen: list[tuple[int, float]] = []
-    stop = threading.Event()
-
-    def look() -> None:
-        while not stop.wait(PERIOD):
-            seen.append((finished(), round(resident_mb(session), 1)))
-
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    try:
+    with watching(lambda: seen.append((finished(), round(resident_mb(session), 1))), PERIOD):
         yield seen
-    finally:
-        stop.set()
-        watcher.join()
 
 
 def growth_mb(seen: Sequence[tuple[int, float]], requests: int) -> float | None:

@@ -66,7 +66,6 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         from vllm.transformers_utils.processor import cached_processor_from_config
 
-        self.reducer = Reducer.of(vllm_config.model_config.hf_config)
         self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=False)  # type: ignore[attr-defined]
         self._processor = cached_processor_from_config(vllm_config.model_config)
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)

@@ -50,8 +50,10 @@ class OriginalPositions(ResumableModel):
     """Put before one of vLLM's M-RoPE models. Its encoder output must be `pack`ed, its text config must have M-RoPE."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        _check(vllm_config)
+        reducer = Reducer.of(vllm_config.model_config.hf_config)
+        _check(vllm_config, reducer)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.reducer = reducer
         # Buffers, since CUDA graphs read where they read when they were recorded. As wide as the runner's own.
         tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
@@ -113,10 +115,9 @@ def _text(tokens: int, start: int) -> np.ndarray:
     return np.broadcast_to(np.arange(start, start + tokens), (DIMS, tokens))
 
 
-def _check(config: Any) -> None:
+def _check(config: Any, reducer: Reducer) -> None:
     """ValueError for what would run without the places of the tokens."""
     speculative = config.speculative_config
-    needs = Reducer.of(config.model_config.hf_config).chosen.module.NEEDS
     for wrong, text in (
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
@@ -126,7 +127,7 @@ def _check(config: Any) -> None:
             "speculative decoding by a draft model; use the method ngram",
         ),
         (
-            config.lora_config is not None and "ahead" in needs,
+            config.lora_config is not None and "ahead" in reducer.chosen.module.NEEDS,
             "LoRA adapters where the language model's own layers choose the tokens; leave out --enable-lora",
         ),
     ):

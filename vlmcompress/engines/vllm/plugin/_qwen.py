@@ -147,7 +147,6 @@ class ReducedQwen(OriginalPositions, AskingModel):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
-        self.reducer = Reducer.of(self.config)
         self._choice: Tensor | None = None
         self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=True)  # type: ignore[attr-defined]
 

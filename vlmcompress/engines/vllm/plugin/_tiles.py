@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
 from vlmcompress.reduction._units import tile
 
@@ -44,8 +43,7 @@ class TiledImages(OriginalPositions, PlainRope):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config = vllm_config.model_config.hf_config
-        self.reducer, self.grid = Reducer.of(config), tile(config)
+        self.grid = tile(vllm_config.model_config.hf_config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """The text between tiles stands where it does without a reducer, all rows of a tile where it begins."""
