@@ -45,7 +45,8 @@ RECIPES: dict[str, dict] = {
 
 def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
     """Compress `model` in these ways and ask all of them the same questions."""
-    from vlmcompress import engines, pipeline
+    from vlmcompress import engines
+    from vlmcompress.compression import quantize as pipeline
     from vlmcompress.evaluation.accuracy import Ask, evaluate_all
     from vlmcompress.recipe import resolve
 

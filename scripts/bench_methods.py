@@ -38,11 +38,13 @@ import teacher_forcing
 import torch
 from plant_outliers import drawn, most_visual, plant, write
 
-from vlmcompress import calibrate, models, pipeline
-from vlmcompress.calibration import Sample, bundled, encode, load_samples
+from vlmcompress import models
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.compression import calibrate
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.models import VLM
 from vlmcompress.recipe import resolve
-from vlmcompress.terminal import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "methods.json"

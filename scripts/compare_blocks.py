@@ -10,7 +10,7 @@ seen next to all other choices of k. Rankings:
 
     luq        least entropy of k-means clusters first (LUQ), `reverse` the other way round
     qvlm       least entropy given the block before first
-    error      least predicted increase of the answer's loss first (`vlmcompress.predict`)
+    error      least predicted increase of the answer's loss first (`vlmcompress.blocks.predict`)
     late       the last blocks first
 
 The last line is one JSON object. No engine takes part: vLLM's CPU build has no kernel for 2 bits.
@@ -28,13 +28,16 @@ from pathlib import Path
 import torch
 from teacher_forcing import encode_questions, measure, pack, predictions
 
-from vlmcompress import allocate, models, plan, statistics
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration import bundled, load_samples
+from vlmcompress import models
+from vlmcompress.blocks.solve import LayerResult, Method, apply, solve_layer
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.compression import allocate
+from vlmcompress.compression.calibrate import calibrate, decoder_blocks
+from vlmcompress.data import bundled, load_samples
 from vlmcompress.models import VLM
+from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
-from vlmcompress.solve import LayerResult, Method, apply, solve_layer
-from vlmcompress.terminal import quiet_libraries
 
 LOW, HIGH = 2, 4
 MEASURES = ("exact", "nll", "kl")

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
-from vlmcompress import allocate, models, quantizers, statistics
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import bundled, encode, load_samples
+from vlmcompress import models, quantizers
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.compression import allocate
+from vlmcompress.compression.calibrate import decoder_blocks
+from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.quantizers import REGISTRY
-from vlmcompress.stats import MODALITIES
-from vlmcompress.terminal import quiet_libraries
+from vlmcompress.statistics.inputs import MODALITIES
 
 ANSWER = 1 + MODALITIES.index("answer")
 WIDTHS = (2, 3, 4)

@@ -50,7 +50,7 @@ def outputs(vlm, batches: list[dict]) -> list[dict]:
 
 def distance(now: list[dict], original: list[dict]) -> dict[str, float]:
     """Relative squared error of the output by modality, over all samples; mean KL over answer tokens."""
-    from vlmcompress.stats import MODALITIES
+    from vlmcompress.statistics.inputs import MODALITIES
 
     result = {}
     for code, name in enumerate(MODALITIES, start=1):
@@ -69,10 +69,10 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
     import torch
 
     from vlmcompress import models, quantizers
-    from vlmcompress.blocks import compress, solve_blocks
-    from vlmcompress.calibrate import decoder_blocks
-    from vlmcompress.resume import LayerStore
-    from vlmcompress.solve import Method
+    from vlmcompress.blocks.solve import Method
+    from vlmcompress.blocks.store import LayerStore
+    from vlmcompress.compression.blocks import compress, solve_blocks
+    from vlmcompress.compression.calibrate import decoder_blocks
 
     vlm, module = models.load(folder), quantizers.REGISTRY.get(scheme)
     blocks, method, began = decoder_blocks(vlm), Method(module, module.Options(**options)), time.perf_counter()
@@ -96,9 +96,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the calibration samples")
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), choices=list(SCHEMES))
     args = parser.parse_args()
-    from vlmcompress import models, statistics, terminal
-    from vlmcompress.calibrate import calibrate
-    from vlmcompress.calibration import bundled, encode, load_samples
+    from vlmcompress import models
+    from vlmcompress.calibration import statistics_folder as statistics
+    from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.compression.calibrate import calibrate
+    from vlmcompress.data import bundled, encode, load_samples
     from vlmcompress.recipe import resolve
 
     terminal.quiet_libraries()

@@ -43,7 +43,9 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from tests.models.inputs import images
-    from vlmcompress import doctor, models, pipeline
+    from vlmcompress import models
+    from vlmcompress.compression import quantize as pipeline
+    from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
     from vlmcompress.recipe import resolve
 

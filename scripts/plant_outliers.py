@@ -31,11 +31,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vlmcompress import atomic, models
-from vlmcompress.calibration import bundled, encode, load_samples
+from vlmcompress import models
+from vlmcompress.common import folders as atomic
+from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 Batch = dict[str, Tensor]
 CARD = """\

@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress import carried
-from vlmcompress.calibration.sources import bundled
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.data.sources import bundled
+from vlmcompress.recipe.reducer import parse
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "eval/demo/demo-llava"  # whose tokenizer and chat template it has

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 
-from vlmcompress import checkpoint, exporters, manifest, models, tensorfile
+from vlmcompress import exporters, models
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import write as checkpoint
+from vlmcompress.common import tensor_files as tensorfile
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
 

@@ -14,9 +14,15 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from tests import calibration_rows, tiny
-from vlmcompress import allocate, check, cli, doctor, manifest, models, pipeline, plan, statistics
-from vlmcompress.calibrate import KINDS, calibrate
+from vlmcompress import cli, models
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.checkpoint import manifest
+from vlmcompress.compression import allocate
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import KINDS, calibrate
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
+from vlmcompress.planning import check, plan
 from vlmcompress.recipe import resolve
 
 DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -132,7 +138,7 @@ def test_without_statistics_they_are_collected_first(world, tmp_path):
 
 def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
     """A balance by gradients needs them for its own sake, too; those of the statistics serve it."""
-    from vlmcompress.calibration import sensitivity
+    from vlmcompress.calibration import gradient_pass as sensitivity
 
     calls, real = [], sensitivity.gradients
     monkeypatch.setattr(sensitivity, "gradients", lambda *args: calls.append(1) or real(*args))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmcompress import atomic
+from vlmcompress.common import folders as atomic
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from vlmcompress import carried, cli
-from vlmcompress.chosen import parse
+from vlmcompress import cli
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.recipe.reducer import parse
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "eval" / "demo" / "demo-llava")

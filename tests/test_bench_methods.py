@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress import models, pipeline
-from vlmcompress.calibration import Sample, bundled, encode, load_samples
+from vlmcompress import models
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Settings
 from vlmcompress.evaluation.scoring import normalise

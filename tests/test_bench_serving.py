@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from vlmcompress import carried, terminal
 from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.counters import Counters
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.commands import _terminal as terminal
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[1]

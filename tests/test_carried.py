@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from vlmcompress import carried, counts
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
+from vlmcompress.reducers import _counter as counts
 
 PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
 

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.tiny import build
-from vlmcompress import checkpoint, manifest, tensorfile
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import write as checkpoint
+from vlmcompress.common import tensor_files as tensorfile
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 

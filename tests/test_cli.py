@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from vlmcompress import cli, terminal
+from vlmcompress import cli
+from vlmcompress.commands import _terminal as terminal
 from vlmcompress.errors import GateError, UserError
 
 
@@ -147,8 +148,8 @@ def test_list(capfd):
 
 
 def test_list_reducers_says_what_their_modules_say(capfd):
-    from vlmcompress.chosen import parse
     from vlmcompress.engines.vllm.plugin import FAMILIES, refusal
+    from vlmcompress.recipe.reducer import parse
     from vlmcompress.reducers import REGISTRY
 
     assert cli.main(["list", "reducers", "--json"]) == 0

@@ -9,9 +9,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests import tiny
 from tests.reduction.reduction_data import picture
-from vlmcompress import carried, plan
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
-from vlmcompress.pipeline import quantize
+from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction.carrying import attach_carried
 

@@ -10,8 +10,8 @@ import statistics
 import pytest
 import torch
 
-from vlmcompress import counts
 from vlmcompress.errors import UserError
+from vlmcompress.reducers import _counter as counts
 
 
 def drawn(number: int, side: int = 24) -> torch.Tensor:

@@ -15,11 +15,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests import calibration_rows, tiny
-from vlmcompress import arguments, cli, models, pipeline, statistics, terminal
-from vlmcompress.calibrate import KINDS, calibrate, decoder_blocks, gram_bytes
+from vlmcompress import cli, models
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.commands import _arguments as arguments
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import KINDS, calibrate, decoder_blocks, gram_bytes
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from tests.calibration.kit import file_of, picture, refused
-from vlmcompress import calibration, cli, models, pipeline, statistics
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress import calibration, cli, models
+from vlmcompress.blocks.solve import Method, solve_layer
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import calibrate, decoder_blocks
 from vlmcompress.recipe import resolve
-from vlmcompress.resume import LayerStore
-from vlmcompress.sensitivity import Gradient, Gradients, sensitivities
-from vlmcompress.solve import Method, solve_layer
+from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlmcompress import cli, kv_range, models, pipeline, terminal
-from vlmcompress.balance import MODALITIES
-from vlmcompress.calibrate import calibrate
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress import cli, models
 from vlmcompress.calibration.sequential import alike
-from vlmcompress.kv_range import BINS, KVRange
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.data import encode, load_samples
 from vlmcompress.recipe import resolve
+from vlmcompress.statistics import kv_range
+from vlmcompress.statistics.balance import MODALITIES
+from vlmcompress.statistics.kv_range import BINS, KVRange
 
 DEMO = Path(__file__).parents[1] / "eval" / "demo" / "demo-llava"
 

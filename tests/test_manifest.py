@@ -11,7 +11,8 @@ import pytest
 
 from tests import rtn
 from tests.tiny import build
-from vlmcompress import card, checkpoint, manifest
+from vlmcompress.checkpoint import card, manifest
+from vlmcompress.checkpoint import write as checkpoint
 from vlmcompress.errors import UserError
 
 ERRORS = {"a.q_proj": {"text": 0.001, "vision": 0.004}, "a.k_proj": {"text": 0.003, "vision": 0.002}}

@@ -21,14 +21,15 @@ from transformers import AutoModelForImageTextToText
 
 from tests import tiny
 from vlmcompress import models, modifiers
-from vlmcompress.balance import Sensitivity
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import block_search, encode, load_samples
-from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_search
+from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.compression.calibrate import decoder_blocks
+from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.quantizers import mbq
-from vlmcompress.sensitivity import sensitivities
-from vlmcompress.solve import Method
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.gradients import sensitivities
 
 IGNORE = ["re:.*lm_head", "re:.*visual.*"]
 SCHEME = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 32, "strategy": "group"}}}

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import calibration_rows, tiny
-from vlmcompress import doctor, models, pipeline
+from vlmcompress import models
 from vlmcompress.calibration import sequential
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 

@@ -10,11 +10,13 @@ import torch
 from PIL import Image
 
 from tests import tiny
-from vlmcompress import check, estimate, fit, pipeline, plan
+from vlmcompress.checkpoint import sizes as estimate
+from vlmcompress.common.tensor_files import Spec
+from vlmcompress.compression import quantize as pipeline
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import Format, Scheme
+from vlmcompress.planning import check, fit, plan
 from vlmcompress.recipe import resolve
-from vlmcompress.tensorfile import Spec
 
 
 @pytest.fixture(scope="module")

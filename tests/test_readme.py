@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmcompress import arguments, cli
+from vlmcompress import cli
+from vlmcompress.commands import _arguments as arguments
 from vlmcompress.results import load
 
 ROOT = Path(__file__).parents[1]

@@ -8,9 +8,14 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import tiny
-from vlmcompress import carried, chosen, cli, doctor, manifest, plan
+from vlmcompress import cli
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
-from vlmcompress.pipeline import quantize
+from vlmcompress.planning import plan
+from vlmcompress.recipe import reducer as chosen
 from vlmcompress.recipe import resolve
 
 BASE = {"model": "m", "scheme": "none"}

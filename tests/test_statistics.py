@@ -15,15 +15,19 @@ import torch
 from safetensors.torch import load_file
 
 from tests import calibration_rows, tiny
-from vlmcompress import cli, doctor, models, pipeline, statistics, terminal
-from vlmcompress.blocks import solve_blocks
-from vlmcompress.calibrate import calibrate, collect, decoder_blocks
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress import cli, models
+from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.calibration import statistics_folder as statistics
 from vlmcompress.calibration.sequential import alike
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.blocks import solve_blocks
+from vlmcompress.compression.calibrate import calibrate, collect, decoder_blocks
+from vlmcompress.data import encode, load_samples
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.recipe import resolve
-from vlmcompress.resume import LayerStore
-from vlmcompress.solve import Method, apply, solve_layer
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 NAMES = ("llava", "qwen2-5-vl")
 

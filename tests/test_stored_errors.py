@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmcompress import cli, manifest, pipeline, statistics, terminal
-from vlmcompress.calibrate import calibrate
+from vlmcompress import cli
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.checkpoint import manifest
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.diagnosis.measured_errors import measure
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.recipe import resolve
-from vlmcompress.stored_errors import measure
 
 DEMO = Path(__file__).parents[1] / "eval" / "demo" / "demo-llava"
 NEEDS = ("gram", "absmax", "absmean")

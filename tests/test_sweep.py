@@ -9,11 +9,14 @@ import pytest
 import yaml
 
 from tests import calibration_rows, tiny
-from vlmcompress import allocate, cli, pipeline, plan, sweep
-from vlmcompress.calibrate import calibrate
+from vlmcompress import cli
+from vlmcompress.compression import allocate, sweep
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.sweep import Point
 from vlmcompress.errors import UserError
+from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
-from vlmcompress.sweep import Point
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlmcompress import tensorfile
+from vlmcompress.common import tensor_files as tensorfile
+from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.tensorfile import Spec
 
 
 @pytest.fixture

@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.balance import BY_GRADIENT, MODALITIES, Sensitivity, check_balance, shares
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import encode, load_samples
 from vlmcompress.calibration.block_search import BlockSearch, mappings_of
-from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress.calibration.gradient_pass import gradients
 from vlmcompress.calibration.sequential import loader
+from vlmcompress.compression.calibrate import decoder_blocks
+from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.sensitivity import sensitivities
+from vlmcompress.statistics.balance import BY_GRADIENT, MODALITIES, Sensitivity, check_balance, shares
+from vlmcompress.statistics.gradients import sensitivities
 
 _MASK = "samples need a `loss_mask` of modalities and oneshot use_loss_mask=True; see vlmcompress.modifiers.dataloader"
 
@@ -70,7 +70,7 @@ class BalancedGPTQModifier(GPTQModifier):
     """GPTQ with the tokens' shares in the Hessian set by a balance: `H = sum_m w_m X_m^T X_m`.
 
     Attributes:
-        balance: "off", "ratio", "auto", "mbq" or {text, vision, answer} weights, see `vlmcompress.balance`.
+        balance: "off", "ratio", "auto", "mbq" or {text, vision, answer} weights, see `vlmcompress.statistics.balance`.
     """
 
     balance: Any = "auto"

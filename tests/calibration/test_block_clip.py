@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import doctor, models, pipeline
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration import block_clip, encode, load_samples
+from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_clip
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import calibrate, decoder_blocks
+from vlmcompress.data import encode, load_samples
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.quantizers import qvlm
 from vlmcompress.recipe import resolve
-from vlmcompress.solve import Method
 
 FAMILIES = (
     "llava",

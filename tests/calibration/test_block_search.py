@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from tests import tiny
 from vlmcompress import models
-from vlmcompress.balance import Sensitivity
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import block_search, encode, load_samples
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_search
+from vlmcompress.compression.calibrate import decoder_blocks
+from vlmcompress.data import encode, load_samples
 from vlmcompress.quantizers import awq, mbq
-from vlmcompress.solve import Method
+from vlmcompress.statistics.balance import Sensitivity
 
 RHO = {"qkv": 0.4, "o": 0.4, "gate_up": 3.0, "down": 3.0}
 INSPECTED = {"qkv": "self_attn", "o": "self_attn.o_proj", "gate_up": "mlp", "down": "mlp.down_proj"}

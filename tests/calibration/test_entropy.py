@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import models, statistics
-from vlmcompress.calibrate import calibrate, collect, decoder_blocks
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder as statistics
 from vlmcompress.calibration.entropy import Reservoir, cluster_entropy, conditional_entropy
 from vlmcompress.calibration.sequential import alike
+from vlmcompress.compression.calibrate import calibrate, collect, decoder_blocks
+from vlmcompress.data import encode, load_samples
 from vlmcompress.recipe import resolve
 
 

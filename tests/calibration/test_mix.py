@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import models, pipeline, statistics, summary
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration import data_hash, load_mixed, load_samples
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.commands import _summary as summary
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.calibrate import calibrate, decoder_blocks
+from vlmcompress.data import data_hash, load_mixed, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import models, statistics
-from vlmcompress.calibrate import calibrate
-from vlmcompress.calibration import encode, load_samples
-from vlmcompress.calibration.encode import ANSWER, VISION
-from vlmcompress.calibration.reduced import decoder, reduced
-from vlmcompress.chosen import parse
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
+from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.errors import UserError
-from vlmcompress.pipeline import quantize
 from vlmcompress.recipe import resolve
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import attach
 
 

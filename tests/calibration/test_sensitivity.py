@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.calibration.kit import picture, refused
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import Sample, encode
-from vlmcompress.calibration.sensitivity import answer_loss, gradients
+from vlmcompress.calibration.gradient_pass import answer_loss, gradients
+from vlmcompress.compression.calibrate import decoder_blocks
+from vlmcompress.data import Sample, encode
 from vlmcompress.models import VLM, decoder_layers
-from vlmcompress.sensitivity import Gradients, sensitivities
-from vlmcompress.stats import MODALITIES
+from vlmcompress.statistics.gradients import Gradients, sensitivities
+from vlmcompress.statistics.inputs import MODALITIES
 
 NEAR = {"rel": 1e-4, "abs": 1e-12}
 

@@ -9,14 +9,14 @@ import torch
 
 from tests.calibration.kit import picture
 from vlmcompress import quantizers
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import Sample, encode
+from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.store import LayerStore
 from vlmcompress.calibration.sequential import BlockModifier, alike, run_oneshot
 from vlmcompress.calibration.token_weights import token_weights
+from vlmcompress.compression.calibrate import decoder_blocks
+from vlmcompress.data import Sample, encode
 from vlmcompress.models import VLM, decoder_layers, layer_class
 from vlmcompress.numerics import round_to_nearest
-from vlmcompress.resume import LayerStore
-from vlmcompress.solve import Method
 
 GPTQ = quantizers.REGISTRY.get("gptq")
 METHOD = Method(GPTQ, GPTQ.Options(bits=3, group_size=64, tokens="vlmq"))

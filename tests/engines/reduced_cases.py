@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from eval.demo.measure import load_rows, messages
 from tests.engines.reduced_probe import about
 from tests.tiny import build
-from vlmcompress import carried
-from vlmcompress.chosen import Chosen, parse
-from vlmcompress.counts import Counter
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.models import VLM, load
+from vlmcompress.recipe.reducer import Chosen, parse
 from vlmcompress.reducers import Grid, Signals, reduce
+from vlmcompress.reducers._counter import Counter
 from vlmcompress.reduction import attach
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-qwen"

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.engines.processes import session_ends, session_members
-from vlmcompress import carried
-from vlmcompress.calibration.sources import load_samples
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Run, Settings
 from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo"
 MODEL = DEMO / "demo-llava"

@@ -15,14 +15,14 @@ import torch
 from transformers import AutoConfig
 
 from tests.engines.reduced_cases import reduced
-from vlmcompress import carried
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 
 ROOT = Path(__file__).parents[2]

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from tests import calibration_rows, tiny
-from vlmcompress import carried, models
-from vlmcompress.chosen import parse
+from vlmcompress import models
+from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.engines.vllm import conformance, plugin
 from vlmcompress.engines.vllm.conformance import _questions
 from vlmcompress.engines.vllm.conformance._reference import Reference
-from vlmcompress.pipeline import quantize
 from vlmcompress.recipe import resolve
+from vlmcompress.recipe.reducer import parse
 
 pytestmark = pytest.mark.engine
 SCHEMES = {"fp8": {}, "int8": {}, "awq": {"group_size": 32}, "gptq": {"group_size": 64}}

@@ -19,10 +19,10 @@ from PIL import Image
 
 from tests.engines.processes import session_ends
 from tests.tiny import build
-from vlmcompress import carried
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.engines.vllm.serve import example, flags, serve
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 
 
 def test_flags(checkpoint: Path) -> None:

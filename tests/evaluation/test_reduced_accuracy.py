@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tests.evaluation.echo import Echo, checkpoint, picture, question, write_rows
-from vlmcompress import carried, results
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.evaluation.accuracy import Ask, evaluate
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.report import findings
 from vlmcompress.report.text import text
+from vlmcompress.results import records as results
 
 
 class _Counting(Echo):

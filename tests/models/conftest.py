@@ -12,7 +12,7 @@ import pytest
 
 from tests.models.inputs import QUESTION, images
 from tests.tiny import build
-from vlmcompress import pipeline
+from vlmcompress.compression import quantize as pipeline
 from vlmcompress.models import REGISTRY, VLM, load, read_config, spec_for
 from vlmcompress.recipe import resolve
 

@@ -10,10 +10,13 @@ import torch
 
 from tests.reduction.reduction_data import NONE, ONE, TWO, checkpoint, encode, picture, tiny
 from tests.reduction.reduction_data import vlm as loaded
-from vlmcompress import chosen, cli, counts
+from vlmcompress import cli
 from vlmcompress.errors import UserError
+from vlmcompress.recipe import reducer as chosen
 from vlmcompress.reducers import REGISTRY, Merger, tome
-from vlmcompress.reduction import attach, thresholds
+from vlmcompress.reducers import _counter as counts
+from vlmcompress.reduction import attach
+from vlmcompress.reduction import learning as thresholds
 
 DYMU = REGISTRY.get("dymu")
 

@@ -10,7 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vlmcompress import cli, layer_errors, manifest, pipeline, terminal
+from vlmcompress import cli
+from vlmcompress.checkpoint import manifest
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import quantize as pipeline
+from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 from vlmcompress.report.charts import heatmap

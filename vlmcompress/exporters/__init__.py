@@ -10,9 +10,6 @@ An exporter is a module with
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
 
-from vlmcompress.exporters._layers import misread, targets
-from vlmcompress.registry import Registry
-
-__all__ = ["REGISTRY", "misread", "targets"]
+from vlmcompress.common.registry import Registry
 
 REGISTRY = Registry("vlmcompress.exporters", "format")

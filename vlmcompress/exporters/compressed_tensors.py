@@ -25,9 +25,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 
+from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, dequantize
-from vlmcompress.tensorfile import Spec
 
 FORMAT = "compressed-tensors"
 

@@ -23,22 +23,22 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from vlmcompress.chosen import Chosen, choose
-from vlmcompress.counts import Counter
 from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen, choose
 from vlmcompress.reducers import REGISTRY
-from vlmcompress.reduction import thresholds
+from vlmcompress.reducers._counter import Counter
+from vlmcompress.reduction import learning as thresholds
 from vlmcompress.reduction._attach import Attachment, KeptWhole
 from vlmcompress.reduction._blocks import Blocks
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction._generating import Generating
 from vlmcompress.reduction._inside import Inside
 from vlmcompress.reduction._merging import Merging
-from vlmcompress.reduction._pixels import Pixels
-from vlmcompress.reduction._support import check, check_counter, refusal
-from vlmcompress.reduction._units import Reduced
 from vlmcompress.reduction._views import Views
 from vlmcompress.reduction.carrying import attach_carried
+from vlmcompress.reduction.pixels import Pixels
+from vlmcompress.reduction.support import check, check_counter, refusal
+from vlmcompress.reduction.units import Reduced
 
 __all__ = ["Attachment", "Chosen", "KeptWhole", "Reduced", "attach", "attach_carried", "refusal"]
 
@@ -48,7 +48,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter
 
     Args:
         vlm: the model; one reducer at a time (ValueError).
-        method: name of a reducer, or one with its options (`vlmcompress.chosen`).
+        method: name of a reducer, or one with its options (`vlmcompress.recipe.reducer`).
         options: its `Options`, or a mapping of them; default: its defaults.
         counter: says how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress import carried
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.models import VLM, spec_for
 from vlmcompress.models._read import read_json
 
 if TYPE_CHECKING:
-    from vlmcompress.chosen import Chosen
+    from vlmcompress.recipe.reducer import Chosen
     from vlmcompress.reduction._attach import Attachment
 
 

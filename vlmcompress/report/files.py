@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vlmcompress import atomic
+from vlmcompress.common import folders as atomic
 from vlmcompress.report.badge import badge
 from vlmcompress.report.junit import junit
 from vlmcompress.report.markdown import markdown

@@ -117,7 +117,7 @@ def _check_reducer(model: Path, config: dict) -> None:
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):
         return
-    from vlmcompress import carried  # which brings torch along
+    from vlmcompress.checkpoint import reducer_block as carried  # which brings torch along
 
     try:
         found = carried.read(config)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import carried
-from vlmcompress.chosen import Chosen
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.engines.vllm.conformance._questions import Questions
+from vlmcompress.recipe.reducer import Chosen
 
 TOKENS = 8
 FEW = 8
@@ -79,7 +79,7 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
 
 def another(reducer: Chosen) -> Chosen:
     """A reducer that keeps as many tokens as `reducer` could, chosen otherwise: only its name tells them apart."""
-    from vlmcompress import chosen
+    from vlmcompress.recipe import reducer as chosen
 
     other = "uniform" if reducer.method != "uniform" else "random"
     return chosen.choose(other, {"keep": getattr(reducer.options, "keep", 0.5)}, "another")

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). Where no reduced checkpoint is
 served that is all that ever happens: the families' modules are imported by vLLM when a checkpoint names their architecture,
-`Vlmcompress` and the original's name (see `vlmcompress.carried`). An engine without this plugin knows no such architecture
+`Vlmcompress` and the original's name (see `checkpoint.reducer_block`). An engine without this plugin knows no such architecture
 and refuses the checkpoint.
 
 Each module here without a leading underscore is a family. It defines, as literals,
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlmcompress.common.registry import Registry
 from vlmcompress.errors import did_you_mean
-from vlmcompress.registry import Registry
 
 if TYPE_CHECKING:
-    from vlmcompress.chosen import Chosen
+    from vlmcompress.recipe.reducer import Chosen
 
 FAMILIES = Registry(__name__, "family")
 REDUCERS = Registry("vlmcompress.reducers", "reducer")
