@@ -30,12 +30,12 @@ from teacher_forcing import encode_questions, measure, pack, predictions
 
 from vlmcompress import models
 from vlmcompress.blocks.solve import LayerResult, Method, apply, solve_layer
-from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.compression import allocate
-from vlmcompress.compression.calibrate import calibrate, decoder_blocks
+from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.data import bundled, load_samples
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, decoder_blocks
 from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
 
@@ -44,7 +44,7 @@ MEASURES = ("exact", "nll", "kl")
 
 
 def solved(
-    vlm: VLM, blocks: Sequence, stats: statistics.Statistics, balance: str
+    vlm: VLM, blocks: Sequence, stats: statistics_folder.Statistics, balance: str
 ) -> dict[tuple[int, int], LayerResult]:
     """(block, bits) -> what becomes of it."""
     found = {}
@@ -57,7 +57,7 @@ def solved(
     return found
 
 
-def rankings(model: Path, stats: statistics.Statistics, folder: Path, balance: str) -> dict[str, list[int]]:
+def rankings(model: Path, stats: statistics_folder.Statistics, folder: Path, balance: str) -> dict[str, list[int]]:
     """Name -> blocks, those that lose their bits first at the front."""
     entropy = stats.facts["entropy"]
     blocks = range(len(entropy["luq"]))
@@ -107,8 +107,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         given = {"model": str(args.model), "out": str(Path(temporary, "stats")), "scheme": "none", "seed": args.seed}
         calibrate(resolve(given | {"calibrate": {"samples": args.samples}}).recipe, needs=None)
-        stats = statistics.read(Path(temporary, "stats"))
-        blocks = decoder_blocks(vlm)
+        stats = statistics_folder.read(Path(temporary, "stats"))
+        blocks = decoder_blocks(vlm.model, vlm.spec)
         results = solved(vlm, blocks, stats, args.balance)
         orders = rankings(args.model, stats, Path(temporary), args.balance)
     entropy = stats.facts["entropy"]

@@ -44,7 +44,7 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
 
     from tests.models.inputs import images
     from vlmcompress import models
-    from vlmcompress.compression import quantize as pipeline
+    from vlmcompress.compression.quantize import quantize
     from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
     from vlmcompress.recipe import resolve
@@ -53,7 +53,7 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
         recipe = resolve(
             {"model": str(source), "out": str(out), "scheme": scheme, "calibrate": {"data": str(data)}}
         ).recipe
-        pipeline.quantize(recipe)
+        quantize(recipe)
     except UserError as error:
         return str(error)
     failed = [f"{check.name}: {check.detail}" for check in doctor.diagnose(out, source) if not check.ok]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vlmcompress.blocks.solve import Method, solve_layer
 from vlmcompress.checkpoint import manifest
-from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import fp8_static, int8
@@ -123,7 +123,7 @@ def test_whose_maxima():
 def test_smoothquant_of_the_demo_model(tmp_path):
     """The manifest says whose the maxima are, and errors are those of INT8 inputs: several times those of the weights."""
     given = {"model": str(DEMO), "out": str(tmp_path / "out"), "scheme": "int8", "calibrate": {"samples": 12}}
-    made = pipeline.quantize(resolve(given).recipe).manifest
+    made = quantize(resolve(given).recipe).manifest
     assert len(made["maxima"]) == 16 and all(
         sum(shares.values()) == pytest.approx(1) for shares in made["maxima"].values()
     )

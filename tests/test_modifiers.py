@@ -24,9 +24,9 @@ from vlmcompress import models, modifiers
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import block_search
 from vlmcompress.calibration.gradient_pass import gradients
-from vlmcompress.compression.calibrate import decoder_blocks
 from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
+from vlmcompress.models import decoder_blocks
 from vlmcompress.quantizers import mbq
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.gradients import sensitivities
@@ -115,7 +115,7 @@ def test_tokens_of_another_shape_are_all_alike(monkeypatch):
 def test_mbq_in_a_recipe_finds_what_ours_finds(folder):
     """Oracle: `search_blocks` with the gradients measured beforehand. Norms end divided by its scales."""
     source = models.load(folder / "model")
-    blocks = decoder_blocks(source)
+    blocks = decoder_blocks(source.model, source.spec)
     batches = encode(load_samples(str(folder / "calib.jsonl"), samples=3, seed=0), source)
     names = [{group.name: group.linears for group in groups} for groups in blocks]
     known = sensitivities(gradients(source, batches), names)

@@ -46,19 +46,19 @@ def quantize(args: argparse.Namespace) -> Outcome:
         from vlmcompress.planning import plan
 
         planned = plan.build(resolved.recipe)
-        if planned.room and planned.statistics:
+        if planned.budget and planned.statistics:
+            from vlmcompress.common.progress import silent
             from vlmcompress.compression import allocate
-            from vlmcompress.compression import quantize as pipeline
 
-            planned = allocate.planned(planned, progress=pipeline.silent)
+            planned = allocate.planned(planned, progress=silent)
         return OK, {"ok": True, **planned.to_dict(), "origins": resolved.origins}, summary.plan_text(planned, resolved)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")
-    from vlmcompress.compression import quantize as pipeline
+    from vlmcompress.compression.quantize import quantize as run
 
     began, progress = time.monotonic(), terminal.Progress()
     try:
-        done = pipeline.quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = run(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
     finally:
         progress.close()
     for line in done.manifest["warnings"]:

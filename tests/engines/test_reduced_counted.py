@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from tests.engines import reduced_cases as cases
 from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
@@ -55,7 +55,7 @@ def test_without_counts_it_is_refused():
 
     config = AutoConfig.from_pretrained(SOURCE)
     plain = {"model_type": "llava", "architectures": config.architectures}
-    block = carried.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
+    block = reducer_block.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
     given = SimpleNamespace(**{**vars(config), **block, "vision_config": config.vision_config})
     with pytest.raises(UserError, match="'count' is missing"):
         Reducer.of(given)

@@ -13,7 +13,7 @@ import pytest
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
 from vlmcompress.commands import _terminal as terminal
-from vlmcompress.compression import quantize as pipeline
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
@@ -54,7 +54,7 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path, Path]:
         "balanced": {"scheme": "gptq", "options": {"balance": "ratio"}},
     }.items():
         given = {"model": str(DEMO), "out": str(folder / name), "calibrate": {"samples": 16}} | more
-        pipeline.quantize(resolve(given).recipe)
+        quantize(resolve(given).recipe)
     return folder / "rounded", folder / "unbalanced", folder / "balanced"
 
 

@@ -9,91 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from vlmcompress.blocks.solve import LayerResult, Method
-from vlmcompress.common import folders as atomic
+from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.models import Group
 from vlmcompress.numerics import Format, QTensor, Scheme
 
 _SMALL = ("smoothing", "input_scales", "kv_ranges")
-
-
-class BlockFiles:
-    """A safetensors file for each finished block.
-
-    Args:
-        folder: where they are kept; created.
-        fingerprint: what their contents depend on.
-        resume: keep what an earlier run with the same fingerprint left; otherwise start empty.
-    """
-
-    def __init__(self, folder: Path, fingerprint: str, resume: bool):
-        self.folder = folder
-        mark = folder / "fingerprint"
-        with atomic.user_errors(folder):
-            if folder.exists() and not (resume and mark.exists() and mark.read_text() == fingerprint):
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(fingerprint)
-
-    def path(self, layer: int) -> Path:
-        """The file of a block, finished or not."""
-        return self.folder / block_file(layer)
-
-    def has(self, layer: int) -> bool:
-        """Whether the block is finished."""
-        return self.path(layer).exists()
-
-    def finished(self) -> int:
-        """How many blocks are finished."""
-        return sum(1 for _ in self.folder.glob("layer-*.safetensors"))
-
-    def write(self, layer: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Keep what belongs to a block; it is on disk when this returns."""
-        path = self.path(layer)
-        aside = path.with_suffix(".part")
-        with atomic.user_errors(path):
-            try:
-                save_file(tensors, aside, metadata)
-            except SafetensorError as error:  # carries an OSError only as text
-                if number := re.search(r"os error (\d+)", str(error)):
-                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-                raise
-            atomic.sync_file(aside)
-            aside.rename(path)
-
-    def note(self, name: str, data: Any) -> None:
-        """Keep something small that is JSON; it is on disk when this returns."""
-        path = self.folder / f"{name}.json"
-        aside = path.with_suffix(".part")
-        with atomic.user_errors(path):
-            aside.write_text(json.dumps(data))
-            atomic.sync_file(aside)
-            aside.rename(path)
-
-    def noted(self, name: str) -> Any:
-        """What is kept under a name; None: nothing."""
-        path = self.folder / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else None
-
-    def remove(self) -> None:
-        """Forget everything; called once OUT is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def block_file(layer: int) -> str:
-    """Name of the file of a block."""
-    return f"layer-{layer:04d}.safetensors"
 
 
 class LayerStore(BlockFiles):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
-from vlmcompress.blocks.store import BlockFiles
+from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER
 from vlmcompress.errors import UserError

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,13 +33,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from vlmcompress.blocks.solve import Method
-from vlmcompress.blocks.store import BlockFiles, block_file
-from vlmcompress.checkpoint import manifest
+from vlmcompress.common import identity
+from vlmcompress.common.block_files import BlockFiles, block_file
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group
-from vlmcompress.planning.reducer import calibrated, same
-from vlmcompress.recipe import Calibrate, Recipe
 from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.recipe.reducer import read as read_reducer
 from vlmcompress.statistics.balance import Sensitivity
@@ -91,7 +87,7 @@ class Statistics:
     @cached_property
     def sha256(self) -> str:
         """Of the description, which holds the hashes of everything else."""
-        return manifest.sha256(self.folder / NAME)
+        return identity.sha256(self.folder / NAME)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -122,125 +118,30 @@ class Statistics:
             one.sensitivity = self.sensitivities.get((layer, group))
         return stats, kv_ranges
 
-    def problems(self, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
-        """Why a recipe can't use them, from descriptions alone."""
-        return [
-            *self.other_model(recipe.model),
-            *self._other_software(),
-            *self._absent(method, bool(recipe.kv_cache), blocks),
-            *self._other_settings(recipe.calibrate),
-            *self._other_reducer(recipe),
-        ]
-
     def other_model(self, model: Path) -> list[str]:
         """Why they are not of this model, from descriptions alone; empty if they may be."""
-        was, now = self.facts["model"], manifest.source_identity(model)
+        was, now = self.facts["model"], identity.source_identity(model)
         for key, what in (("config_sha256", "config"), ("headers_sha256", "shapes of weights")):
             if was[key] != now[key]:
-                return [self._differs(what, was["source"], was[key], model, now[key])]
+                return [self.differs(what, was["source"], was[key], model, now[key])]
         files, own = self.facts["processor"], processor_identity(model)
         for name in sorted(files.keys() | own.keys()):
             if files.get(name) != own.get(name):
-                return [self._differs(name, was["source"], files.get(name), model, own.get(name))]
+                return [self.differs(name, was["source"], files.get(name), model, own.get(name))]
         return []
 
-    def _differs(self, what: str, source: str, was: str | None, model: Path, now: str | None) -> str:
+    def differs(self, what: str, source: str, was: str | None, model: Path, now: str | None) -> str:
+        """That something of the model they are of has another hash than that of `model`, in one line."""
         return (
-            f"statistics {self.folder} are of another model: sha256 of {what} is {_short(was)} for '{source}' and "
-            f"{_short(now)} for {model}; calibrate {model}"
+            f"statistics {self.folder} are of another model: sha256 of {what} is {short(was)} for '{source}' and "
+            f"{short(now)} for {model}; calibrate {model}"
         )
-
-    def _other_software(self) -> list[str]:
-        """Another transformers may name modules and compute activations in other ways."""
-        was, now = (versions.get("transformers") for versions in (self.facts["created_by"], manifest.versions()))
-        if was == now:
-            return []
-        return [f"statistics {self.folder} were collected with transformers {was}, here is {now}; calibrate again"]
-
-    def _absent(self, method: Method, kv_cache: bool, blocks: Sequence[Sequence[Group]]) -> list[str]:
-        found = []
-        if method.by_token:
-            found.append(
-                "tokens 'vlmq' weighs tokens with the model itself; leave out the statistics or use tokens 'off'"
-            )
-        if method.by_block:
-            found.append(
-                f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "
-                "objective 'gram'"
-            )
-        if method.joint:
-            found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
-        if lacking := sorted(method.needs - set(self.facts["needs"])):
-            have = ", ".join(self.facts["needs"])
-            found.append(
-                f"statistics {self.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; calibrate again"
-            )
-        if kv_cache and not self.facts["kv_cache"]:
-            found.append(f"statistics {self.folder} hold no ranges of keys and values; calibrate with --kv-cache fp8")
-        for layer, groups in enumerate(blocks):
-            known = self.facts["blocks"][layer] if layer < len(self.facts["blocks"]) else {}
-            for group in groups:
-                if not set(group.linears) <= set(known.get(group.name, ())):
-                    return [*found, f"statistics {self.folder} have none of {group.linears[0]}; calibrate again"]
-        return found
-
-    def _other_settings(self, asked: Calibrate) -> list[str]:
-        """Settings of the calibration that were given again, and differ."""
-        was = {key: value for key, value in self.facts["settings"].items() if key in Calibrate.model_fields}
-        return [
-            f"calibrate.{key} is {getattr(asked, key)} and statistics {self.folder} were collected with {value}; leave it out"
-            for key, value in was.items()
-            if key in asked.model_fields_set and getattr(asked, key) != value
-        ]
 
     @property
     def reducer(self) -> Chosen | None:
         """The reducer that they were collected behind."""
         given = self.facts["calibration"].get("reduce")
         return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None
-
-    def _other_reducer(self, recipe: Recipe) -> list[str]:
-        """Behind another reducer, or none, the decoder sees other tokens."""
-        was, now = self.reducer, calibrated(recipe)
-        if same(was, now):
-            return []
-        seen = f"behind the reducer {was}" if was else "of all visual tokens"
-        remedy = f"add --reduce {was}" if was else "leave out --reduce"
-        again = f"calibrate with --reduce {now}" if now else "calibrate without one"
-        return [f"statistics {self.folder} are {seen}; {again}, or {remedy}"]
-
-    def verify(self, recipe: Recipe) -> None:
-        """Compare everything by its hash: the files, the model's weights and, if it is named again, the data.
-
-        Raises:
-            UserError: something is not what it was.
-        """
-        for name, known in self.facts["files"].items():
-            if manifest.sha256(self.folder / name) != known["sha256"]:
-                raise UserError(f"{self.folder / name} is damaged, its hash is not the recorded one; calibrate again")
-        was, now = self.facts["model"], weights_hash(recipe.model)
-        if was["weights_sha256"] != now:
-            raise UserError(self._differs("weights", was["source"], was["weights_sha256"], recipe.model, now))
-        was = self.facts["calibration"]
-        text, samples = was.get("text"), self.facts["settings"]["samples"]
-        if recipe.calibrate.data is not None:
-            count = was["samples"] - text["samples"] if text else samples
-            self._same_data(was, recipe.calibrate.data, count, recipe.seed, "--calib")
-        if recipe.calibrate.text is not None:
-            if not text:
-                raise UserError(f"statistics {self.folder} are of no text beside the data; leave out calibrate.text")
-            self._same_data(text, recipe.calibrate.text, text["samples"], recipe.seed, "calibrate.text")
-
-    def _same_data(self, was: Mapping[str, Any], source: str, samples: int, seed: int, key: str) -> None:
-        from vlmcompress.data import data_hash, load_samples
-
-        now = data_hash(load_samples(source, samples=samples, seed=seed, text=key == "calibrate.text"))
-        if now != was["sha256"]:
-            before = f"{_short(was['sha256'])} for '{was['source']}' with seed {self.facts['settings']['seed']}"
-            raise UserError(
-                f"statistics {self.folder} are of other data: sha256 of the samples is {before} and {_short(now)} for "
-                f"{source} with seed {seed}; leave out {key}"
-            )
 
 
 def read(folder: Path) -> Statistics:
@@ -273,15 +174,15 @@ def read(folder: Path) -> Statistics:
 
 def processor_identity(model: Path) -> dict[str, str]:
     """File of the tokenizer or processor -> sha256."""
-    return {name: manifest.sha256(model / name) for name in PROCESSOR_FILES if (model / name).is_file()}
+    return {name: identity.sha256(model / name) for name in PROCESSOR_FILES if (model / name).is_file()}
 
 
 def weights_hash(model: Path) -> str:
     """Of all weights, in files sorted by name. Reads them."""
-    hashes = {path.name: manifest.sha256(path) for path in sorted(model.glob("*.safetensors"))}
+    hashes = {path.name: identity.sha256(path) for path in sorted(model.glob("*.safetensors"))}
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-def _short(digest: str | None) -> str:
+def short(digest: str | None) -> str:
     """Enough of a hash to tell it from another."""
     return digest[:12] if digest else "(none)"

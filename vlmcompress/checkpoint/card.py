@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files, read
-from vlmcompress.planning.reducer import label
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
@@ -36,8 +35,8 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
         f"# {name}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
-    if reducer := carried.read(config):
-        sections.append("## Visual tokens\n\n" + _reducer(label(reducer.reducer), record.get("visual_tokens")))
+    if reducer := reducer_block.read(config):
+        sections.append("## Visual tokens\n\n" + _reducer(reducer.reducer.label, record.get("visual_tokens")))
     sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
     if accuracy:
         sections.append("## Accuracy\n\n" + _accuracy(accuracy))
@@ -110,7 +109,7 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
     elif tokens:
         text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
     text += " Tokens that are kept have their original positions, and no weight depends on it."
-    return f"{text} The block `{carried.KEY}` of config.json says what is reduced."
+    return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 
 def _usage(name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any]) -> str:

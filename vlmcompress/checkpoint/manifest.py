@@ -24,19 +24,17 @@ No dates, no paths of the machine: the same inputs give the same file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common.identity import sha256, source_identity, versions
 from vlmcompress.errors import UserError
 
 MANIFEST = "vlmcompress.json"
 SCHEMA_VERSION = 1
-_PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
 
 
 def build(
@@ -82,31 +80,6 @@ def build(
     }
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of what shapes the result; packages that are absent are left out."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def source_identity(source: Path) -> dict:
-    """Name and hashes of the original: of its config and of the headers (names, shapes, places) of its weights."""
-    headers = hashlib.sha256()
-    for file in sorted(source.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            headers.update(stream.read(min(length, file.stat().st_size)))
-    return {
-        "source": source.resolve().name,
-        "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
-        "headers_sha256": headers.hexdigest(),
-    }
-
-
 def hash_files(folder: Path) -> dict[str, dict]:
     """Name -> sha256 and size of each file below `folder` but the manifest, by name."""
     found = {}
@@ -115,12 +88,6 @@ def hash_files(folder: Path) -> dict[str, dict]:
         if name != MANIFEST:
             found[name] = {"sha256": sha256(path), "size": path.stat().st_size}
     return found
-
-
-def sha256(path: Path) -> str:
-    """The hash of one file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read(folder: Path) -> dict:

@@ -4,7 +4,7 @@
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
 A reducer whose count depends on the image, and which can be told one (`dymu`), has beside `reduce` a `count`: the
-regression that says it from the image's pixels (`counts`).
+regression that says it from the image's pixels (`reducers.TokenCounter`).
 
 Only our plugin registers that architecture, so an engine without it refuses the checkpoint instead of serving it
 unreduced. A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
@@ -19,8 +19,7 @@ from typing import Any
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import reducer as chosen
 from vlmcompress.recipe.reducer import Chosen
-from vlmcompress.reducers import _counter as counts
-from vlmcompress.reducers._counter import Counter
+from vlmcompress.reducers import TokenCounter, read_counter
 
 KEY = "vlmcompress"
 SCHEMA = 1
@@ -35,10 +34,10 @@ class Carried:
 
     model_type: str
     reducer: Chosen
-    count: Counter | None = None
+    count: TokenCounter | None = None
 
 
-def write(config: Mapping[str, Any], reducer: Chosen, count: Counter | None = None) -> dict[str, Any]:
+def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None = None) -> dict[str, Any]:
     """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced.
 
     UserError for a reducer that cannot be carried.
@@ -74,7 +73,7 @@ def read(config: Mapping[str, Any]) -> Carried | None:
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
     reducer = chosen.read(block["reduce"], f"{_WHERE}.reduce")
     _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
-    count = counts.read(block["count"], f"{_WHERE}.count") if "count" in block else None
+    count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
     if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
     return Carried(block["model_type"], reducer, count)

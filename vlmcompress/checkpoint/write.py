@@ -18,37 +18,21 @@ from types import ModuleType
 
 from torch import Tensor
 
-from vlmcompress.checkpoint import card
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import card, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
-from vlmcompress.common import folders as atomic
-from vlmcompress.common import tensor_files as tensorfile
+from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import refuse_quantized, shards
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe.reducer import Chosen
-from vlmcompress.reducers._counter import Counter
+from vlmcompress.reducers import TokenCounter
 
 Quantized = tuple[QTensor, Scheme, Tensor | None]  # weight, scheme, scale of static activations
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _WRITTEN = ("config.json", card.CARD, MANIFEST)  # written anew, not copied
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of `5GB`, `200MB`, `1GiB` or a plain number."""
-    text = str(text).strip().upper().replace(" ", "")
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    try:
-        size = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UserError(f"shard_size '{text}' is not a size; write it like 5GB or 500MB")
-    return size
 
 
 @dataclass(frozen=True)
@@ -77,15 +61,15 @@ def write(
     *,
     quantized: Mapping[str, Quantized],
     names: Mapping[str, str],
+    exporter: ModuleType,
     quantization_config: dict,
     manifest: dict,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: Chosen | None = None,
-    counter: Counter | None = None,
+    counter: TokenCounter | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
-    exporter: ModuleType = compressed_tensors,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Write `out` and return its manifest.
@@ -95,6 +79,7 @@ def write(
         out: folder to write; it appears whole or not at all.
         quantized: linear layer (memory name) -> weight, scheme, input scale. Looked up twice, so it may be lazy.
         names: memory name of a parameter -> its name on disk, as `models.disk_names` gives it.
+        exporter: the format that is written, a module of `vlmcompress.exporters`.
         quantization_config: block to add to config.json, as the exporter makes it; may be empty.
         manifest: what `manifest.build` returned; files and sizes are added here.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
@@ -103,21 +88,20 @@ def write(
         counter: says how many tokens an image keeps, for a reducer that an engine must be told.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
-        exporter: the format.
         progress: called with bytes written and bytes in all.
     """
     limit = parse_size(shard_size)
-    atomic.check(source, out, overwrite=overwrite)
+    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     refuse_quantized(config)
-    entries = [entry for file in shards(source) for entry in tensorfile.read_entries(file)]
+    entries = [entry for file in shards(source) for entry in tensor_files.read_entries(file)]
     plan = _plan(entries, quantized, names, changed or {}, kv_scales or {}, exporter)
     others = list(_other_files(source))
     _check_space(out, plan.nbytes + sum(file.stat().st_size for file, _ in others))
-    with atomic.new_folder(out) as tree:
+    with folders.new_folder(out) as tree:
         _write_weights(tree, plan, limit, quantized, exporter, progress)
         config |= {"quantization_config": quantization_config} if quantization_config else {}
-        _write_json(tree / "config.json", carried.write(config, reducer, counter) if reducer else config)
+        _write_json(tree / "config.json", reducer_block.write(config, reducer, counter) if reducer else config)
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)
@@ -164,7 +148,7 @@ def _plan(
     dtypes = {entry.name: entry.spec.dtype for entry in entries}
     for module, scales in kv_scales.items():
         prefix, sibling = _disk_prefix(module, names)
-        stored = scales.to(tensorfile.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
+        stored = scales.to(tensor_files.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
         for local, scale in zip(("k_scale", "v_scale"), stored.reshape(2, 1), strict=True):
             plan.pieces.append(_Piece(prefix + local, Spec.of(scale), scale))
     if len({piece.name for piece in plan.pieces}) < len(plan.pieces):
@@ -197,14 +181,14 @@ def _write_weights(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     pieces = {piece.name: piece for piece in plan.pieces}
-    files = tensorfile.split(((piece.name, piece.spec) for piece in plan.pieces), limit)
-    file_names = tensorfile.shard_names(len(files))
+    files = tensor_files.split(((piece.name, piece.spec) for piece in plan.pieces), limit)
+    file_names = tensor_files.shard_names(len(files))
     parts = functools.lru_cache(maxsize=1)(lambda module: exporter.tensors(*quantized[module]))
     done = 0
     for file_name, specs in zip(file_names, files, strict=True):
-        header, positions = tensorfile.layout(specs)
+        header, positions = tensor_files.layout(specs)
         with (tree / file_name).open("wb") as file:
-            tensorfile.write_at(file.fileno(), header, 0)
+            tensor_files.write_at(file.fileno(), header, 0)
             for name in specs:
                 _write_piece(pieces[name], file.fileno(), positions[name], parts)
                 done += specs[name].nbytes
@@ -213,18 +197,18 @@ def _write_weights(
     if len(files) > 1:
         where = {name: file_name for file_name, specs in zip(file_names, files, strict=True) for name in specs}
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(where.items()))}
-        _write_json(tree / tensorfile.INDEX, index)
+        _write_json(tree / tensor_files.INDEX, index)
 
 
 def _write_piece(piece: _Piece, file: int, position: int, parts: Callable[[str], dict[str, Tensor]]) -> None:
     origin = piece.origin
     if isinstance(origin, Entry):
-        tensorfile.copy_at(origin, file, position)
+        tensor_files.copy_at(origin, file, position)
         return
     tensor = parts(origin[0])[origin[1]] if isinstance(origin, tuple) else origin
     if Spec.of(tensor) != piece.spec:
         raise ValueError(f"{piece.name}: planned as {piece.spec}, made as {Spec.of(tensor)}")
-    tensorfile.write_at(file, tensorfile.to_bytes(tensor), position)
+    tensor_files.write_at(file, tensor_files.to_bytes(tensor), position)
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlmcompress.commands._terminal import duration, size, table
-from vlmcompress.planning.reducer import label
+from vlmcompress.common.text import duration, size, table
 
 if TYPE_CHECKING:
     from vlmcompress.planning.plan import Plan
     from vlmcompress.recipe import Resolved
-    from vlmcompress.recipe.reducer import Chosen
 
 
 class Looked(Protocol):
@@ -56,7 +54,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
     read = "Weights and statistics were read" if plan.allocation else "Nothing was read but headers"
     return "\n".join(
         [
-            f"Recipe for {plan.recipe.model} ({plan.spec.family})",
+            f"Recipe for {plan.recipe.model} ({plan.source.spec.family})",
             table(settings),
             f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}",
             *([table(rows)] if plan.rows else []),
@@ -64,7 +62,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
             table(
                 [
                     ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({_ratio(plan)})"),
-                    *([("images", tokens_text(plan.recipe.reduce, plan.tokens))] if plan.recipe.reduce else []),
+                    *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
                     ("peak memory", f"about {size(plan.peak_bytes)}"),
                     ("calibration", data),
                     ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved behind quantized ones")),
@@ -86,15 +84,6 @@ def allocation_text(found: Mapping[str, Any]) -> str:
     errors += [(f"all {name}", one["bits"], f"{one['predicted']:.4g}") for name, one in found["uniform"].items()]
     errors.append((f"by {found['by']}", found["bits"], f"{found['predicted']:.4g}"))
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
-
-
-def tokens_text(reducer: Chosen, tokens: Mapping[str, Any] | None) -> str:
-    """What a reducer does to an image, as `reducing.example` found it."""
-    if tokens is None:
-        return label(reducer)
-    if tokens["after"] is None:
-        return f"{label(reducer)}: fewer than the {tokens['before']:,} visual tokens of a {tokens['image']} image, as it shows"
-    return f"{label(reducer)}: {tokens['before']:,} -> {tokens['after']:,} visual tokens of a {tokens['image']} image"
 
 
 def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -193,6 +182,7 @@ def quantize_text(result: Mapping[str, Any]) -> str:
     smaller = f"{size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)"
     lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else smaller}")
     if result["reduce"]:
+        from vlmcompress.planning.reducer import tokens_text
         from vlmcompress.recipe.reducer import read
 
         lines.append(f"  images    {tokens_text(read(result['reduce']), result['visual_tokens'])}")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands._terminal import size as size_text
-from vlmcompress.commands._terminal import table
+from vlmcompress.common.text import size as size_text
+from vlmcompress.common.text import table
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import cost as planning

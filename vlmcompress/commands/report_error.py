@@ -32,8 +32,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Exit code, data, text."""
+    from vlmcompress.common.folders import save
     from vlmcompress.report import error_text
-    from vlmcompress.report.files import save
 
     if args.top < 0:
         raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")

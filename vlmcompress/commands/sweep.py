@@ -43,9 +43,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Exit code, data, text."""
     _check(args)
-    from vlmcompress.checkpoint.write import parse_size
     from vlmcompress.commands import _arguments as arguments
     from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.common.text import parse_size
     from vlmcompress.compression import sweep
     from vlmcompress.recipe import resolve
 
@@ -74,7 +74,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if args.plot:
         written["plot"] = (args.plot, _plot(found, Path(args.plot).suffix, recipe.model.resolve().name))
     for kind, (name, content) in written.items():
-        from vlmcompress.report.files import save
+        from vlmcompress.common.folders import save
 
         data[kind] = str(save(Path(name).parent, {kind: (Path(name).name, content)})[kind])
         text += f"\nWrote {name}."
@@ -96,7 +96,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _text(found: Sweep, chosen: Point) -> str:
-    from vlmcompress.commands._terminal import size, table
+    from vlmcompress.common.text import size, table
 
     rows: list[tuple] = [("setting", "bits", "weights", "predicted", "")]
     for point in found.points:
@@ -108,7 +108,7 @@ def _text(found: Sweep, chosen: Point) -> str:
 
 
 def _plot(found: Sweep, suffix: str, model: str) -> str:
-    from vlmcompress.commands._terminal import size
+    from vlmcompress.common.text import size
     from vlmcompress.report.charts.tradeoff import COLOURS, tradeoff
     from vlmcompress.report.page import render
 

@@ -30,32 +30,32 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from vlmcompress import models, reduction
     from vlmcompress.commands import _arguments as arguments
     from vlmcompress.commands import _terminal as terminal
-    from vlmcompress.compression import quantize as pipeline
+    from vlmcompress.compression.inputs import read_inputs
     from vlmcompress.recipe import reducer as chosen
     from vlmcompress.recipe import resolve
-    from vlmcompress.reduction import learning as thresholds
+    from vlmcompress.reduction import learning, threshold_file
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out {out}: thresholds go to a file; name it FILE.json")
-    reducer = chosen.parse(f"{thresholds.METHOD}:{args.keep}")
+    reducer = chosen.parse(f"{threshold_file.METHOD}:{args.keep}")
     given = {key: value for key, value in arguments.given(args).items() if key != "out"}
     recipe = resolve(given | {"scheme": "none"}).recipe
     if reason := reduction.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     reduction.check(vlm, reducer.method, reducer.options)
-    batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress thresholds")
+    inputs = read_inputs(recipe, vlm, "vlmcompress thresholds")
     progress = terminal.Progress()
     try:
-        learnt = thresholds.learn(vlm, batches, reducer, progress)
+        learnt = learning.learn(vlm, inputs.batches, reducer, progress)
     finally:
         progress.close()
-    content = thresholds.save(out, vlm, learnt, thresholds.kept(vlm, batches, learnt), origin or {})
+    content = threshold_file.save(out, vlm, learnt, learning.kept(vlm, inputs.batches, learnt), inputs.origin or {})
     facts = content["kept"]
     lines = [
         f"Thresholds of {len(learnt.options.thresholds)} layers, with which {facts['pictures']} pictures keep "
         f"{facts['mean']:g} tokens on average, {facts['least']} to {facts['most']}.",
-        f"Wrote {out}; use it with --reduce {thresholds.METHOD}:thresholds={out}",
+        f"Wrote {out}; use it with --reduce {threshold_file.METHOD}:thresholds={out}",
     ]
     return 0, {"ok": True, "out": str(out), **content}, "\n".join(lines)

@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.errors import UserError
 
 
-def check(source: Path, out: Path, *, overwrite: bool, mark: str = MANIFEST) -> None:
+def check(source: Path, out: Path, *, overwrite: bool, mark: str) -> None:
     """Refuse an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
@@ -89,6 +89,30 @@ def new_folder(out: Path) -> Iterator[Path]:
                 os.close(lock)
         shutil.rmtree(stage, ignore_errors=True)
         sync_folder(out.absolute().parent)
+
+
+def dump(data: object) -> str:
+    """JSON as the report's files have it."""
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def save(folder: str | Path, texts: dict[str, tuple[str, str]]) -> dict[str, Path]:
+    """Write kind -> (name, text) and return kind -> path. Nothing of an old report is touched before all is on disk."""
+    folder = Path(folder)
+    with user_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {folder / name: folder / f".{name}.part" for name, _ in texts.values()}
+        try:
+            for name, text in texts.values():
+                part = parts[folder / name]
+                part.write_text(text, encoding="utf-8", errors="replace")
+                sync_file(part)
+            for path, part in parts.items():
+                part.replace(path)
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+    return {kind: folder / name for kind, (name, _) in texts.items()}
 
 
 @contextlib.contextmanager

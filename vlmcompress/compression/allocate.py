@@ -1,4 +1,4 @@
-"""Spend the budget that a recipe's `bits` gives: from a plan with `room` and statistics to a method for each group of layers.
+"""Spend the budget that a recipe's `bits` gives: from a plan with `budget` and statistics to a method for each group of layers.
 
 Errors come from `predict`; which width a group gets is a rule's matter (`vlmcompress.allocation`).
 """
@@ -9,26 +9,25 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmcompress import models
 from vlmcompress.allocation import REGISTRY as RULES
 from vlmcompress.allocation import Candidate, Key
 from vlmcompress.blocks.predict import ROWS, Predictor
 from vlmcompress.blocks.solve import Method
-from vlmcompress.blocks.store import BlockFiles
-from vlmcompress.common import tensor_files as tensorfile
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.statistics_folder import Statistics
+from vlmcompress.common import tensor_files
+from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress
+from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group
-from vlmcompress.planning import plan
+from vlmcompress.models import Group, Source
+from vlmcompress.planning import plan, reuse
 from vlmcompress.planning.plan import Plan
-
-if TYPE_CHECKING:
-    from vlmcompress.calibration.statistics_folder import Statistics
 
 Read = Callable[[str], Tensor]
 """Linear layer (memory name) -> its weight `[out, in]`."""
@@ -38,20 +37,21 @@ def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
     """The plan with the budget shared out, from its statistics or from some that are collected for it, beside OUT.
 
     Args:
-        work: a plan that has `room`.
+        work: a plan that has `budget`.
         resume: go on collecting where an interrupted run stopped.
     """
     statistics = work.statistics or _collected(work, resume, progress)
-    others, facts = decide(work, statistics, reader(work.recipe.model), progress)
-    return replace(plan.build(work.recipe, others), room=work.room, allocation=facts)
+    others, facts = decide(work, statistics, reader(work.source), progress)
+    return replace(plan.build(work.recipe, others), room=work.budget, allocation=facts)
 
 
 def hand_over(out: Path, store: BlockFiles) -> None:
     """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
-    from vlmcompress.calibration import statistics_folder as statistics
 
     folder = _folder(out)
-    known = statistics.read(folder).facts.get("gradients") if (folder / statistics.NAME).is_file() else None
+    known = (
+        statistics_folder.read(folder).facts.get("gradients") if (folder / statistics_folder.NAME).is_file() else None
+    )
     if known and store.noted("gradients") is None:
         store.note("gradients", known)
 
@@ -67,13 +67,13 @@ def decide(
     """A method for each group, and what the manifest says about it.
 
     Args:
-        work: a plan that has `room`.
+        work: a plan that has `budget`.
         statistics: of the model, with Gram matrices.
         read: gives weights.
         progress: called with (label, done, total).
         rows: of a group that errors are predicted on.
     """
-    given, bits = work.room, work.recipe.bits
+    given, bits = work.budget, work.recipe.bits
     assert given is not None and bits is not None
     rule = RULES.get(bits.by)
     if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
@@ -84,7 +84,7 @@ def decide(
         key: [Candidate(given.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
     }
     try:
-        chosen = rule.decide(candidates, given.budget, statistics.facts)
+        chosen = rule.decide(candidates, given.nbytes, statistics.facts)
     except ValueError as error:
         raise UserError(f"bits.by {bits.by}: {error}") from error
     picked = {key: order[key][index] for key, index in chosen.items()}
@@ -100,7 +100,7 @@ def predicted(
     Args:
         balance: that weighs the modalities where there are no gradients to do so; by default the recipe's.
     """
-    assert work.room is not None
+    assert work.budget is not None
     balance = getattr(work.recipe.options, "balance", "off") if balance is None else balance
     found: dict[Key, dict[str, float]] = {}
     for layer, groups in enumerate(work.blocks):
@@ -109,8 +109,8 @@ def predicted(
             predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
             found[layer, group.name] = {
                 name: scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
-                for name, method in sorted(work.room.widths.items(), key=_balance)  # as predictors want it
-                if name in work.room.sizes[layer, group.name]
+                for name, method in sorted(work.budget.widths.items(), key=_balance)  # as predictors want it
+                if name in work.budget.sizes[layer, group.name]
             }
         progress("predicting", layer + 1, len(work.blocks))
     return found
@@ -140,20 +140,13 @@ def smooths(group: Group, groups: Sequence[Group]) -> bool:
     return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)
 
 
-def reader(model: Path) -> Read:
+def reader(source: Source) -> Read:
     """Weights from the checkpoint's files."""
-    headers = models.tensor_headers(model)
-    names = models.disk_names(models.skeleton(model), headers)
-    entries = {entry.name: entry for file in models.shards(model) for entry in tensorfile.read_entries(file)}
-
-    def read(name: str) -> Tensor:
-        return tensorfile.read_tensor(entries[names[f"{name}.weight"]])
-
-    return read
+    return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
 
 
 def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
-    given, bits = work.room, work.recipe.bits
+    given, bits = work.budget, work.recipe.bits
     assert given is not None and bits is not None
     nbytes = sum(given.sizes[key][name] for key, name in picked.items())
     everywhere = [name for name in given.widths if all(name in own for own in given.sizes.values())]
@@ -189,20 +182,18 @@ def _folder(out: Path) -> Path:
 
 def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
     """Statistics of the model with what an allocation needs, in a hidden sibling of OUT."""
-    from vlmcompress.calibration import statistics_folder as statistics
-    from vlmcompress.compression.calibrate import calibrate
 
     recipe = work.recipe
-    assert recipe.out is not None and recipe.bits is not None and work.room is not None
+    assert recipe.out is not None and recipe.bits is not None and work.budget is not None
     folder = _folder(recipe.out)
-    if resume and (folder / statistics.NAME).is_file():
-        found = statistics.read(folder)
-        if not found.problems(recipe, work.method, work.blocks):
-            found.verify(recipe)
+    if resume and (folder / statistics_folder.NAME).is_file():
+        found = statistics_folder.read(folder)
+        if not reuse.problems(found, recipe, work.method, work.blocks):
+            reuse.verify(found, recipe)
             return found
-    methods = [work.method, *work.room.widths.values()]
+    methods = [work.method, *work.budget.widths.values()]
     needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs for method in methods))
     own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
         calibrate(own, needs=needs, likes={"gradient"}, resume=resume, overwrite=True, progress=progress)
-    return statistics.read(folder)
+    return statistics_folder.read(folder)

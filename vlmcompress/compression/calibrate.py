@@ -1,7 +1,7 @@
 """Collect the statistics of a model once, for every scheme: the story of `vlmcompress calibrate`.
 
 Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
-those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `pipeline`.
+those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `quantize`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from vlmcompress import models
-from vlmcompress.blocks.store import block_file
-from vlmcompress.calibration import statistics_folder as statistics
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
+from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands._terminal import size
-from vlmcompress.common import folders as atomic
+from vlmcompress.common import folders, identity
+from vlmcompress.common.block_files import block_file
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.compression import quantize as pipeline
-from vlmcompress.compression.quantize import Result
+from vlmcompress.common.text import size
+from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
+from vlmcompress.compression.reducer import settled
 from vlmcompress.errors import UserError
-from vlmcompress.models import VLM, Group
-from vlmcompress.planning import reducer as reducing
+from vlmcompress.models import VLM, Group, decoder_blocks
 from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.inputs import NEEDS
 
@@ -60,29 +59,30 @@ def calibrate(
     """
     assert recipe.out is not None
     source, out = recipe.model, recipe.out
-    atomic.check(source, out, overwrite=overwrite, mark=statistics.NAME)
+    folders.check(source, out, overwrite=overwrite, mark=NAME)
     if needs is None or "entropy" in needs:
         _need_sklearn()
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
-    batches, origin = pipeline.calibration_batches(recipe, vlm, "vlmcompress calibrate")
-    assert origin is not None
-    recipe = reducing.settled(recipe, vlm, batches, None, progress)
-    whole, (vlm, batches, origin) = vlm, pipeline.behind_reducer(recipe, vlm, batches, origin, progress)
+    whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
+    reducer = settled(recipe.reduce, vlm, whole.batches, progress)
+    recipe = recipe.model_copy(update={"reduce": reducer})
+    inputs = whole.behind(reducer, progress)
+    vlm, origin = inputs.vlm, inputs.origin
     assert origin is not None
     needs = _possible(needs, origin["tokens"]) | (_possible(None, origin["tokens"]) & frozenset(likes))
-    blocks = decoder_blocks(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
     if "gram" in needs:
         _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
-    identity = statistics.weights_hash(source)
-    mark = pipeline.fingerprint(recipe, source, {**origin, "needs": sorted(needs), "weights": identity})
-    store = statistics.Collected(out.with_name(f".{out.name}.resume"), mark, resume)
+    weights = weights_hash(source)
+    mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
+    store = Collected(out.with_name(f".{out.name}.resume"), mark, resume)
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
-            kept_gradients(store, vlm, batches, progress)
+            kept_gradients(store, vlm, inputs.batches, progress)
         kv_cache, seed = bool(recipe.kv_cache), recipe.seed
-        collect(vlm, blocks, batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
+        collect(vlm, blocks, inputs.batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
     described = {
-        **_description(whole, identity, blocks),
+        **_description(whole.vlm, weights, blocks),
         "calibration": origin | {"prefix": "float"},
         "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
         "needs": sorted(needs),
@@ -101,7 +101,7 @@ def collect(
     vlm: VLM,
     blocks: list[list[Group]],
     batches: list[dict[str, torch.Tensor]],
-    store: statistics.Collected,
+    store: Collected,
     needs: frozenset[str] = NEEDS,
     *,
     kv_cache: bool = False,
@@ -131,25 +131,17 @@ def collect(
     run_oneshot(vlm, batches, modifiers, models.layer_class(vlm.model, vlm.spec), twice=False)
 
 
-def decoder_blocks(vlm: VLM) -> list[list[Group]]:
-    """All groups of linear layers of each decoder block."""
-    blocks: list[list[Group]] = [[] for _ in models.decoder_layers(vlm.model, vlm.spec)]
-    for group in models.resolve(vlm.model, vlm.spec):
-        blocks[group.layer].append(group)
-    return blocks
-
-
 def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
     """What statistics say about the model they are of, and about the software."""
     return {
-        "schema_version": statistics.SCHEMA_VERSION,
-        "created_by": manifest.versions(),
+        "schema_version": SCHEMA_VERSION,
+        "created_by": identity.versions(),
         "model": {
             "family": vlm.spec.family,
-            **manifest.source_identity(vlm.path),
+            **identity.source_identity(vlm.path),
             "weights_sha256": weights_sha256,
         },
-        "processor": statistics.processor_identity(vlm.path),
+        "processor": processor_identity(vlm.path),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
     }
 
@@ -192,13 +184,13 @@ def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str
     return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
 
 
-def _write(store: statistics.Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
+def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
     """Put the finished files and their description into OUT; returns the description."""
-    with atomic.new_folder(out) as folder:
+    with folders.new_folder(out) as folder:
         for layer in layers:
             _link(store.path(layer), folder / block_file(layer))
         facts = facts | {"files": manifest.hash_files(folder)}
-        (folder / statistics.NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return facts
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from vlmcompress import targets
 from vlmcompress.allocation import Candidate, error
 from vlmcompress.blocks.solve import Method
-from vlmcompress.calibration import statistics_folder as statistics
+from vlmcompress.calibration import statistics_folder
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression import allocate
 from vlmcompress.errors import UserError
@@ -102,7 +102,7 @@ def run(
         budgets: bits per weight; those below what is reachable are left out.
     """
     assert recipe.calibrate.stats is not None
-    known = statistics.read(Path(recipe.calibrate.stats))
+    known = statistics_folder.read(Path(recipe.calibrate.stats))
     facts, recipe = known.facts, recipe.model_copy(update={"reduce": known.reducer})
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]
@@ -118,11 +118,11 @@ def run(
         else:
             table[name] = method
     work = plan.survey(recipe, table=table)
-    if work.problems or work.room is None or work.statistics is None:
+    if work.problems or work.budget is None or work.statistics is None:
         raise UserError(work.problems[0])
-    read = allocate.reader(recipe.model)
+    read = allocate.reader(work.source)
     errors = allocate.predicted(work, work.statistics, read, progress, rows, balance=balances[-1])
-    sizes, points = work.room.sizes, []
+    sizes, points = work.budget.sizes, []
     for name in table:
         if any(name not in own for own in sizes.values()):
             left_out.append(name)
@@ -137,16 +137,16 @@ def run(
 
 
 def _point(work: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: float) -> Point:
-    assert work.room is not None
+    assert work.budget is not None
     if work.recipe.reduce:
         keys = keys | {"reduce": work.recipe.reduce.plain()}
-    return Point(name, keys, work.room.bits(nbytes), nbytes + work.room.fixed, predicted)
+    return Point(name, keys, work.budget.bits(nbytes), nbytes + work.budget.fixed, predicted)
 
 
 def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point | None:
     """A budget shared out among gptq's widths; None where it can't be."""
-    assert work.room is not None
-    everywhere = set.intersection(*(set(own) for own in work.room.sizes.values()))
+    assert work.budget is not None
+    everywhere = set.intersection(*(set(own) for own in work.budget.sizes.values()))
     for group in sorted(_GROUPS, key=lambda group: (group != 128, -group)):
         size = "channel" if group == -1 else f"g{group}"
         names = {width: f"gptq w{width} {size} {balance}" for width in WIDTHS}
@@ -157,10 +157,10 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
         return None
     candidates = {
         key: [Candidate(own[name], errors[key][name]) for name in names.values()]
-        for key, own in work.room.sizes.items()
+        for key, own in work.budget.sizes.items()
     }
     try:
-        choice = error.decide(candidates, int(budget * work.room.weights / 8), {})
+        choice = error.decide(candidates, int(budget * work.budget.weights / 8), {})
     except ValueError:
         return None
     picked = [candidates[key][index] for key, index in choice.items()]

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,28 +19,18 @@ from transformers import AutoProcessor, CompressedTensorsConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress import models, reduction
-from vlmcompress.checkpoint import manifest
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import misread
-from vlmcompress.common import tensor_files as tensorfile
+from vlmcompress.common import identity, tensor_files
+from vlmcompress.common.finding import Finding
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import ModelSpec
-from vlmcompress.planning import reducer as reducing
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that was examined. `detail` says what was found, or what is wrong."""
-
-    name: str
-    ok: bool
-    detail: str
-
-
-def diagnose(path: Path, source: Path | None = None) -> list[Check]:
+def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
     """Examine the checkpoint in `path`.
 
     Args:
@@ -56,20 +45,20 @@ def diagnose(path: Path, source: Path | None = None) -> list[Check]:
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source)
-    checks: dict[str, Check] = {}
+    checks: dict[str, Finding] = {}
     with models.quiet():
         for name, (needs, examine) in _EXAMINATIONS.items():
             failed = [need for need in needs if not checks[need].ok]
             if failed:
-                checks[name] = Check(name, False, f"not examined because of: {', '.join(failed)}")
+                checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
                 continue
             try:
-                checks[name] = Check(name, True, examine(subject))
+                checks[name] = Finding(name, True, examine(subject))
             except UserError as error:
-                checks[name] = Check(name, False, str(error))
+                checks[name] = Finding(name, False, str(error))
             except Exception as error:  # damage may surface anywhere in the libraries that read these files
                 reason = (str(error).strip().splitlines() or [""])[0]
-                checks[name] = Check(name, False, f"{type(error).__name__}: {reason}"[:300])
+                checks[name] = Finding(name, False, f"{type(error).__name__}: {reason}"[:300])
     return list(checks.values())
 
 
@@ -82,7 +71,7 @@ class _Subject:
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
         """Every stored tensor."""
-        return {e.name: e for file in models.shards(self.path) for e in tensorfile.read_entries(file)}
+        return {e.name: e for file in models.shards(self.path) for e in tensor_files.read_entries(file)}
 
     @functools.cached_property
     def config(self) -> dict:
@@ -92,7 +81,11 @@ class _Subject:
     @functools.cached_property
     def quantization(self) -> dict:
         """Its `quantization_config` block; one without groups where the recipe quantizes nothing."""
-        return self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
+        block = self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
+        method = block.get("quant_method", compressed_tensors.FORMAT)
+        if method != compressed_tensors.FORMAT:
+            raise UserError(f"checkpoints of format '{method}' are not examined, only {compressed_tensors.FORMAT}")
+        return block
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
@@ -165,14 +158,14 @@ def _config(subject: _Subject) -> str:
 
 
 def _reducer(subject: _Subject) -> str:
-    found = carried.read(subject.config)
+    found = reducer_block.read(subject.config)
     if found is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
     reduction.check(vlm, found.reducer.method, found.reducer.options)
     reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
-    return f"{reducing.label(found.reducer)}, {where}"
+    return f"{found.reducer.label}, {where}"
 
 
 def _tensors(subject: _Subject) -> str:
@@ -190,17 +183,17 @@ def _layers(subject: _Subject) -> str:
     for name, group in quantized.items():
         scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
         rows, columns = subject.linears[name].weight.shape
+        scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
         try:
-            shapes = compressed_tensors.shapes(scheme, rows, columns)
+            needed = compressed_tensors.specs(scheme, rows, columns, scales)
         except ValueError as error:
             raise UserError(f"layer {name}: {error}") from error
-        types = compressed_tensors.dtypes(scheme)
-        for local, shape in shapes.items():
+        for local, spec in needed.items():
             entry = subject.entries[subject.names[f"{name}.{local}"]]
-            if entry.spec.shape != shape or types.get(local, entry.spec.dtype) != entry.spec.dtype:
-                found = f"{entry.spec.dtype} {list(entry.spec.shape)}"
-                raise UserError(f"tensor '{entry.name}' is {found}, needed is {types.get(local, '')} {list(shape)}")
-            if local == "weight_shape" and tensorfile.read_tensor(entry).tolist() != [rows, columns]:
+            if entry.spec != spec:
+                found, right = (f"{one.dtype} {list(one.shape)}" for one in (entry.spec, spec))
+                raise UserError(f"tensor '{entry.name}' is {found}, needed is {right}")
+            if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
     return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
 
@@ -226,10 +219,10 @@ def _engine(subject: _Subject) -> str:
 
 def _values(subject: _Subject) -> str:
     for entry in subject.entries.values():
-        dtype = tensorfile.DTYPES[entry.spec.dtype]
+        dtype = tensor_files.DTYPES[entry.spec.dtype]
         if not dtype.is_floating_point:
             continue
-        tensor = tensorfile.read_tensor(entry)
+        tensor = tensor_files.read_tensor(entry)
         tensor = tensor.float() if dtype.itemsize == 1 else tensor
         if not torch.isfinite(tensor).all():
             raise UserError(f"tensor '{entry.name}' in {entry.file.name} holds NaN or infinity")
@@ -242,8 +235,8 @@ def _size(subject: _Subject) -> str:
     recorded = manifest.read(subject.path)
     before, after = recorded["size"]["weights_before"], sum(e.spec.nbytes for e in subject.entries.values())
     if subject.source is not None:
-        identity = manifest.source_identity(subject.source)
-        if any(recorded["model"].get(key) != identity[key] for key in ("config_sha256", "headers_sha256")):
+        original = identity.source_identity(subject.source)
+        if any(recorded["model"].get(key) != original[key] for key in ("config_sha256", "headers_sha256")):
             raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
     if after >= before and subject.quantization["config_groups"]:
         raise UserError(f"weights take {after} bytes, no less than the original's {before}")

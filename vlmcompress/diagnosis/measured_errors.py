@@ -23,7 +23,7 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import manifest
-from vlmcompress.common import tensor_files as tensorfile
+from vlmcompress.common import identity, tensor_files
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import LayerErrors
 from vlmcompress.errors import UserError
@@ -43,8 +43,8 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
         UserError: the three don't belong together, or the statistics have no Gram matrices of a quantized layer.
     """
     recorded = layer_errors.read(folder)
-    made_of, identity = manifest.read(folder).get("model") or {}, manifest.source_identity(model)
-    if any(made_of.get(key) != identity[key] for key in _KEYS):
+    made_of, now = manifest.read(folder).get("model") or {}, identity.source_identity(model)
+    if any(made_of.get(key) != now[key] for key in _KEYS):
         raise UserError(f"{folder} was made of another model than {model}; give the one it was made of with --model")
     if problems := statistics.other_model(model):
         raise UserError(problems[0])
@@ -84,7 +84,7 @@ class Weights:
         self.config = config.get("quantization_config") or {"config_groups": {}}
         self.skeleton, self.spec = models.skeleton(folder), models.spec_for(config)
         self.groups = models.resolve(self.skeleton, self.spec)
-        entries = (entry for file in models.shards(folder) for entry in tensorfile.read_entries(file))
+        entries = (entry for file in models.shards(folder) for entry in tensor_files.read_entries(file))
         self.entries = {entry.name: entry for entry in entries}
         self.names = names or models.disk_names(self.skeleton, self.entries)
 
@@ -95,7 +95,7 @@ class Weights:
 
     def parameter(self, name: str) -> Tensor:
         """A tensor that is stored as it is, float32."""
-        return tensorfile.read_tensor(self.entries[self.names[name]]).float()
+        return tensor_files.read_tensor(self.entries[self.names[name]]).float()
 
     def weight(self, linear: str) -> Tensor:
         """The weight `[out, in]` of a linear layer, float32."""
@@ -103,7 +103,7 @@ class Weights:
             return self.parameter(f"{linear}.weight")
         prefix, rows, columns = self.names[f"{linear}.weight"].removesuffix("weight"), *self.shape(linear)
         local = compressed_tensors.shapes(scheme, rows, columns)
-        stored = {name: tensorfile.read_tensor(self.entries[prefix + name]) for name in local}
+        stored = {name: tensor_files.read_tensor(self.entries[prefix + name]) for name in local}
         return compressed_tensors.dequantized(stored, scheme, (rows, columns))
 
     def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
@@ -112,7 +112,7 @@ class Weights:
         if scheme is None or scheme.activations is None:
             return None
         key = self.names[f"{linear}.weight"].removesuffix("weight") + "input_scale"
-        scale = None if scheme.activations.dynamic else tensorfile.read_tensor(self.entries[key])
+        scale = None if scheme.activations.dynamic else tensor_files.read_tensor(self.entries[key])
         return functools.partial(round_activations, fmt=scheme.activations, scale=scale)
 
     def shape(self, linear: str) -> tuple[int, int]:

@@ -11,18 +11,15 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import nn
+from types import ModuleType
 
 from vlmcompress import targets
 from vlmcompress.allocation import Key
 from vlmcompress.blocks.solve import Method
-from vlmcompress.checkpoint import sizes as estimate
-from vlmcompress.checkpoint.write import parse_size
-from vlmcompress.commands._terminal import size
 from vlmcompress.common.tensor_files import Spec
+from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
-from vlmcompress.models import Group
+from vlmcompress.models import Group, Source
 from vlmcompress.planning import fit
 from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
@@ -30,7 +27,7 @@ from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
 
 
 @dataclass(frozen=True)
-class Room:
+class Budget:
     """What there is to share out.
 
     Attributes:
@@ -38,19 +35,19 @@ class Room:
         sizes: group -> width -> bytes, for the widths that its shape allows.
         weights: how many weights the groups have.
         fixed: bytes of everything else that is written.
-        budget: bytes for all groups.
+        nbytes: what all groups may take together.
     """
 
     widths: Mapping[str, Method]
     sizes: Mapping[Key, Mapping[str, int]]
     weights: int
     fixed: int
-    budget: int
+    nbytes: int
 
     @property
     def largest(self) -> int:
         """The most bytes that can be written."""
-        return self.fixed + min(self.budget, sum(max(own.values()) for own in self.sizes.values()))
+        return self.fixed + min(self.nbytes, sum(max(own.values()) for own in self.sizes.values()))
 
     def bits(self, nbytes: int) -> float:
         """Bits per weight."""
@@ -97,24 +94,21 @@ def _width(recipe: Recipe, width: int | str) -> Method:
     return Method(module, own)
 
 
-def measure(
+def budget_of(
     recipe: Recipe,
-    bones: nn.Module,
+    source: Source,
     groups: Sequence[Group],
-    stored: Mapping[str, Spec],
-    names: Mapping[str, str],
     written: Mapping[str, Spec],
     table: Mapping[str, Method] | None = None,
-) -> Room:
+) -> Budget:
     """What a recipe's `bits` leave to share out.
 
     Args:
-        table: widths by name; by default those of the recipe. Without `bits` everything fits.
-        bones: the model without weights.
+        recipe: with `bits`; without them everything fits.
+        source: the model, from its headers.
         groups: the decoder's, without what is skipped.
-        stored: tensor name on disk -> type and shape, of the source.
-        names: memory name of a parameter -> its name on disk.
-        written: every tensor that would be written without an allocation, as `estimate.output_tensors` names them.
+        written: every tensor that would be written without an allocation, as `sizes.output_tensors` names them.
+        table: widths by name; by default those of the recipe.
 
     Raises:
         UserError: a width that can't be, or a budget that can't be met.
@@ -126,47 +120,49 @@ def measure(
         )
     if any(method.by_token for method in table.values()):
         raise UserError("bits is shared out by statistics, which know no single tokens; use options.tokens off")
-    sizes: dict[Key, dict[str, int]] = {}
+    exporter, target = recipe.exporter, recipe.target
+    found: dict[Key, dict[str, int]] = {}
     for group in groups:
-        weights = [stored[names[f"{name}.weight"]] for name in group.linears]
+        weights = source.weights(group)
         problems = {
-            name: list(fit.shape_problems(bones, group, method.scheme, recipe.target)) for name, method in table.items()
+            name: list(fit.shape_problems(source, group, method.scheme, exporter, target))
+            for name, method in table.items()
         }
-        sizes[group.layer, group.name] = own = {
-            name: _nbytes(method, weights) for name, method in table.items() if not problems[name]
+        found[group.layer, group.name] = own = {
+            name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]
         }
         if not own:
             raise UserError(next(iter(problems.values()))[0])
-    members = {name for group in groups for name in group.linears} | {
-        names[f"{name}.weight"] for group in groups for name in group.linears
-    }
+    memory = {f"{name}.weight" for group in groups for name in group.linears}
+    members = {name.removesuffix(".weight") for name in memory} | {source.names[name] for name in memory}
     fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in members)
-    count = sum(math.prod(stored[names[f"{name}.weight"]].shape) for group in groups for name in group.linears)
-    largest = sum(max(own.values()) for own in sizes.values())
-    found = Room(table, sizes, count, fixed, largest)
-    return found if recipe.bits is None else dataclasses.replace(found, budget=_budget(recipe.bits, found))
+    count = sum(math.prod(weight.shape) for group in groups for weight in source.weights(group))
+    largest = sum(max(own.values()) for own in found.values())
+    budget = Budget(table, found, count, fixed, largest)
+    return budget if recipe.bits is None else dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
 
 
-def _budget(bits: Bits, room: Room) -> int:
+def _limit(bits: Bits, budget: Budget) -> int:
     """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
-    smallest = sum(min(own.values()) for own in room.sizes.values())
+    smallest = sum(min(own.values()) for own in budget.sizes.values())
     if bits.max_size is not None:
-        budget = parse_size(bits.max_size) - room.fixed
-        least = (
-            f"{math.ceil((room.fixed + smallest) / 1000) / 1000:g}MB, of which {size(room.fixed)} are not shared out"
-        )
+        limit = parse_size(bits.max_size) - budget.fixed
+        least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
         asked = f"bits.max_size {bits.max_size}"
     else:
         assert bits.budget is not None
-        budget = math.floor(bits.budget * room.weights / 8)
-        least = f"{math.ceil(1e4 * room.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
+        limit = math.floor(bits.budget * budget.weights / 8)
+        least = f"{math.ceil(1e4 * budget.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
         asked = f"bits.budget {bits.budget:g}"
-    if smallest > budget:
-        raise UserError(f"{asked} can't be met with widths {', '.join(room.widths)}; the smallest reachable is {least}")
-    return budget
+    if smallest > limit:
+        raise UserError(
+            f"{asked} can't be met with widths {', '.join(budget.widths)}; the smallest reachable is {least}"
+        )
+    return limit
 
 
-def _nbytes(method: Method, weights: Iterable[Spec]) -> int:
+def _nbytes(method: Method, weights: Iterable[Spec], exporter: ModuleType) -> int:
     if method.scheme is None:
         return sum(weight.nbytes for weight in weights)
-    return sum(spec.nbytes for weight in weights for spec in estimate.layer_tensors(method.scheme, weight).values())
+    stored = (exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights)
+    return sum(spec.nbytes for specs in stored for spec in specs.values())

@@ -11,31 +11,20 @@ the other engines, read from their sources (none of them was run here):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmcompress import targets
-from vlmcompress.commands._summary import tokens_text
-from vlmcompress.commands._terminal import size
+from vlmcompress.common.finding import Finding
+from vlmcompress.common.text import size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.planning import fit
-from vlmcompress.planning import plan as plans
-from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.plan import Plan, survey
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
 ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm")
 MEMORY_SHARE = 0.92  # of device memory that vLLM takes by default
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    ok: bool
-    detail: str
 
 
 def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
@@ -54,10 +43,10 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     found = [Finding("recipe", True, f"scheme {recipe.scheme} ({fit.label(recipe.number_formats)})")]
     found += _engine(recipe, target, engine)
     try:
-        plan = plans.survey(recipe)
+        plan = survey(recipe)
     except UserError as error:
         return [*found, Finding("model", False, str(error))]
-    found.append(Finding("model", True, f"family {plan.spec.family}, {size(plan.bytes_before)} of weights"))
+    found.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     found.append(_processor(recipe.model))
     found += _reducer(plan, engine)
     if plan.problems:
@@ -144,15 +133,15 @@ def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
     """Whether the engine serves the family on the target."""
     if engine != "vllm" or target is None:
         return []
-    if target.capability is None and plan.spec.vllm_cpu:
-        return [Finding("vllm: family", False, plan.spec.vllm_cpu)]
-    text = plan.config.get("text_config") or plan.config
+    if target.capability is None and plan.source.spec.vllm_cpu:
+        return [Finding("vllm: family", False, plan.source.spec.vllm_cpu)]
+    text = plan.source.config.get("text_config") or plan.source.config
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     head = text.get("head_dim") or (hidden // heads if heads and hidden else None)
     if target.head_sizes and head and head not in target.head_sizes:
         known = ", ".join(map(str, sorted(target.head_sizes)))
         return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {known}")]
-    return [Finding("vllm: family", True, f"{plan.spec.family} runs on {target.title}")]
+    return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
 
 
 def _processor(model: Path) -> Finding:
@@ -168,12 +157,12 @@ def _processor(model: Path) -> Finding:
 
 def _reducer(plan: Plan, engine: str) -> list[Finding]:
     """What is to know of a reducer; what stands in its way is among the plan's problems."""
-    if plan.recipe.reduce is None or plan.problems:
+    if plan.visual_tokens is None or plan.problems:
         return []
     title = f"{engine}: visual tokens"
     if engine not in ("vllm", "transformers"):
         return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
-    return [Finding(title, True, tokens_text(plan.recipe.reduce, plan.tokens))]
+    return [Finding(title, True, plan.visual_tokens.text)]
 
 
 def _size(plan: Plan) -> Finding:

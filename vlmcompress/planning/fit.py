@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from torch import nn
+from types import ModuleType
 
 from vlmcompress import targets
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import compressed_tensors
-from vlmcompress.models import Group
+from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme
-
-
-def shapes(model: nn.Module, group: Group) -> list[tuple[int, int]]:
-    """`(out, in)` of each linear layer of a group."""
-    weights = [model.get_parameter(f"{name}.weight") for name in group.linears]
-    return [(weight.shape[0], weight.shape[1]) for weight in weights]
 
 
 def label(scheme: Scheme | None) -> str:
@@ -30,21 +22,23 @@ def label(scheme: Scheme | None) -> str:
     return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
 
 
-def format_problems(scheme: Scheme) -> list[str]:
-    """Why no file can hold the scheme."""
+def format_problems(scheme: Scheme, exporter: ModuleType) -> list[str]:
+    """Why no file of the exporter's format can hold the scheme."""
     try:
-        compressed_tensors.storage(scheme)
+        exporter.storage(scheme)
     except UserError as error:
         return [str(error)]
     return []
 
 
-def shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, target: str | None) -> Iterator[str]:
-    """Why layers of a group cannot have the scheme."""
+def shape_problems(
+    source: Source, group: Group, scheme: Scheme | None, exporter: ModuleType, target: str | None
+) -> Iterator[str]:
+    """Why layers of a group cannot have the scheme, in the exporter's files or on the target."""
     if scheme is None:
         return
     size = scheme.weights.group
-    sides = shapes(bones, group)
+    sides = source.shapes(group)
     columns = sides[0][1]
     first = group.linears[0]
     if size > 0 and columns % size:
@@ -55,7 +49,7 @@ def shape_problems(bones: nn.Module, group: Group, scheme: Scheme | None, target
     else:
         for name, (rows, _) in zip(group.linears, sides, strict=True):
             try:
-                compressed_tensors.shapes(scheme, rows, columns)
+                exporter.shapes(scheme, rows, columns)
             except ValueError as error:
                 yield f"{name}: {error}, or skip the layer"
             except UserError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vlmcompress.common.registry import Registry
+from vlmcompress.common.text import check_size
 from vlmcompress.errors import did_you_mean
 
 RULES = Registry("vlmcompress.allocation", "allocation rule")
@@ -62,10 +62,3 @@ class Bits(BaseModel):
         if (self.budget is None) == (self.max_size is None):
             raise ValueError("should have one of budget (bits per weight) and max_size (like 2.4GB)")
         return self
-
-
-def check_size(text: str) -> str:
-    """A size with its unit, as it is written, or ValueError."""
-    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
-        raise ValueError("Input should be a size like 5GB or 500MB")
-    return text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import yaml_files as _yaml
+from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError, did_you_mean
 
 Layer = tuple[str, Mapping[str, Any]]
@@ -42,7 +42,7 @@ def assign(values: dict[str, Any], setting: str) -> None:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise UserError(f"--set {setting}: '{part}' has a value already and no keys below it")
-    values[parts[-1]] = _yaml.parse(text, f"--set {key}")
+    values[parts[-1]] = yaml_files.parse(text, f"--set {key}")
 
 
 def folders() -> list[Path]:

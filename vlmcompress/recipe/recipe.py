@@ -20,11 +20,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from vlmcompress import targets
-from vlmcompress.common import yaml_files as _yaml
+from vlmcompress.common import yaml_files
 from vlmcompress.common.registry import Registry
+from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.planning import reducer as reducing
-from vlmcompress.recipe.bits import Bits, check_size
+from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
 
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
@@ -128,6 +128,11 @@ class Recipe(_Frozen):
         module = SCHEMES.get(self.vision)
         return module.scheme(module.Options())
 
+    @property
+    def exporter(self) -> ModuleType:
+        """The module of the format that is written."""
+        return FORMATS.get(self.format)
+
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""
         data = self.model_dump(mode="json", exclude={"options", "reduce"})
@@ -158,13 +163,16 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
     layers: list[Layer] = [("command line", given)]
     if file is not None:
         path = find(file)
-        layers.append((f"recipe {path}", _yaml.read(path, "recipe")))
+        layers.append((f"recipe {path}", yaml_files.read(path, "recipe")))
     for origin, layer in layers:
         _check_keys(layer, Recipe.model_fields, "", origin)
         for key, part in (("calibrate", Calibrate), ("bits", Bits)):
             if isinstance(layer.get(key), Mapping):
                 _check_keys(layer[key], part.model_fields, f"{key}.", origin)
-    layers = reducing.layered(layers)
+    if any("reduce" in layer for _, layer in layers):
+        from vlmcompress.recipe import reducer  # which brings torch along
+
+        layers = reducer.layered(layers)
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
@@ -175,13 +183,22 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
         raise UserError("no model given; name the folder of the checkpoint")
     options, reduce = values.pop("options", {}), values.pop("reduce", None)
     recipe = _validate(Recipe, values, origins)
-    more = {"options": _options(recipe.scheme, options, origins), "reduce": reducing.chosen(reduce, origins)}
+    more = {"options": _options(recipe.scheme, options, origins), "reduce": _reducer(reduce, origins)}
     recipe = recipe.model_copy(update=more)
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
         targets.refuse(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.vision_formats)
     return Resolved(recipe, origins)
+
+
+def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
+    """The `recipe.reducer.Chosen` that merged settings name, None for none."""
+    if given is None:
+        return None
+    from vlmcompress.recipe.reducer import merged  # which brings torch along
+
+    return merged(given, origins)
 
 
 def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import ModuleType
@@ -23,8 +23,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from vlmcompress import reducers
-from vlmcompress.common import yaml_files as _yaml
+from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.recipe.layers import Layer
 from vlmcompress.reducers import REGISTRY, Grid
 
 
@@ -64,6 +65,11 @@ class Chosen:
             else self
         )
 
+    @property
+    def label(self) -> str:
+        """As the command line has it, without the numbers that it has learnt."""
+        return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
+
     def plain(self) -> dict[str, Any]:
         """As a recipe has it, with every option."""
         return {"method": self.method, **dataclasses.asdict(self.options)}
@@ -100,7 +106,7 @@ def split(text: str, where: str) -> dict[str, Any]:
             key, value = "keep", part
         if key.strip() in values:
             raise UserError(f"{where}: '{key.strip()}' is given twice; remove one")
-        values[key.strip()] = _yaml.parse(value, where)
+        values[key.strip()] = yaml_files.parse(value, where)
     return values
 
 
@@ -133,6 +139,57 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> Chosen:
         return Chosen(method, cls(**checked))
     except ValueError as error:
         raise UserError(f"{where}: '{method}': {error}") from error
+
+
+def layered(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers of a recipe, first one strongest, with `reduce` as a mapping in each, ready to be merged.
+
+    A layer that names a method starts anew: options of weaker layers belong to another reducer and are left out.
+    """
+    found: list[Layer] = []
+    named = False
+    for origin, layer in layers:
+        given = layer.get("reduce")
+        if isinstance(given, str):
+            given = split(given, f"{origin}: reduce {given}")
+        if named or "reduce" not in layer:
+            layer = {key: value for key, value in layer.items() if key != "reduce"}
+        else:
+            layer = {**layer, "reduce": given}
+            named = not isinstance(given, Mapping) or "method" in given
+        found.append((origin, layer))
+    return found
+
+
+def merged(given: Any, origins: Mapping[str, str]) -> Chosen | None:
+    """The reducer that merged settings name; None for none. UserError for one that is none, or an option that is wrong.
+
+    Args:
+        given: the merged value of `reduce`.
+        origins: dotted key of a recipe -> where its value came from.
+    """
+    if given is None:
+        return None
+    origin = next((origin for key, origin in origins.items() if f"{key}.".startswith("reduce.")), "default")
+    return read(given, f"{origin}: reduce")
+
+
+def calibrated(reducer: Chosen | None) -> Chosen | None:
+    """The reducer that a calibration runs behind: None where there is none, or one within the language model.
+
+    Of the latter every block sees the same kinds of tokens as without it, those behind its layer fewer of them.
+    """
+    return reducer if reducer and reducer.module.STAGE != "llm" else None
+
+
+def same(known: Chosen | None, asked: Chosen | None) -> bool:
+    """Whether a reducer is the one that is asked for, apart from what it has learnt or will read from a file."""
+    if known is None or asked is None or known.method != asked.method:
+        return known is asked
+    mine, wanted = known.plain(), asked.plain()
+    if not isinstance(wanted.get("thresholds"), tuple | list):
+        wanted["thresholds"] = mine.get("thresholds")
+    return {**mine, "thresholds": mine.get("thresholds")} == wanted
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

@@ -33,7 +33,7 @@ _FLAT = (0.05, 0.15, 0.4)  # of standard deviations, in the processor's units
 
 
 @dataclass(frozen=True)
-class Counter:
+class TokenCounter:
     """A fitted regression.
 
     Attributes:
@@ -92,7 +92,7 @@ def features(pixels: Tensor, patch: int) -> Tensor:
     return torch.stack(found)
 
 
-def fit(
+def fit_counter(
     pictures: Sequence[Tensor],
     counts: Sequence[int],
     patch: int,
@@ -100,7 +100,7 @@ def fit(
     least: int = 1,
     penalty: float = 1.0,
     within: float = 0.75,
-) -> Counter:
+) -> TokenCounter:
     """The regression from pictures `[3, height, width]` to how many tokens each keeps.
 
     Args:
@@ -121,7 +121,7 @@ def fit(
     margin = max(0.0, residuals[min(len(y) - 1, math.ceil(within * len(y)) - 1)].item())
     steps = {max(least, math.ceil(tokens * step / STEPS)) for step in range(1, STEPS + 1)}
     fitted: dict[str, Any] = {"weights": weights, "mean": mean, "scale": scale}
-    return Counter(
+    return TokenCounter(
         patch,
         tuple(sorted(steps)),
         **{name: tuple(values.tolist()) for name, values in fitted.items()},
@@ -130,16 +130,9 @@ def fit(
     )
 
 
-def r2(counter: Counter, pictures: Sequence[Tensor], counts: Sequence[int]) -> float:
-    """Share of the counts' variance that the regression explains."""
-    y = torch.tensor(counts).double()
-    said = torch.tensor([counter.predict(one) for one in pictures]).double()
-    return 1 - float(((y - said) ** 2).sum() / ((y - y.mean()) ** 2).sum().clamp(min=1e-12))
-
-
-def read(given: Any, where: str) -> Counter:
+def read_counter(given: Any, where: str) -> TokenCounter:
     """The counter of a checkpoint. `where` begins the message of the UserError that anything wrong raises."""
-    names = list(Counter.__dataclass_fields__)
+    names = list(TokenCounter.__dataclass_fields__)
     if not isinstance(given, Mapping) or set(given) != set(names):
         raise UserError(f"{where} should be a mapping of {', '.join(names)}; export it again")
     for name in ("weights", "mean", "scale"):
@@ -158,7 +151,7 @@ def read(given: Any, where: str) -> Counter:
     if not whole or not all(low < high for low, high in zip([0, *buckets], [*buckets, _LIMIT], strict=True)):
         raise UserError(f"{where}.buckets should be ascending whole numbers above 0; export it again")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return Counter(**values)
+    return TokenCounter(**values)
 
 
 def _number(value: Any) -> bool:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.reducers import Merger, Reduction
-from vlmcompress.reducers._counter import Counter
+from vlmcompress.reducers import Merger, Reduction, TokenCounter
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction.slots import Layout
 from vlmcompress.reduction.support import feature_layers
@@ -105,7 +104,7 @@ class Merging(Early):
     the same as one row for them all between the attentions.)
     """
 
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: Counter | None = None):
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
         self.counter = counter
         super().__init__(vlm, module, options)
 

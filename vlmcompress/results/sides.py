@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import __version__
-from vlmcompress.checkpoint import manifest
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.errors import UserError
 from vlmcompress.models._read import read_json
 from vlmcompress.results import Side
@@ -39,7 +38,7 @@ def _carried(path: Path) -> str:
     """The reducer that a checkpoint carries, as the command line has it; "" for none. UserError: its block is not right."""
     file = path / "config.json"
     try:
-        found = carried.read(read_json(file, "config")) if file.is_file() else None
+        found = reducer_block.read(read_json(file, "config")) if file.is_file() else None
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return str(found.reducer) if found else ""

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.reducer_block import Carried
+from vlmcompress.common.finding import Check
 from vlmcompress.common.progress import Progress
-from vlmcompress.diagnosis.files import Check
 from vlmcompress.engines.vllm import environment, interpreter, runner
 from vlmcompress.engines.vllm.conformance import _plan, _questions
 from vlmcompress.engines.vllm.conformance._checks import CHECKS
@@ -69,7 +69,7 @@ def collect(
     """
     folder, progress = Path(folder), progress or (lambda *_: None)
     config = models.read_config(folder)
-    found = carried.read(config)
+    found = reducer_block.read(config)
     models.spec_for(config)  # both this and the next line complain, if they do, before a model is loaded
     interpreter()
     with tempfile.TemporaryDirectory(prefix="vlmcompress-conformance-") as place:

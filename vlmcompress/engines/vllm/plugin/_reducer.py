@@ -11,16 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress import __version__, reducers
-from vlmcompress.checkpoint import reducer_block as carried
-from vlmcompress.engines.vllm.plugin import refusal
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.engines.vllm.plugin._serves import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import spec_for
 from vlmcompress.recipe.reducer import Chosen
-from vlmcompress.reducers import Grid, Reduction, Signals
-from vlmcompress.reducers._counter import Counter
+from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction.support import check_config, check_counter
 
-_READ = ("architectures", "model_type", carried.KEY)
+_READ = ("architectures", "model_type", reducer_block.KEY)
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,18 @@ class Reducer:
     """
 
     chosen: Chosen
-    counter: Counter | None = None
+    counter: TokenCounter | None = None
 
     @staticmethod
     def of(hf_config: Any) -> Reducer:
         """The one that a config carries. UserError if it carries none, it is not right, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
-        found = carried.read(config)
+        found = reducer_block.read(config)
         if found is None:
             raise UserError(
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
-        reducer, where = found.reducer, f"config.json: {carried.KEY}"
+        reducer, where = found.reducer, f"config.json: {reducer_block.KEY}"
         if reason := refusal(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
