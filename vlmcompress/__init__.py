@@ -1,3 +1,28 @@
-"""vlmcompress: quantize a vision-language model into a checkpoint that a real engine serves."""
+"""vlmcompress: quantize a vision-language model into a checkpoint that a real engine serves, and measure what it cost.
+
+From Python, `vlmcompress.api` (see docs/python.md):
+
+    import vlmcompress
+
+    recipe = vlmcompress.Recipe.of("MODEL", "OUT", scheme="awq", calibrate={"data": "images"})
+    vlmcompress.quantize(recipe)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlmcompress.api import Recipe, Result, Results, UserError, attach, calibrate, evaluate, load, quantize
 
 __version__ = "0.1.0"
+
+__all__ = ["Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of `vlmcompress.api`, which brings torch and transformers along, when they are asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'vlmcompress' has no attribute '{name}'")
+    return getattr(importlib.import_module("vlmcompress.api"), name)

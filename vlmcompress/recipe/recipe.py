@@ -56,7 +56,7 @@ class Calibrate(_Frozen):
 
 
 class Recipe(_Frozen):
-    """A checked recipe. Make one with `resolve`.
+    """A checked recipe. Make one with `Recipe.of`, or with `resolve`, which also says where each value came from.
 
     Attributes:
         model: folder of the source checkpoint.
@@ -109,6 +109,22 @@ class Recipe(_Frozen):
     @classmethod
     def _size(cls, text: str) -> str:
         return check_size(text)
+
+    @staticmethod
+    def of(model: str | Path, out: str | Path | None = None, *, file: str | Path | None = None, **keys: Any) -> Recipe:
+        """A checked recipe from Python values.
+
+        Args:
+            model: the source checkpoint.
+            out: folder to write.
+            file: a recipe file, or the name of a bundled one, for keys that are not given here.
+            keys: any keys of a recipe, nested as in a file: `scheme="awq"`, `calibrate={"data": "images", "samples": 64}`.
+
+        Raises:
+            UserError: a key or value that is none.
+        """
+        given = {"model": str(model), **({"out": str(out)} if out is not None else {}), **keys}
+        return resolve(given, file).recipe
 
     @property
     def method(self) -> ModuleType:

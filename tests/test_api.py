@@ -1,0 +1,56 @@
+"""The Python interface: the examples of docs/python.md run, on a demo model, and what is wrong is a `UserError`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vlmcompress
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "eval" / "demo" / "demo-llava"
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+
+
+def test_the_examples_run(tmp_path, monkeypatch):
+    """All examples of the page, one after the other, as a reader would paste them; folders and the model are put in."""
+    monkeypatch.chdir(tmp_path)
+    data = ROOT / "eval" / "demo" / "data" / "llava" / "calibration.parquet"
+    code = "\n".join(EXAMPLES).replace('"MODEL"', repr(str(DEMO))).replace('"IMAGES"', repr(str(data)))
+    names: dict = {}
+    exec(compile(code, "docs/python.md", "exec"), names)
+    assert names["done"].manifest["size"]["weights_after"] < names["done"].manifest["size"]["weights_before"]
+    assert (tmp_path / "OUT" / "model.safetensors").is_file() and (tmp_path / "OUT-8" / "config.json").is_file()
+    assert names["found"].suites[0].samples == 40 and names["found"].suites[0].overall.candidate > 0.8
+    assert names["vlm"].model.config.model_type == "llava" and len(EXAMPLES) == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"scheme": "awk"}, "unknown scheme 'awk'; did you mean 'awq'?"),
+        ({"scheme": "awq", "sample": 3}, "unknown key 'sample'"),
+        ({"scheme": "awq", "calibrate": {"samples": "3"}}, "calibrate.samples is"),
+        ({"scheme": "awq", "format": "gguf"}, "unknown format 'gguf'"),
+    ],
+)
+def test_bad_keys_are_user_errors(keys, part):
+    with pytest.raises(vlmcompress.UserError, match=re.escape(part)):
+        vlmcompress.Recipe.of(DEMO, "OUT", **keys)
+
+
+def test_a_reducer_needs_transformers():
+    with pytest.raises(vlmcompress.UserError, match="attaches to transformers models"):
+        vlmcompress.evaluate(DEMO, DEMO, reduce="divprune:0.5")
+
+
+def test_importing_the_package_imports_no_library():
+    """vLLM imports the package in every process, and `--help` should be quick."""
+    code = "import sys, vlmcompress; assert not {'torch', 'transformers', 'pydantic'} & sys.modules.keys(); vlmcompress.Recipe"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        vlmcompress.nothing  # noqa: B018

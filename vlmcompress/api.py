@@ -1,0 +1,156 @@
+"""What people use from Python: the verbs of the command line as functions, on the same recipes, with the same errors.
+
+    import vlmcompress
+
+    recipe = vlmcompress.Recipe.of("MODEL", "OUT", scheme="awq", calibrate={"data": "images"}, reduce="divprune:0.5")
+    done = vlmcompress.quantize(recipe)
+    found = vlmcompress.evaluate(done.out, "MODEL", limit=200)
+    found.suites[0].overall.difference
+
+Keys of a recipe are those of recipe files. Bad input raises `UserError`, whose one line says what, where and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from vlmcompress import engines, models
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.compression.calibrate import KINDS
+from vlmcompress.compression.calibrate import calibrate as _calibrate
+from vlmcompress.compression.inputs import Result
+from vlmcompress.compression.quantize import quantize as _quantize
+from vlmcompress.engines.base import Engine
+from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation import accuracy
+from vlmcompress.models import VLM
+from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.reduction import Attachment, refusal
+from vlmcompress.reduction import attach as _attach
+from vlmcompress.results import Results
+
+__all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
+
+
+def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
+    """Write the checkpoint that a recipe asks for.
+
+    Args:
+        recipe: with `out`, the folder to write.
+        resume: go on after an interrupted run with the same recipe, model and data.
+        overwrite: replace an existing `out` that vlmcompress wrote.
+        progress: called with (label, done, total).
+
+    Returns:
+        The folder, and its manifest: recipe, sizes, errors of layers by modality, warnings, hashes.
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    return _quantize(recipe, resume=resume, overwrite=overwrite, progress=progress)
+
+
+def calibrate(
+    recipe: Recipe,
+    *,
+    needs: Collection[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Result:
+    """Collect a model's statistics once, in `recipe.out`; recipes name that folder in `calibrate.stats`.
+
+    Args:
+        recipe: of it the model, the data, the seed, the reducer and whether there is an FP8 KV cache matter.
+        needs: which statistics, of `KINDS`; None: all that the data have.
+        resume, overwrite, progress: as in `quantize`.
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    return _calibrate(recipe, needs=needs, resume=resume, overwrite=overwrite, progress=progress)
+
+
+def evaluate(
+    candidate: str | Path,
+    baseline: str | Path,
+    *,
+    suites: Sequence[str | Path] = (),
+    data: str | Path | None = None,
+    engine: str | Engine = "vllm",
+    baseline_engine: str | Engine | None = None,
+    reduce: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    margins: Mapping[str, float] | None = None,
+    journal: str | Path | None = None,
+    progress: Progress = silent,
+) -> Results:
+    """Ask a candidate and its baseline the same questions and compare their answers in pairs.
+
+    Args:
+        candidate: a checkpoint, or a model that the engine's server knows.
+        baseline: the original, or the report of an earlier evaluation of it.
+        suites: names (`vlmcompress list suites`), task files or data; none: the bundled world.
+        data: a local copy of the suite's data; alone: questions and answers.
+        engine: `vllm`, `hf` (transformers) or `openai:URL`, or an engine.
+        baseline_engine: the same for the baseline; None: the same engine.
+        reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
+        limit: of questions of each suite.
+        seed: of what is drawn.
+        margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
+        journal: file that keeps answers as they come; an interrupted run goes on from there.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: a checkpoint, suite or data is missing, or the engine fails.
+    """
+    how = accuracy.Ask(
+        engine=_reducing(engine, reduce, candidate) if reduce else _engine(engine),
+        baseline_engine=_engine(baseline_engine or engine),
+        limit=limit,
+        seed=seed,
+        margin=margins,
+        journal=Path(journal) if journal else None,
+        progress=progress,
+    )
+    return accuracy.evaluate(candidate, baseline, suites, Path(data) if data else None, how)
+
+
+def load(path: str | Path, *, trust_remote_code: bool = False) -> VLM:
+    """Load a model with its processor, on the CPU, in the type of its checkpoint; `attach` takes what this returns."""
+    return models.load(path, trust_remote_code=trust_remote_code)
+
+
+def attach(vlm: VLM, reducer: str) -> Attachment:
+    """Reduce a transformers model's visual tokens from now on, until `detach` or the end of a `with` block.
+
+    Args:
+        vlm: from `load`; one reducer at a time.
+        reducer: `METHOD:KEEP` or `METHOD:KEEP,OPTION=VALUE`, as on the command line, e.g. `divprune:0.25`.
+
+    Raises:
+        UserError: there is no such reducer, or it does not go with this model.
+    """
+    return _attach(vlm, parse(reducer))
+
+
+def _engine(engine: str | Engine) -> Engine:
+    return engines.get(engine) if isinstance(engine, str) else engine
+
+
+def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
+    """The engine with a reducer on the model. UserError where they do not go together."""
+    chosen = parse(reduce)
+    if engine != "hf":
+        name = engine if isinstance(engine, str) else engine.name
+        raise UserError(
+            f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
+        )
+    if reason := refusal(models.spec_for(models.read_config(model)), chosen.method):
+        raise UserError(f"--reduce {chosen}: {reason}")
+    return dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))
