@@ -44,6 +44,17 @@ def test_plan_summary_card_and_doctor_say_the_same(models, tmp_path, capsys):
     assert code == 0 and "dart:0.25, served by the plugin of vLLM" in text
 
 
+def test_a_card_says_how_a_reducer_is_given_the_question(models, tmp_path, capsys):
+    """Not of one that only transformers runs, whose words are the prompt's."""
+    for reducer, engine, said in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
+        given = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
+        assert run(capsys, "quantize", models["llava"], *given, "-o", tmp_path / "out")[0] == 0
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert (
+            'a server runs with `--trust-request-mm-kwargs`, what a request has under `"mm_processor' in card
+        ) is said
+
+
 def test_what_only_transformers_runs_is_not_offered_to_vllm(models, tmp_path, capsys):
     model, out = models["llava"], tmp_path / "out"
     given = ("quantize", model, "--scheme", "none", "--reduce", "fastv:0.5,layer=1", "--set", "engine=transformers")

@@ -114,8 +114,8 @@ def serve(args: argparse.Namespace) -> Outcome:
     """`vlmcompress serve`: this process becomes the server."""
     from vlmcompress.engines.vllm.serve import serve as run
 
-    settings = {"host": args.host, "port": args.port, "images": args.images, "max_model_len": args.max_model_len}
-    run(args.out, **settings, extra=args.extra)
+    names = ("host", "port", "images", "videos", "max_model_len")
+    run(args.out, **{name: getattr(args, name) for name in names}, extra=args.extra)
     return OK, {"ok": True}, ""
 
 

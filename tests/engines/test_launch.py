@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.engines.processes import alive, wait_until_gone
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.engines.vllm.launch import server
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -45,6 +48,19 @@ def test_death_at_start_tells_the_last_error_lines(checkpoint: Path, broken, tmp
     ):
         pass
     assert "loading" in log.read_text()
+
+
+@pytest.mark.parametrize(("reducer", "trusted"), [("relevance:0.5", True), ("dart:0.5", False)])
+def test_a_reducer_that_reads_the_question_may_be_asked(
+    reducer: str, trusted: bool, checkpoint: Path, broken, tmp_path: Path
+) -> None:
+    """As in `serve`, so that a benchmark's requests can bring the question, too."""
+    plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (checkpoint / "config.json").write_text(json.dumps(carried.write(plain, parse(reducer))))
+    broken('echo "$@"; exit 7')
+    with pytest.raises(UserError, match="could not start"), server(checkpoint, log=tmp_path / "log"):
+        pass
+    assert ("--trust-request-mm-kwargs" in (tmp_path / "log").read_text().split()) is trusted
 
 
 def test_silence_times_out_and_leaves_no_process(checkpoint: Path, broken, tmp_path: Path) -> None:

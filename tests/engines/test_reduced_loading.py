@@ -163,7 +163,7 @@ if sys.argv[2]:
     vllm.__version__ = sys.argv[2]
 load_general_plugins()
 try:
-    ModelConfig(sys.argv[1])
+    ModelConfig(sys.argv[1], model_impl=sys.argv[3])
 except Exception as error:
     print("REFUSED", str(error).replace(chr(10), " | "))
 """
@@ -171,19 +171,22 @@ except Exception as error:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("plugins", "version", "reducer", "text"),
+    ("plugins", "version", "reducer", "impl", "text"),
     [
-        (None, "0.99.0", "dart:0.5", "this is vLLM 0.99.0"),
-        (None, "", "fastv:0.5", "vLLM cannot serve 'fastv'"),
-        ("", "", "dart:0.5", "VlmcompressLlavaForConditionalGeneration"),
+        (None, "0.99.0", "dart:0.5", "auto", "this is vLLM 0.99.0"),
+        (None, "", "fastv:0.5", "auto", "vLLM cannot serve 'fastv'"),
+        ("", "", "dart:0.5", "auto", "['VlmcompressLlavaForConditionalGeneration'] are not supported"),
+        ("", "", "dart:0.5", "transformers", "'VlmcompressLlavaForConditionalGeneration' is not a registered model"),
     ],
 )
-def test_vllm_refuses(plugins, version, reducer, text, tmp_path):
-    """A vLLM that this plugin was not made for, a method that engines cannot serve, and a vLLM without the plugin."""
+def test_vllm_refuses(plugins, version, reducer, impl, text, tmp_path):
+    """A vLLM that this plugin was not made for, a method that engines cannot serve, and a vLLM without the plugin, also
+    where it is to run models by transformers' code."""
     pytest.importorskip("vllm")
     folder = reduced(DEMO, tmp_path / "model", reducer)
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
-    run = subprocess.run([sys.executable, "-c", PROBE, str(folder), version], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", PROBE, str(folder), version, impl]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.stdout.startswith("REFUSED"), run.stderr[-2000:]
     assert text in run.stdout

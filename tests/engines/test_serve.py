@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -20,7 +21,7 @@ from PIL import Image
 from tests.engines.processes import session_ends
 from tests.tiny import build
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines.vllm.serve import example, flags, serve
+from vlmcompress.engines.vllm.serve import example, flags, remarks, serve
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
@@ -31,9 +32,33 @@ def test_flags(checkpoint: Path) -> None:
     pairs = dict(zip(found[1::2], found[2::2], strict=True))
     assert pairs["--served-model-name"] == "tiny-vlm"
     assert (pairs["--port"], pairs["--max-model-len"]) == ("1234", "512")
-    assert json.loads(pairs["--limit-mm-per-prompt"])["image"] == 4
+    assert json.loads(pairs["--limit-mm-per-prompt"]) == {"image": 4, "video": 0}
     assert "--kv-cache-dtype" not in pairs
     assert found[-2:] == ["--seed", "3"]
+
+
+def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
+    assert [line for line in remarks(flags(checkpoint)) if "Requests can have no videos; --videos N" in line]
+    found = flags(checkpoint, videos=2)
+    assert json.loads(found[found.index("--limit-mm-per-prompt") + 1])["video"] == 2
+    assert remarks(found) == []
+    assert remarks(flags(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
+    with pytest.raises(UserError, match="--videos is -1, it should be at least 0"):
+        flags(checkpoint, videos=-1)
+
+
+@pytest.mark.parametrize(
+    ("reducer", "asks"),
+    [("relevance:0.5", True), ("surrogate:0.5", True), ("dart:0.5,text_pivots=4", True), ("dart:0.5", False)],
+)
+def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
+    plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(carried.write(plain, parse(reducer))))
+    found = flags(tmp_path, videos=1)
+    assert ("--trust-request-mm-kwargs" in found) is asks
+    assert any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(found)) is asks
+    refused = flags(tmp_path, videos=1, extra=["--no-trust-request-mm-kwargs"])
+    assert refused[-1] == "--no-trust-request-mm-kwargs" and remarks(refused) == []
 
 
 def test_kv_scales_ask_for_an_fp8_cache(checkpoint: Path) -> None:
@@ -85,7 +110,10 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int, Path, Path]]:
+    """A checkpoint whose reducer reads the question, served by `serve`."""
     folder = build("llava", tmp_path_factory.mktemp("serve") / "tiny-llava")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(carried.write(config, parse("relevance:0.5"))))
     port, log = free_port(), folder.parent / "log"
     code = f"from vlmcompress.engines.vllm.serve import serve; serve({str(folder)!r}, port={port})"
     with open(log, "wb") as sink:
@@ -111,7 +139,8 @@ def wait_until_up(process: subprocess.Popen, port: int, log: Path, seconds: floa
 
 @pytest.mark.engine
 def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
-    """An OpenAI client, the printed curl command, then a clean stop that leaves no process of the session."""
+    """An OpenAI client, with a question for the reducer, too; the printed curl command; then a clean stop that leaves no
+    process of the session."""
     import openai
 
     process, port, folder, log = server
@@ -124,17 +153,21 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     text = {"type": "text", "text": "what"}
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=5)
 
-    def ask(*parts: dict):
+    def ask(*parts: dict, **more: Any):
         messages = [{"role": "user", "content": list(parts)}]
-        return client.chat.completions.create(model="tiny-llava", messages=messages, max_tokens=4, temperature=0)
+        settings = {"max_tokens": 4, "temperature": 0, "extra_body": more}
+        return client.chat.completions.create(model="tiny-llava", messages=messages, **settings)
 
     with_image, without = ask(image, text), ask(text)
-    assert with_image.usage.prompt_tokens == without.usage.prompt_tokens + 16  # a 4 x 4 grid
+    assert with_image.usage.prompt_tokens == without.usage.prompt_tokens + 8  # half of a 4 x 4 grid
     assert 0 < with_image.usage.completion_tokens <= 4
+    asked = ask(image, text, mm_processor_kwargs={"query": "where"})
+    assert asked.usage.prompt_tokens == with_image.usage.prompt_tokens
+    assert "only with --trust-request-mm-kwargs" in log.read_text()
 
     shell = example(folder, "127.0.0.1", port).split("\n", 1)[1]
     reply = subprocess.run(["bash", "-c", shell], cwd=folder.parent, capture_output=True, text=True, timeout=60)
-    assert json.loads(reply.stdout)["usage"]["prompt_tokens"] > 16
+    assert json.loads(reply.stdout)["usage"]["prompt_tokens"] > 8
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) in (0, -signal.SIGTERM)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -65,6 +68,22 @@ def run(name, signals, options) -> Reduction:
         now = dataclasses.replace(rows(signals, merged), merged=merged)
         merged = merged.then(reducers.merge(method, now, options, layer, LAYERS))
     return merged
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def digest(x: torch.Tensor) -> str:
+    """Hash of a tensor's bits."""
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def rows(signals, merged) -> Signals:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
-from reducer_data import LAYERS, options, rows, run, signals
+from reducer_data import LAYERS, digest, options, rows, run, signals, threads
 from test_selection import best, cosine
 
 from vlmcompress import reducers
@@ -64,23 +66,17 @@ def test_visionzip_without_contextual_tokens_drops_the_rest():
 
 
 def slow_vscan(s, count, side):
-    """Windows give in turns, the last turn by score; then the best of all; the dropped average into their nearest."""
+    """By falling score, as long as a window has not given its quota; the best of all; the dropped join their nearest."""
     (frames, height, width), local = s.grid, count // 2
-    turns = {}
-    for f in range(frames):
-        for top in range(0, height, side):
-            for left in range(0, width, side):
-                inside = [
-                    (f * height + r) * width + c
-                    for r in range(top, min(top + side, height))
-                    for c in range(left, min(left + side, width))
-                ]
-                for turn, i in enumerate(sorted(inside, key=lambda i: (-s.windowed[i].item(), i))):
-                    turns.setdefault(turn, []).append(i)
-    kept = []
-    for turn in sorted(turns):
-        kept += sorted(turns[turn], key=lambda i: (-s.windowed[i].item(), i))
-    kept = kept[:local]
+    down, across = max(1, height // side), max(1, width // side)
+    given, kept = dict.fromkeys(itertools.product(range(frames), range(down), range(across)), 0), []
+    for i in best(s.windowed.tolist(), s.n):
+        f, r, c = i // (height * width), i // width % height, i % width
+        window = (f, min(r // side, down - 1), min(c // side, across - 1))
+        if len(kept) < local and given[window] < math.ceil(local / len(given)):
+            kept.append(i)
+            given[window] += 1
+    assert len(kept) == local
     others = sorted((i for i in range(s.n) if i not in kept), key=lambda i: (-s.saliency[i].item(), i))
     kept = sorted(kept + others[: count - local])
     groups = {i: [i] for i in kept}
@@ -89,7 +85,10 @@ def slow_vscan(s, count, side):
     return kept, groups
 
 
-@pytest.mark.parametrize(("grid", "keep", "side"), [((1, 6, 8), 0.5, 3), ((1, 6, 8), 0.11, 4), ((2, 5, 4), 0.3, 3)])
+@pytest.mark.parametrize(
+    ("grid", "keep", "side"),
+    [((1, 6, 8), 0.5, 3), ((1, 6, 8), 0.11, 4), ((2, 5, 4), 0.3, 3), ((1, 11, 14), 0.6, 4), ((1, 3, 9), 0.4, 4)],
+)
 def test_vscan(grid, keep, side):
     s, x = signals(grid), torch.randn(signals(grid).n, 5, dtype=torch.float64)
     chosen = vscan.Options(keep=keep, window=side)
@@ -105,6 +104,26 @@ def test_vscan_takes_as_many_from_each_window_as_published_where_that_divides():
     tiles = vscan.windows(s.grid, 6)
     chosen = vscan.local(s.windowed, tiles, 48)
     assert torch.bincount(tiles[chosen]).tolist() == [3] * 16
+
+
+def test_vscan_windows_take_in_what_does_not_divide():
+    """As in the authors' code for Qwen2.5-VL: 11 x 6 tokens in windows of 4 are 2 x 1 windows, of 4 and 7 rows."""
+    assert vscan.windows((1, 11, 6), 4).tolist() == [0] * 4 * 6 + [1] * 7 * 6
+    assert vscan.windows((2, 2, 3), 4).tolist() == [0] * 6 + [1] * 6
+
+
+def test_vscan_meets_a_count_beyond_the_quotas_of_its_windows():
+    """20 x 20 in windows of 7: the smallest has 49 tokens, and its quota of 200 is 50."""
+    scores = signals((1, 20, 20)).windowed
+    chosen = vscan.local(scores, vscan.windows((1, 20, 20), 7), 200)
+    assert len(set(chosen.tolist())) == 200
+
+
+def test_visionzip_merges_as_many_times_as_asked_with_the_same_bits():
+    s, x = signals((1, 24, 24)), torch.randn(576, 1024, generator=torch.Generator().manual_seed(0))
+    with threads(2):
+        found = {digest(run("visionzip", s, visionzip.Options(keep=64 / 576)).apply(x)) for _ in range(10)}
+    assert len(found) == 1
 
 
 def slow_tome_layer(x, size, keys, pairs):
@@ -253,6 +272,10 @@ def test_an_exact_count_out_of_reach_is_refused():
         merge_all(signals(), options("dymu"), 2)
     with pytest.raises(ValueError, match="cannot be merged into 49"):
         merge_all(signals(), options("dymu"), 49)
+    with pytest.raises(ValueError, match="48 tokens cannot be merged into 49, which is more"):
+        reducers.merge(tome, signals(), tome.Options(), 0, LAYERS, 49)
+    with pytest.raises(ValueError, match="9 tokens cannot be merged into 10, which is more"):
+        tome.schedule(9, 10, 3)
 
 
 @pytest.mark.parametrize("count", [5, 30])

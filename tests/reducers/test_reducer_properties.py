@@ -131,6 +131,30 @@ def test_a_keep_that_is_no_share_is_refused(name, keep):
         REGISTRY.get(name).Options(keep=keep)
 
 
+@pytest.mark.parametrize("name", KEEP)
+def test_a_keep_too_small_for_any_image_is_refused(name):
+    for keep in (1e-300, 5e-324, 9e-7):
+        with pytest.raises(ValueError, match="keep must be at least 1e-06, got .*, which leaves no token of any image"):
+            REGISTRY.get(name).Options(keep=keep)
+    assert REGISTRY.get(name).Options(keep=1e-6).keep == 1e-6
+
+
+WHOLE = [
+    (name, field.name)
+    for name in NAMES
+    for field in dataclasses.fields(REGISTRY.get(name).Options)
+    if type(getattr(options(name), field.name)) is int
+]
+
+
+@pytest.mark.parametrize(("name", "field"), WHOLE)
+def test_whole_numbers_beyond_64_bits_are_refused(name, field):
+    for value in (2**63, 10**30):
+        with pytest.raises(ValueError, match=f"{field} must be at most 9223372036854775807, got "):
+            REGISTRY.get(name).Options(**{field: value})
+    assert getattr(REGISTRY.get(name).Options(**{field: 2**63 - 1}), field) == 2**63 - 1
+
+
 @pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune"])
 def test_scale_of_the_features_does_not_matter(name):
     one = signals()

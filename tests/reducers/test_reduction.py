@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from reducer_data import digest, threads
 
 from vlmcompress.reducers import Reduction, Signals
 
@@ -44,6 +45,22 @@ def test_rows_that_are_not_merged_stay_bit_for_bit(dtype):
     plain = (r.sizes == 1).nonzero().squeeze(1)
     assert 0 < len(plain) < 20 and r.apply(x).dtype == dtype
     assert torch.equal(r.apply(x)[plain], x[r.anchor[plain]])
+
+
+def test_apply_gives_the_same_bits_in_every_call():
+    """At CLIP's size, 576 rows into 64, with two threads that may add in any order; and the same bits with one."""
+    r, x = some(576, 64, 7), torch.randn(576, 1024, generator=torch.Generator().manual_seed(8))
+    with threads(2):
+        found = {digest(r.apply(x)) for _ in range(30)}
+    assert found == {digest(r.apply(x))}
+
+
+def test_sums_of_weights_have_the_same_bits_in_every_call():
+    """So many tokens that threads would share a sum: 60 tiles of 729."""
+    r = some(43740, 60, 9)
+    r = dataclasses.replace(r, weight=torch.rand(43740, generator=torch.Generator().manual_seed(9)) + 0.1)
+    with threads(2):
+        assert len({digest(r.coefficients) for _ in range(20)}) == 1
 
 
 def test_sizes_count_tokens():

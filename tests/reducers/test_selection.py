@@ -10,6 +10,7 @@ import pytest
 import torch
 from reducer_data import options, run, signals
 
+from vlmcompress import reducers
 from vlmcompress.reducers import REGISTRY, dart, divprune, evs, fastv, uniform
 
 
@@ -129,6 +130,13 @@ def test_evs_keeps_the_first_frame_and_what_changes_most():
         kept = run("evs", signals(grid), evs.Options(keep=keep)).anchor.tolist()
         assert kept == sorted(best(change, count))
     assert len(run("evs", signals((1, 6, 8)), evs.Options(keep=0.1)).anchor) == 48
+
+
+def test_evs_of_a_share_that_is_no_token_keeps_the_first_frame():
+    s, chosen = signals((4, 1, 2)), evs.Options(keep=0.05)  # 0.4 of a token
+    assert evs.budget(s.grid, chosen) == 2 and not reducers.too_small(evs, s.grid, chosen)
+    assert run("evs", s, chosen).anchor.tolist() == [0, 1]
+    assert reducers.too_small(evs, (1, 1, 2), chosen)  # of an image that is all
 
 
 def test_fastv_keeps_the_most_attended():

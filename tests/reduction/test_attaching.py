@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import AutoModelForImageTextToText, StaticCache
 
 from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
 from tests.reduction.test_hiding import CASES, given
+from tests.tiny import build
+from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.errors import UserError
-from vlmcompress.models import all_specs
+from vlmcompress.models import all_specs, load
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
-from vlmcompress.reduction import KeptWhole, attach, refusal
+from vlmcompress.reduction import KeptWhole, attach, attach_carried, refusal
 
 
 def traces(model: torch.nn.Module) -> list:
@@ -40,6 +43,21 @@ def test_detaching_restores_the_model(family, method):
     attached.detach()  # once was enough, twice does no harm
     assert traces(vlm.model) == before
     assert torch.equal(vlm.model(**inputs).logits, plain)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3-vl"])
+def test_transformers_alone_ignores_what_a_checkpoint_carries(family, tmp_path):
+    """Neither the block nor the architecture's name, which engines refuse, means anything to `from_pretrained`."""
+    plain = load(build(family, tmp_path / "model"))
+    inputs = {name: value.float() if value.is_floating_point() else value for name, value in encode(plain, ONE).items()}
+    logits = plain.model(**inputs).logits
+    file = plain.path / "config.json"
+    file.write_text(json.dumps(carried.write(json.loads(file.read_text()), parse("dart:0.5"))))
+    model = AutoModelForImageTextToText.from_pretrained(plain.path)
+    assert type(model) is type(plain.model) and model.dtype == plain.model.dtype
+    assert torch.equal(model(**inputs).logits, logits)
+    with attach_carried(model, plain.processor, plain.path):
+        assert model(**inputs).logits.shape[1] < logits.shape[1]
 
 
 def test_one_at_a_time():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Qwen2VLImageProcessor
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.vision_utils import get_vision_window_index
 
 from tests.reduction import reference
@@ -121,7 +122,7 @@ def test_without_repeats_no_bit_changes(family):
 
 
 def test_the_tolerance_is_in_levels():
-    """Paper that is off by two levels here and there goes with a tolerance of 2 only. bfloat16 tells them apart."""
+    """Paper that is off by two levels here and there goes with a tolerance of 2 only. bfloat16 tells these apart."""
     vlm = tiny("qwen2-5-vl")
     image = Image.new("RGB", (140, 140), (200, 100, 50))
     for x in range(28, 140, 56):
@@ -139,3 +140,28 @@ def test_the_tolerance_is_in_levels():
     )
     assert isinstance(exact, Signals) and torch.equal(exact.pixels, rounded.pixels)
     assert pixelprune.reduce(rounded, pixelprune.Options()).anchor.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "wrong"),
+    [([0.5] * 3, [0.5] * 3, set()), (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, {(253, 2, 254)})],
+    ids=["half", "clip"],
+)
+def test_levels_of_normalized_pixels(mean, std, wrong):
+    """Each of 256 grey levels is a token. All come back, but for one level of one channel in bfloat16."""
+    size = {"shortest_edge": 28**2, "longest_edge": 448**2}
+    images_of = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=size, image_mean=mean, image_std=std)
+    image = Image.new("RGB", (16 * 28, 16 * 28))
+    for level in range(256):
+        x, y = level % 16 * 28, level // 16 * 28
+        image.paste((level,) * 3, (x, y, x + 28, y + 28))
+    inputs = images_of(images=[image], return_tensors="pt")
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        (found,) = signals(images_of, inputs["pixel_values"].to(dtype), inputs["image_grid_thw"])
+        pixels = found.pixels.reshape(256, 4, 3, -1).amax((1, 3))  # of a token's patches
+        assert torch.equal(pixels, found.pixels.reshape(256, 4, 3, -1).amin((1, 3)))
+        levels = torch.arange(256.0)[:, None].expand(-1, 3)
+        off = {
+            (level, channel, int(pixels[level, channel])) for level, channel in (pixels != levels).nonzero().tolist()
+        }
+        assert off == (wrong if dtype == torch.bfloat16 else set())

@@ -13,6 +13,8 @@ from vlmcompress.checkpoint.manifest import MANIFEST, hash_files, read
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
+ASKS = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
+request has under `"mm_processor_kwargs": {"query": "..."}`."""
 
 
 def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -36,7 +38,9 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
     if reducer := reducer_block.read(config):
-        sections.append("## Visual tokens\n\n" + _reducer(reducer.reducer.label, record.get("visual_tokens")))
+        asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
+        text = _reducer(reducer.reducer.label, record.get("visual_tokens"))
+        sections.append("## Visual tokens\n\n" + text + asks)
     sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
     if accuracy:
         sections.append("## Accuracy\n\n" + _accuracy(accuracy))

@@ -6,8 +6,11 @@
 A reducer whose count depends on the image, and which can be told one (`dymu`), has beside `reduce` a `count`: the
 regression that says it from the image's pixels (`reducers.TokenCounter`).
 
-Only our plugin registers that architecture, so an engine without it refuses the checkpoint instead of serving it
-unreduced. A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
+Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
+unreduced. transformers goes by `model_type` and looks at neither: `from_pretrained` gives the model with all its visual
+tokens, and `reduction.attach_carried` reduces them as the block says.
+
+A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
 """
 
 from __future__ import annotations

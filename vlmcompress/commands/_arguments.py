@@ -261,3 +261,4 @@ def _serve(parser: Parser) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     parser.add_argument("--images", type=int, default=4, metavar="N", help="most images of a request")
+    parser.add_argument("--videos", type=int, default=0, metavar="N", help="most videos of a request; default: none")

@@ -42,7 +42,7 @@ def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
     """
     statistics = work.statistics or _collected(work, resume, progress)
     others, facts = decide(work, statistics, reader(work.source), progress)
-    return replace(plan.build(work.recipe, others), room=work.budget, allocation=facts)
+    return replace(plan.build(work.recipe, others, work.source), budget=work.budget, allocation=facts)
 
 
 def hand_over(out: Path, store: BlockFiles) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import reprlib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from vlmcompress import reducers
 from vlmcompress.common import yaml_files
@@ -194,15 +195,15 @@ def same(known: Chosen | None, asked: Chosen | None) -> bool:
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
     """`value` as the option's type; fractions become numbers."""
-    if hint is float and isinstance(value, str) and (found := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip())):
-        value = int(found[1]) / int(found[2])
     try:
+        if hint is float and isinstance(value, str) and (found := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip())):
+            value = int(found[1]) / int(found[2])
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
-    except (ValidationError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:  # ValidationError is a ValueError
         kind = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}.get(
             hint, "a list of numbers"
         )
-        raise UserError(f"{where} is {value!r}, should be {kind}") from error
+        raise UserError(f"{where} is {reprlib.repr(value)}, should be {kind}") from error
 
 
 def _share(keep: float) -> str:

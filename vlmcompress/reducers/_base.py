@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,22 +217,36 @@ class Signals:
         return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
 
 
+LEAST_SHARE = 1e-6
+"""The smallest `keep`: of every image with fewer than half a million tokens a smaller share would be none."""
+MOST = 2**63 - 1
+"""The largest whole number that an option can be: what torch and JSON readers of other languages hold."""
+
+
 def check_keep(keep: Any) -> None:
-    """ValueError unless `keep` is a number above 0 and at most 1."""
+    """ValueError unless `keep` is a number above 0, not too small for any image, and at most 1."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ValueError(f"keep must be a number above 0 and at most 1, got {keep!r}")
+        raise ValueError(f"keep must be a number above 0 and at most 1, got {reprlib.repr(keep)}")
+    if keep < LEAST_SHARE:
+        raise ValueError(f"keep must be at least {LEAST_SHARE:g}, got {keep!r}, which leaves no token of any image")
 
 
 def check_whole(name: str, value: Any, least: int = 0) -> None:
-    """ValueError unless `value` is a whole number of at least `least`."""
+    """ValueError unless `value` is a whole number from `least` to `MOST`."""
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {reprlib.repr(value)}")
+
+
+def rounded(grid: Grid, keep: float) -> int:
+    """Tokens that a share `keep` of the grid comes to, rounded half up, which may be none."""
+    return math.floor(keep * math.prod(grid) + 0.5)
 
 
 def share(grid: Grid, keep: float) -> int:
     """Tokens that a share `keep` of the grid comes to, rounded half up; all, when that would be none."""
-    n = math.prod(grid)
-    return math.floor(keep * n + 0.5) or n
+    return rounded(grid, keep) or math.prod(grid)
 
 
 def top(scores: Tensor, k: int) -> Tensor:
@@ -250,7 +265,12 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
-    """`[n, ...] -> [m, ...]`: rows summed by target, in the order of the tokens; a target of -1 is left out."""
+    """`[n, ...] -> [m, ...]`: rows summed by target, in the order of the tokens; a target of -1 is left out.
+
+    The same bits in every call, with any number of threads.
+    """
     out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
     rows = target % (m + 1)  # -1 becomes the row behind the last
-    return out.index_put_((rows,), values, accumulate=True)[:m]
+    if values.is_cuda:  # here index_put_ sorts, and index_add_ adds in whatever order its threads run
+        return out.index_put_((rows,), values, accumulate=True)[:m]
+    return out.index_add_(0, rows, values)[:m]  # on CPUs it is the other way round

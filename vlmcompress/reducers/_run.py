@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, Reduction, Signals, rounded
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
@@ -20,7 +20,7 @@ def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
     """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
     if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
         return False
-    return math.floor(getattr(options, "keep", 1) * math.prod(grid) + 0.5) == 0
+    return rounded(grid, getattr(options, "keep", 1)) == 0 and method.budget(grid, options) == math.prod(grid)
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ kernel.
 Published, DART works within the language model, whose states no engine opens up between layers (`dart-llm` is that
 form); this is the same rule on the rows that the language model would get, as TensorRT Edge-LLM serves it, with the
 norm of the rows in place of that of the keys. Text pivots (4 as published) are for when the text's embeddings are given,
-at the price that the result of an image depends on the question: no engine that caches images can serve that, so there are
-none unless asked for. Two things the paper leaves open are fixed here: pivots take their
-turns by falling norm, those of the image first (the code iterates a Python set), and the count is exactly the budget:
-the first turns take one token more when the picks do not divide, where the code's count is 4 + 8 floor(keep n / 8).
+at the price that the result of an image depends on the question, so that no cache has it for another one: there are none
+unless asked for. Two things the paper leaves open are fixed here. Pivots take their turns by falling norm, those of the
+image first; the published code walks a Python set, so it takes the same tokens only where that happens to give this order.
+And the count is exactly the budget: the first turns take one token more when the picks do not divide, where the code's
+count is 4 + 8 floor(keep n / 8).
 """
 
 from __future__ import annotations

@@ -36,12 +36,10 @@ class Options:
     layer: int = 2
 
     def __post_init__(self) -> None:
-        for name, high in (("factor", math.inf), ("least", 1.0)):
+        for name, high in (("factor", 1e6), ("least", 1.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
-                raise ValueError(
-                    f"{name} must be a number above 0{' and at most 1' if high == 1 else ''}, got {value!r}"
-                )
+                raise ValueError(f"{name} must be a number above 0 and at most {high:g}, got {value!r}")
         check_whole("layer", self.layer, least=1)
 
 

@@ -1,9 +1,9 @@
 """EVS, efficient video sampling: of a video, keep what differs most from the frame before (arXiv 2510.14624).
 
 A token's score is one minus its cosine to the token at its place in the previous frame. The first frame is always kept,
-whole; so an image, which is one frame, keeps all its tokens, and no video fewer than one frame has. vLLM prunes videos so
-itself, by `--video-pruning-rate`, which has no effect on images either. The count is this project's share, rounded half up,
-where vLLM rounds down. Looks at one frame before only: slow changes add up unseen.
+whole; so an image, which is one frame, keeps all its tokens, and no video fewer than one frame has, however small the
+share. vLLM prunes videos so itself, by `--video-pruning-rate`, which has no effect on images either. The count is this
+project's share, rounded half up, where vLLM rounds down. Looks at one frame before only: slow changes add up unseen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, rounded, top, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -34,7 +34,7 @@ class Options:
 
 def budget(grid: Grid, options: Options) -> int:
     """The share `keep`, and at least the first frame."""
-    return max(math.prod(grid[1:]), share(grid, options.keep))
+    return max(math.prod(grid[1:]), rounded(grid, options.keep))
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:

@@ -50,7 +50,12 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
 
 
 def schedule(n: int, count: int, layers: int) -> list[int]:
-    """How many pairs each of `layers` merges so that `n` tokens become `count`. ValueError where halving each time won't do."""
+    """How many pairs each of `layers` merges so that `n` tokens become `count`.
+
+    ValueError where there are fewer tokens than that, or where halving them each time won't do.
+    """
+    if count > n:
+        raise ValueError(f"{n} tokens cannot be merged into {count}, which is more")
     if n > count << layers:
         raise ValueError(
             f"{n} tokens cannot be merged into {count} in {layers} layers, each of which merges at most half"

@@ -64,7 +64,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     parent = torch.arange(n, device=device)
     parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
     parent[targets] = targets
-    guests = torch.zeros(n, device=device).index_put_((parent,), torch.ones(n, device=device), accumulate=True) - 1
+    guests = torch.bincount(parent, minlength=n) - 1
     weight = 1 / guests[parent].clamp(min=1)  # together the guests of a target count as much as it does
     weight[parent == torch.arange(n, device=device)] = 1
     joined = Reduction.join(parent, weight)

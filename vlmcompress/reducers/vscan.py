@@ -1,14 +1,20 @@
 """VScan's first stage: a global and a local scan in the encoder, the rest merged (arXiv 2505.22654).
 
-Half the budget is local: the most attended tokens of each window in a shallow layer (`windowed`), so that every part of
-the image is seen. The other half is global: the most attended of all that are left, in the layer whose output is used
-(`saliency`). After the projector every dropped token joins the kept one with the highest cosine, as a plain mean.
+Half the budget is local: the most attended tokens in a shallow layer (`windowed`), of no window more than its share of
+that half, rounded up, so that every part of the image is seen. The other half is global: the most attended of all that
+are left, in the layer whose output is used (`saliency`). After the projector every dropped token joins the kept one with
+the highest cosine, as a plain mean.
 
-The published code gives each window the same whole number, so its count is not the budget unless that divides. Here
-windows take turns: each gives its best before any gives its second, and the last, incomplete turn goes to the most
-attended; where the numbers divide that is the same. The published second stage, within the language model, is FastV's
-rule at another layer: chain `SECOND_STAGE` behind this where the layer can be opened (96 kept here and a third of them
-there: 64 on average).
+Windows and quota are those of the authors' code for Qwen2.5-VL: where a side does not divide, the last window of a row or
+column takes in what is left over. In their code for LLaVA sides always divide (16 windows of 6 x 6), and each window gives
+the same whole number of tokens: the same choice where 16 divides half the budget; elsewhere that code keeps fewer tokens
+than its budget, and this the exact number. Against the code for Qwen: the budget is rounded half up, not down; an image
+narrower than a window is one window, and where windows are too small for their quota the most attended tokens beyond it
+make up for that (there the code fails in both cases); each frame has windows of its own. Qwen's encoders have no CLS, and
+this package does not open them for the attention that the authors read there, so on Qwen this is not to be had.
+
+The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` behind this
+where the layer can be opened (96 kept here and a third of them there: 64 on average).
 """
 
 from __future__ import annotations
@@ -61,19 +67,29 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def windows(grid: Grid, side: int) -> Tensor:
-    """`[n]`: number of each token's window, tiles of `side x side` from the upper left corner of each frame."""
+    """`[n]`: number of each token's window, tiles of `side x side` from the upper left corner of each frame.
+
+    The last ones of a row and of a column are larger by what does not divide, so every window has at least `side x side`
+    tokens; a frame that is narrower has one window across.
+    """
     frames, rows, columns = (torch.arange(length) for length in grid)
-    down, across = -(-grid[1] // side), -(-grid[2] // side)
-    tile = (rows // side)[:, None] * across + columns // side
+    down, across = max(1, grid[1] // side), max(1, grid[2] // side)
+    tile = (rows // side).clamp(max=down - 1)[:, None] * across + (columns // side).clamp(max=across - 1)
     return (frames[:, None, None] * (down * across) + tile).flatten()
 
 
 def local(scores: Tensor, window: Tensor, count: int) -> Tensor:
-    """`[count]` indices: the windows' best in turns, the last turn by score."""
+    """`[count]` indices: the highest scores, of each window at most `count / windows`, rounded up.
+
+    Args:
+        scores: `[n]`, and
+        window: `[n]`, number of each token's window, from 0.
+    """
     order = top(scores, len(scores))
     owner = window.to(order.device)[order]
     by_window = owner.sort(stable=True)
     first = torch.searchsorted(by_window.values, by_window.values)  # where the window's own run begins
-    turn = torch.empty_like(order)
-    turn[by_window.indices] = torch.arange(len(order), device=order.device) - first
-    return order[turn.sort(stable=True).indices[:count]]
+    rank = torch.empty_like(order)  # within the window
+    rank[by_window.indices] = torch.arange(len(order), device=order.device) - first
+    quota = -(-count // (int(window.max()) + 1))
+    return order[(rank >= quota).sort(stable=True).indices[:count]]  # those beyond the quota stand last

@@ -70,7 +70,11 @@ class Pixels(Early):
 
 
 def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> list[Signals]:
-    """Of each image the pixels of its tokens, in levels 0 to 255. In bfloat16 they are the same: 8 bits survive it.
+    """Of each image the pixels of its tokens, in levels 0 to 255.
+
+    Exact of whole numbers, float32 and float16, and of bfloat16 with mean and std 0.5 (Qwen3-VL). With those of CLIP
+    (Qwen2-VL, Qwen2.5-VL) bfloat16 has one value for levels 253 and 254 of the third channel: both are 254, so a token
+    that differs in nothing else counts as a copy. vLLM 0.32 leaves normalizing to these models, and so gives the levels.
 
     Args:
         images_of: a Qwen image processor, and what it made of the images:

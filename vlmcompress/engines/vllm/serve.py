@@ -1,7 +1,7 @@
 """`vlmcompress serve`: vLLM's own OpenAI-compatible server with the flags a checkpoint needs.
 
-The flags are plain `vllm serve` flags and are printed, so that they can be taken elsewhere; whatever the user adds after
-`--` comes last and wins.
+The flags are plain `vllm serve` flags and are printed, so that they can be taken elsewhere, with a line for each that
+grants or forbids something; whatever the user adds after `--` comes last and wins.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vlmcompress.engines.vllm import environment, interpreter, plugin
 from vlmcompress.errors import UserError
 
+if TYPE_CHECKING:
+    from vlmcompress.recipe.reducer import Chosen
+
 SERVER = Path(__file__).with_name("server.py")
+LIMITS = "--limit-mm-per-prompt"
+TRUST = "--trust-request-mm-kwargs"  # without it vLLM answers requests that have `mm_processor_kwargs` with status 400
 
 
 def serve(
@@ -26,6 +32,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     images: int = 4,
+    videos: int = 0,
     max_model_len: int | None = None,
     extra: Sequence[str] = (),
 ) -> None:
@@ -34,6 +41,7 @@ def serve(
     Args:
         model: checkpoint folder.
         images: most images of one request.
+        videos: most videos of one request.
         max_model_len: context length; None: the model's own, or what fits into memory if that is less.
         extra: further flags of `vllm serve`.
 
@@ -42,9 +50,12 @@ def serve(
     """
     model = Path(model)
     python = interpreter()
-    arguments = flags(model, host=host, port=port, images=images, max_model_len=max_model_len, extra=extra)
+    arguments = flags(
+        model, host=host, port=port, images=images, videos=videos, max_model_len=max_model_len, extra=extra
+    )
     check_port(host, port)
-    print(f"vllm serve {shlex.join(arguments)}\n\n{example(model, host, port)}\n", file=sys.stderr, flush=True)
+    text = [f"vllm serve {shlex.join(arguments)}", *remarks(arguments), f"\n{example(model, host, port)}\n"]
+    print("\n".join(text), file=sys.stderr, flush=True)
     command = [python, str(SERVER), *arguments]
     os.execve(python, command, environment())
 
@@ -55,15 +66,16 @@ def flags(
     host: str = "127.0.0.1",
     port: int = 8000,
     images: int = 4,
+    videos: int = 0,
     max_model_len: int | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """The arguments of `vllm serve` for a checkpoint: its folder, then flags."""
-    for flag, value, least in (("--images", images, 0), ("--max-model-len", max_model_len, 1)):
+    """The arguments of `vllm serve` for a checkpoint: its folder, then flags, `extra` last. What is given is as for `serve`."""
+    for flag, value, least in (("--images", images, 0), ("--videos", videos, 0), ("--max-model-len", max_model_len, 1)):
         if value is not None and value < least:
             raise UserError(f"{flag} is {value}, it should be at least {least}")
     config = _config(model)
-    _check_reducer(model, config)
+    reducer = _reducer(model, config)
     arguments = [
         str(model.resolve()),
         "--served-model-name",
@@ -76,12 +88,28 @@ def flags(
         "auto",
         "--max-model-len",
         "auto" if max_model_len is None else str(max_model_len),
-        "--limit-mm-per-prompt",
-        json.dumps({"image": images, "video": 0}),
+        LIMITS,
+        json.dumps({"image": images, "video": videos}),
     ]
     if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
         arguments += ["--kv-cache-dtype", "fp8"]
+    if reducer is not None and reducer.asks:
+        arguments.append(TRUST)
     return [*arguments, *extra]
+
+
+def remarks(arguments: Sequence[str]) -> list[str]:
+    """What the flags found for a checkpoint grant or forbid, unless the user's say otherwise: a line each, for a terminal."""
+    names, found = [argument.partition("=")[0] for argument in arguments], []
+    if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
+        found.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
+    if TRUST in names and f"--no-{TRUST[2:]}" not in names:
+        found.append(
+            "The reducer reads the question: all words of the prompt, or a request's "
+            '\'"mm_processor_kwargs": {"query": "..."}\'. vLLM takes the latter only with '
+            f"{TRUST}, which lets clients change how images are processed, too; serve those you trust."
+        )
+    return found
 
 
 def name(model: Path) -> str:
@@ -112,11 +140,11 @@ def _config(model: Path) -> dict:
     return config
 
 
-def _check_reducer(model: Path, config: dict) -> None:
-    """UserError where vLLM would refuse the reducer that a checkpoint carries; it would say so behind a traceback."""
+def _reducer(model: Path, config: dict) -> Chosen | None:
+    """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, which it says behind a traceback."""
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):
-        return
+        return None
     from vlmcompress.checkpoint import reducer_block  # which brings torch along
 
     try:
@@ -129,6 +157,7 @@ def _check_reducer(model: Path, config: dict) -> None:
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "vlmcompress" not in plugins.split(","):
         raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
+    return found.reducer if found else None
 
 
 def check_port(host: str, port: int) -> None:

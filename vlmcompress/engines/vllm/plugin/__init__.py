@@ -2,8 +2,8 @@
 
 vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). Where no reduced checkpoint is
 served that is all that ever happens: the families' modules are imported by vLLM when a checkpoint names their architecture,
-`Vlmcompress` and the original's name (see `checkpoint.reducer_block`). An engine without this plugin knows no such architecture
-and refuses the checkpoint.
+`Vlmcompress` and the original's name (see `checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture,
+as its own model or as one of transformers, and refuses the checkpoint by that name.
 
 Each module here without a leading underscore is a family. It defines, as literals,
 

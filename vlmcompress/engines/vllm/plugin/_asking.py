@@ -1,7 +1,8 @@
 """The question for methods that ask it: from the prompt to the reducer, and into the names of images in caches.
 
-It is all words of the prompt, or what a request has under `mm_processor_kwargs: {"query": ...}`. As an argument of the
-processor it is part of what vLLM names an image by, so an image and another question are another entry.
+It is all words of the prompt, or what a request has under `mm_processor_kwargs: {"query": ...}`, which a server takes only
+with `--trust-request-mm-kwargs` (`vlmcompress serve` adds it for a method that asks). As an argument of the processor it is
+part of what vLLM names an image by, so an image and another question are another entry.
 """
 
 from __future__ import annotations
