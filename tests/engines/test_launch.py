@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.processes import alive, wait_until_gone
-from vlmcompress.checkpoint import reducer_block as carried
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.launch import server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
@@ -56,7 +56,7 @@ def test_a_reducer_that_reads_the_question_may_be_asked(
 ) -> None:
     """As in `serve`, so that a benchmark's requests can bring the question, too."""
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    (checkpoint / "config.json").write_text(json.dumps(carried.write(plain, parse(reducer))))
+    (checkpoint / "config.json").write_text(json.dumps(reducer_block.write(plain, parse(reducer))))
     broken('echo "$@"; exit 7')
     with pytest.raises(UserError, match="could not start"), server(checkpoint, log=tmp_path / "log"):
         pass

@@ -53,7 +53,7 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
 )
 def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    (tmp_path / "config.json").write_text(json.dumps(carried.write(plain, parse(reducer))))
+    (tmp_path / "config.json").write_text(json.dumps(reducer_block.write(plain, parse(reducer))))
     found = flags(tmp_path, videos=1)
     assert ("--trust-request-mm-kwargs" in found) is asks
     assert any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(found)) is asks
@@ -113,7 +113,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
     """A checkpoint whose reducer reads the question, served by `serve`."""
     folder = build("llava", tmp_path_factory.mktemp("serve") / "tiny-llava")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(carried.write(config, parse("relevance:0.5"))))
+    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, parse("relevance:0.5"))))
     port, log = free_port(), folder.parent / "log"
     code = f"from vlmcompress.engines.vllm.serve import serve; serve({str(folder)!r}, port={port})"
     with open(log, "wb") as sink:
