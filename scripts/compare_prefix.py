@@ -85,7 +85,7 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
         if stats is None:
             compress(vlm, blocks, method, batches, store)
         else:
-            solve_blocks(vlm.model, blocks, method, store, stats)
+            solve_blocks(vlm.model, blocks, method, store, stats, norm_offset=vlm.spec.norm_offset)
         seconds = time.perf_counter() - began
         errors = [e for layer in range(len(blocks)) for e in store.load(layer, weights=False).errors.values()]
     return vlm, seconds, {name: sum(e[name] for e in errors) / len(errors) for name in ("text", "vision", "answer")}

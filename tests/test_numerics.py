@@ -57,7 +57,7 @@ def test_parameters_match_compressed_tensors(fmt):
     w = weights()
     pieces = w.reshape(1, -1) if fmt.group == 0 else w.unflatten(1, (fmt.n_groups(128), -1))
     theirs, their_zero = calculate_qparams(pieces.amin(-1), pieces.amax(-1), args)
-    scale, zero = find_params(w, fmt)
+    scale, zero = find_params(w, fmt, edge=fmt.qmax + 0.5 if fmt.kind == "int" else None)
     torch.testing.assert_close(scale, theirs, rtol=1e-6, atol=0)
     if fmt.symmetric:
         assert zero is None
@@ -109,6 +109,42 @@ def test_rounding_again_changes_nothing(fmt):
     assert qt.q.float().min() >= fmt.qmin and qt.q.float().max() <= fmt.qmax
     again = quantize(qt.dequantize(torch.float32), qt.scale, qt.zero_point, fmt)
     assert torch.equal(again.float(), qt.q.float())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.kind == "int" and f.symmetric], ids=str)
+def test_each_symmetric_scale_is_the_better_of_two(fmt, scale_dtype, weighted):
+    """Oracle: both roundings of each piece, written out, in float64. Over all pieces both occur."""
+    w, importance = weights(64), torch.logspace(-2, 2, 128) if weighted else torch.ones(128)
+    scale, _ = find_params(w, fmt, scale_dtype=scale_dtype, importance=importance if weighted else None)
+    shape = (1, -1) if fmt.group == 0 else (64, fmt.n_groups(128), -1)
+    pieces, counts = w.reshape(shape).double(), importance.expand_as(w).reshape(shape).double()
+    scales, errors = [], []
+    for edge in (fmt.qmax + 0.5, fmt.qmax):
+        scales.append((pieces.abs().amax(-1) / edge).float().to(scale_dtype))
+        s = scales[-1].double().unsqueeze(-1)
+        rounded = (pieces / s).round().clamp(fmt.qmin, fmt.qmax) * s
+        errors.append(((rounded - pieces).square() * counts).sum(-1))
+    clear = (errors[0] - errors[1]).abs() > 1e-5 * errors[0]
+    assert clear[scales[0] != scales[1]].double().mean() > 0.9  # in bfloat16 many are the same
+    torch.testing.assert_close(scale[clear], torch.where(errors[1] < errors[0], scales[1], scales[0])[clear])
+    if fmt.group == 32:
+        assert (errors[1] < errors[0]).any() and (errors[0] < errors[1]).any()
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.kind == "int"], ids=str)
+def test_columns_that_count_nothing_widen_no_range(fmt):
+    """The rest is rounded as if they were zero. Where no column counts, all do."""
+    w = weights()
+    w[:, 5::32] *= 50
+    counts = torch.ones(128)
+    counts[5::32] = 0
+    found, expected = (round_to_nearest(x, fmt, importance=counts) for x in (w, w * counts))
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.q[:, counts > 0], expected.q[:, counts > 0])
+    blind = round_to_nearest(w, fmt, importance=torch.zeros(128))
+    assert ((blind.dequantize(torch.float32) - w).abs() <= 1.001 * blind.scale.max()).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -191,12 +227,12 @@ def test_nan_and_inf_are_refused(bad, fmt):
 def test_ratio_clips_the_range():
     """Half the range: half the step, the largest value clamped to the edge of the codes."""
     w = weights()
-    full, _ = find_params(w, INT4)
-    half, _ = find_params(w, INT4, ratio=0.5)
+    full, _ = find_params(w, INT4, edge=7.5)
+    half, _ = find_params(w, INT4, ratio=0.5, edge=7.5)
     torch.testing.assert_close(half, full / 2)
     per_group = torch.ones_like(full)
     per_group[2, 1] = 0.5
-    mixed, _ = find_params(w, INT4, ratio=per_group)
+    mixed, _ = find_params(w, INT4, ratio=per_group, edge=7.5)
     assert torch.equal(mixed[2, 1], half[2, 1]) and torch.equal(mixed[3], full[3])
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vlmcompress import quantizers
 from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.statistics.inputs import GroupStats
@@ -65,7 +66,41 @@ def solve(block: Block, scheme: str, x: Tensor, **options):
     module = quantizers.REGISTRY.get(scheme)
     method = Method(module, module.Options(**options))
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
-    return solve_layer([GATE_UP, DOWN], weights, observe(block, x, method.needs), method, torch.float32)
+    norms = {"norm": block.norm.weight}
+    stats = observe(block, x, method.needs)
+    return solve_layer([GATE_UP, DOWN], weights, stats, method, torch.float32, norms=norms)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("scheme", ["awq", "int8"])
+def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, offset):
+    """In 16 bits the quotient is rounded: norm times scale is still the norm, up to float32. A norm may add an offset."""
+    x = torch.randn(TOKENS, WIDTH)
+    weight = (block.norm.weight - offset).bfloat16()
+    block.norm.weight.data = weight.float() + offset
+    weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
+    module = quantizers.REGISTRY.get(scheme)
+    method = Method(module, module.Options())
+    stats = observe(block, x, method.needs)
+    result = solve_layer(
+        [GATE_UP, DOWN], weights, stats, method, torch.float32, norms={"norm": weight}, norm_offset=offset
+    )
+    stored = Norm()
+    stored.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    modules = dict(block.named_children()) | {"norm": stored}
+    apply(result, modules, offset)
+    s = result.smoothing["norm"]
+    assert (s != 1).any() and stored.weight.dtype is torch.bfloat16
+    torch.testing.assert_close((stored.weight.float() + offset) * s, weight.float() + offset, rtol=1e-5, atol=1e-6)
+
+
+def test_broken_statistics_name_the_layer(block):
+    module = quantizers.REGISTRY.get("awq")
+    method, stats = Method(module, module.Options()), observe(block, torch.randn(TOKENS, WIDTH), module.NEEDS)
+    stats["down"]._gram["text"][3, 3] = float("inf")
+    weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
+    with pytest.raises(UserError, match="^down: the calibration statistics hold NaN or Inf; collect them again$"):
+        solve_layer([GATE_UP, DOWN], weights, stats, method, torch.float32)
 
 
 @pytest.mark.parametrize("scheme", ["awq", "int8"])

@@ -151,7 +151,8 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
     for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
         weights = {name: modules[name].weight for g in groups for name in g.linears}
-        expected = solve_layer(groups, weights, kept.stats[layer], method, torch.bfloat16)
+        norms = {g.smooth: modules[g.smooth].weight for g in groups if g.smooth_kind == "norm"}
+        expected = solve_layer(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
         apply(expected, modules)
         found = store.load(layer)
         assert found.smoothing and found.errors == expected.errors

@@ -53,6 +53,8 @@ class MBQModifier(BlockSearch):
         n_grid: candidates for each scale.
     """
 
+    stock: bool = True
+
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
         vlm = _vlm(state.model)
         groups = [group for block in decoder_blocks(vlm.model, vlm.spec) for group in block]

@@ -9,7 +9,9 @@ Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so tha
 
 * Integers are signed, `qmin = -2^(b-1)`, `qmax = 2^(b-1) - 1`, for symmetric *and* asymmetric formats; `q` and `z`
   are int8. Formats that store unsigned codes add `2^(b-1)` to both.
-* Symmetric: `s = max|W| / ((2^b - 1) / 2)`, `z` is None. The largest value lands half a step outside and is clamped.
+* Symmetric: `s = max|W| / qmax`, or `max|W| / (qmax + 1/2)`, whose step is finer and whose largest value lands half a step
+  outside and is clamped: whichever errs less, for each scale by itself. compressed-tensors takes the second (`edge`), engines
+  any. `z` is None.
 * Asymmetric: `s = (max - min) / (2^b - 1)` over a range widened to hold 0, `z = round(qmin - min / s)`, so 0 stays
   exact.
 * float8_e4m3fn: `s = max|W| / 448`, `q` is a float8 tensor.
@@ -132,7 +134,13 @@ class QTensor:
 
 
 def find_params(
-    w: Tensor, fmt: Format, *, scale_dtype: torch.dtype = torch.float32, ratio: float | Tensor = 1.0
+    w: Tensor,
+    fmt: Format,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    ratio: float | Tensor = 1.0,
+    importance: Tensor | None = None,
+    edge: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point that cover `ratio` of the range of each piece of `w`.
 
@@ -141,25 +149,35 @@ def find_params(
         fmt: the format to fit.
         scale_dtype: dtype the scale is stored in.
         ratio: at most 1; less clips the largest values for a finer step. A number, or a tensor shaped like the scale.
+        importance: what a squared error in each column counts, at least 0: `[in]` (the diagonal of a Gram matrix), or
+            `[out, in]`; None: all alike. Columns that count nothing widen no range, unless a whole piece is of such.
+        edge: the code at which the largest magnitude of a symmetric integer piece is put; None: `qmax` or `qmax + 1/2`,
+            by the error of rounding to nearest.
 
     Returns:
         scale `[out, n_groups]` (`[1]` per matrix) in `scale_dtype`, and the int8 zero point of that shape, or None.
     """
-    pieces = _pieces(w.float(), fmt)
+    pieces, weights = _pieces(w.float(), fmt), None
     low, high = pieces.amin(-1), pieces.amax(-1)
     if not (low.isfinite().all() and high.isfinite().all()):
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
-    if fmt.group == 0:
-        low, high = low.view(1), high.view(1)
+    if importance is not None:
+        weights = _pieces(importance.expand(w.shape) if fmt.group == 0 else importance.view(-1, w.shape[1]), fmt)
+        dead = weights == 0
+        if dead.any():
+            live = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
+            low, high = live.amin(-1), live.amax(-1)
     low, high = low.clamp(max=0) * ratio, high.clamp(min=0) * ratio
-    steps = fmt.qmax - fmt.qmin
-    span = high - low if not fmt.symmetric else 2 * torch.maximum(-low, high)
-    scale = (span / steps).clamp(max=torch.finfo(scale_dtype).max).to(scale_dtype)
-    scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
-    if fmt.symmetric:
-        return scale, None
-    zero = (fmt.qmin - low / scale.float()).round().clamp(fmt.qmin, fmt.qmax)
-    return scale, zero.to(torch.int8)
+    if not fmt.symmetric:
+        scale = _stored((high - low) / (fmt.qmax - fmt.qmin), scale_dtype)
+        zero = (fmt.qmin - low / scale.float()).round().clamp(fmt.qmin, fmt.qmax)
+        return (scale.view(1), zero.view(1).to(torch.int8)) if fmt.group == 0 else (scale, zero.to(torch.int8))
+    top = torch.maximum(-low, high)
+    if fmt.kind == "float" or edge is not None:
+        scale = _stored(top / (edge or fmt.qmax), scale_dtype)
+    else:
+        scale = _less_error(pieces, *(_stored(top / (fmt.qmax + more), scale_dtype) for more in (0.5, 0)), weights, fmt)
+    return scale.view(1) if fmt.group == 0 else scale, None
 
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
@@ -194,10 +212,16 @@ def fake_quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Form
 
 
 def round_to_nearest(
-    w: Tensor, fmt: Format, *, scale_dtype: torch.dtype = torch.float32, ratio: float | Tensor = 1.0
+    w: Tensor,
+    fmt: Format,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    ratio: float | Tensor = 1.0,
+    importance: Tensor | None = None,
 ) -> QTensor:
-    """`w [out, in]` in `fmt` with every element rounded on its own."""
-    return quantize_with(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt)
+    """`w [out, in]` in `fmt` with every element rounded on its own; arguments as of `find_params`."""
+    params = find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance)
+    return quantize_with(w, *params, fmt)
 
 
 def quantize_with(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> QTensor:
@@ -228,6 +252,22 @@ def _pieces(w: Tensor, fmt: Format) -> Tensor:
     if fmt.group == 0:
         return w.reshape(1, 1, -1)
     return w.reshape(w.shape[0], fmt.n_groups(w.shape[1]), -1)
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 scale as it is stored: finite and above zero."""
+    scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)
+    return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+
+
+def _less_error(pieces: Tensor, first: Tensor, second: Tensor, weights: Tensor | None, fmt: Format) -> Tensor:
+    """Of two scales `[out, n_groups]` the one with the smaller squared error of `pieces`, each by itself; equal: the first."""
+    errors = []
+    for scale in (first, second):
+        spread, _ = _spread(scale, None)
+        d = decode(encode(pieces, spread, None, fmt), spread, None).sub_(pieces)
+        errors.append(torch.linalg.vecdot(d if weights is None else d * weights, d))
+    return torch.where(errors[1] < errors[0], second, first)
 
 
 def _spread(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:

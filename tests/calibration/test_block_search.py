@@ -75,10 +75,17 @@ def calls(vlm, module: nn.Module, batches) -> list[tuple[tuple, dict]]:
     return seen
 
 
-def per_row(x: Tensor, bits: int) -> Tensor:
-    """Symmetric rounding with a scale per row, as compressed-tensors does it."""
-    scale = x.abs().amax(1, keepdim=True) / ((2**bits - 1) / 2)
-    return (x / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+def per_row(x: Tensor, bits: int, more: float = 0.0) -> Tensor:
+    """Symmetric rounding with a scale per row, whose largest value is `more` above the largest code."""
+    top = 2 ** (bits - 1) - 1
+    scale = x.abs().amax(1, keepdim=True) / (top + more)
+    return (x / scale).round().clamp(-top - 1, top) * scale
+
+
+def better_rows(w: Tensor, bits: int) -> Tensor:
+    """Rows rounded with the largest value on the largest code or half a step above, whichever errs less."""
+    above, on = (per_row(w, bits, more) for more in (0.5, 0.0))
+    return torch.where(((on - w).square().sum(1) < (above - w).square().sum(1))[:, None], on, above)
 
 
 class Candidate(nn.Module):
@@ -89,7 +96,7 @@ class Candidate(nn.Module):
         self.s, self.bias, self.act = s, linear.bias, options.activations
         w = linear.weight * s
         if options.activations == 8:
-            self.weight = per_row(w, options.bits)
+            self.weight = better_rows(w, options.bits)
             return
         pieces = w.view(len(w), -1, options.group_size)
         low, high = pieces.amin(-1, keepdim=True).clamp(max=0), pieces.amax(-1, keepdim=True).clamp(min=0)

@@ -48,6 +48,19 @@ def test_entropy_of_clusters_that_are_known():
     assert cluster_entropy(points[torch.randperm(len(points))], clusters=4) == pytest.approx(entropy(sizes), abs=1e-12)
 
 
+def test_k_means_is_started_ten_times():
+    """As in the authors' code; oracle: scikit-learn. In a cloud without clusters one start gives other sizes."""
+    from sklearn.cluster import KMeans
+
+    torch.manual_seed(0)
+    points = torch.randn(600, 8)
+    kept = KMeans(n_clusters=20, n_init=10, random_state=42).fit_predict(points.numpy())
+    sizes = torch.from_numpy(kept).long().bincount().tolist()
+    assert cluster_entropy(points, clusters=20) == pytest.approx(entropy(sizes), abs=1e-12)
+    once = KMeans(n_clusters=20, n_init=1, random_state=42).fit_predict(points.numpy())
+    assert abs(entropy(torch.from_numpy(once).bincount().tolist()) - entropy(sizes)) > 1e-4
+
+
 def test_no_more_clusters_than_tokens():
     assert cluster_entropy(torch.eye(5) * 100) == pytest.approx(math.log2(5))
 

@@ -129,7 +129,8 @@ def test_awq_minimizes_mbqs_objective():
     scales = [torch.ones(WIDTH), *awq.candidates([w], stats.balanced(MBQ), options)]
     objective = []
     for s in scales:
-        new = fake_quantize(w * s, *find_params(w * s, fmt, scale_dtype=torch.bfloat16), fmt) / s
+        counts = stats.balanced(MBQ).gram().diagonal() / s.square()
+        new = fake_quantize(w * s, *find_params(w * s, fmt, scale_dtype=torch.bfloat16, importance=counts), fmt) / s
         loss = losses(parts, new, w)
         objective.append(loss["answer"] + 0.5 * loss["vision"])
     best = min(range(len(scales)), key=objective.__getitem__)

@@ -19,7 +19,7 @@ def slow_gptq(w, gram, fmt, damp, actorder):
     h = gram.double().clone()
     h.diagonal().add_(damp * h.diagonal().mean())
     order = gram.diagonal().argsort(descending=True, stable=True) if actorder else torch.arange(len(h))
-    scale, zero = find_params(w, fmt, scale_dtype=torch.bfloat16)  # a float32 scale puts every largest weight on a tie
+    scale, zero = find_params(w, fmt, scale_dtype=torch.bfloat16, importance=gram.diagonal())
     w, result = w.double().clone(), torch.empty_like(w, dtype=torch.float64)
     free = order.tolist()
     while free:
@@ -84,7 +84,7 @@ def test_uncorrelated_inputs_leave_nothing_to_feed_back():
     stats.update(torch.diag(torch.rand(64) + 0.5))
     w = weight(20, 64)
     fed = gptq.quantize(w, stats, gptq.Options(group_size=32), torch.bfloat16)
-    plain = rtn.quantize(w, None, rtn.Options(group_size=32), torch.bfloat16)
+    plain = rtn.quantize(w, stats, rtn.Options(group_size=32), torch.bfloat16)
     assert torch.equal(fed.q, plain.q) and torch.equal(fed.scale, plain.scale)
 
 
@@ -107,8 +107,14 @@ def test_fewer_tokens_than_features():
         assert output_error(x, q.dequantize(torch.float32), w) < output_error(x, plain.dequantize(torch.float32), w)
 
 
-def test_broken_statistics_are_refused():
-    stats = statistics(inputs(64))
-    stats._gram["text"][3, 3] = float("nan")
-    with pytest.raises(ValueError, match="cannot be factorized"):
-        gptq.prepare([], stats, gptq.Options())
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_dead_inputs_widen_no_range(symmetric):
+    """Large weights on inputs that are always zero leave the others' codes as they are."""
+    x, w = inputs(96), weight(24, 96)
+    x[:, 7::32] = 0
+    large = w.clone()
+    large[:, 7::32] *= 30
+    options = gptq.Options(group_size=32, symmetric=symmetric)
+    found, expected = (gptq.quantize(each, statistics(x), options, torch.bfloat16) for each in (large, w))
+    live = x.any(0)
+    assert torch.equal(found.scale, expected.scale) and torch.equal(found.q[:, live], expected.q[:, live])

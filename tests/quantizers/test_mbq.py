@@ -54,6 +54,17 @@ def test_losses_are_the_published_ones(objective):
     assert mbq.loss(objective, sums, counts, rho) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("objective", ["mae", "mse"])
+def test_losses_without_a_modality(objective):
+    """The other one decides; without both nothing can."""
+    sums = {"text": 5.0, "vision": 3.0, "answer": 2.0}
+    none = {"text": 9, "vision": 0, "answer": 4}
+    assert mbq.loss(objective, sums | {"vision": 0.0}, none, 0.5) == 2 / 4
+    assert mbq.loss(objective, sums | {"answer": 0.0}, none | {"vision": 6, "answer": 0}, 0.5) == 0.5 * 3 / 6
+    with pytest.raises(ValueError, match="no visual and no answer tokens"):
+        mbq.loss(objective, dict.fromkeys(sums, 0.0), none | {"answer": 0}, 0.5)
+
+
 @pytest.mark.parametrize("rho", [0.02, 0.5, 4.0])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
@@ -62,10 +73,13 @@ def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
     weights, fmt = [weight(40, WIDTH, 0), weight(24, WIDTH, 1)], mbq.scheme(options).weights
     pooled = torch.cat(list(parts.values())).abs().mean(0)
     scales, found = mbq.candidates(pooled, options.grid), []
+    gram = measured(rho).balanced("mbq").gram()
     for s in scales:
         total = 0.0
         for w in weights:
-            new = fake_quantize(w * s, *find_params(w * s, fmt, scale_dtype=torch.bfloat16), fmt) / s
+            counts = gram.diagonal() / s.square()
+            params = find_params(w * s, fmt, scale_dtype=torch.bfloat16, importance=counts)
+            new = fake_quantize(w * s, *params, fmt) / s
             loss = losses(parts, new, w)
             total += loss["answer"] + rho * loss["vision"]
         found.append(total)

@@ -8,7 +8,7 @@ from quant_data import inputs, weight
 
 from vlmcompress import quantizers
 from vlmcompress.blocks.predict import Predictor, evenly, input_noise
-from vlmcompress.numerics import ActFormat, Format, fake_quantize, find_params
+from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import REGISTRY
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
@@ -135,8 +135,7 @@ def test_what_methods_share_changes_no_prediction(squares):
 def test_input_rounding_against_rounded_inputs(kind):
     """Oracle: inputs rounded token by token as an engine does; the estimate is within a factor of two."""
     x = inputs(WIDTH, 2048)
-    fmt = Format(kind, 8, -1)  # a scale per token
-    rounded = fake_quantize(x, *find_params(x, fmt), fmt)
+    rounded = round_activations(x, ActFormat(kind, 8, dynamic=True))
     w = weight(64, WIDTH)
     real = ((rounded - x) @ w.T).square().sum().item()
     noise = input_noise(ActFormat(kind, 8, dynamic=True), x.T @ x)

@@ -170,3 +170,14 @@ def test_bad_options_say_what_to_do(name, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         REGISTRY.get(name).Options(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "mbq"])
+def test_broken_statistics_are_refused(name):
+    """By all methods alike: none goes on as if nothing were to be gained."""
+    method = REGISTRY.get(name)
+    stats, weights = statistics(inputs(WIDTH)), [weight(16, WIDTH)]
+    stats._gram["vision"][3, 3] = float("nan")
+    with pytest.raises(ValueError, match="calibration statistics hold NaN or Inf; collect them again"):
+        smooth(method, weights, stats, method.Options())
+        solve(method, weights, stats, method.Options(), torch.bfloat16)

@@ -47,11 +47,26 @@ def test_smoothing_lowers_the_error_of_outlier_activations():
 
 
 def test_silent_channels_keep_their_scale():
-    """A channel never active, or without weights, must not be blown up for the day it is."""
+    """A channel that is never active must not be blown up for the day it is."""
     x, w = inputs(32), weight(8, 32)
     x[:, 3], w[:, 5] = 0, 0
+    x[:, 6], w[:, 6] = 0, 0
     s = smooth(int8, [w], statistics(x), int8.Options())
-    assert s[3] == 1 and s[5] == 1 and s.isfinite().all()
+    assert s[3] == 1 and s[6] == 1 and s.isfinite().all()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_inputs_that_no_weight_reads_set_no_scale(alpha):
+    """Oracle: the simulated layer without the channel, however large its input is."""
+    x, w = inputs(64), weight(16, 64)
+    x[:, 5] *= 1e4
+    w[:, 5] = 0
+    s = smooth(int8, [w], statistics(x), int8.Options(alpha=alpha))
+    kept = torch.arange(64) != 5
+    exact = x @ w.T
+    whole = (simulate_w8a8(x, w, s) - exact).square().sum() / exact.square().sum()
+    without = (simulate_w8a8(x[:, kept], w[:, kept], s[kept]) - exact).square().sum() / exact.square().sum()
+    assert whole == pytest.approx(float(without), rel=1e-3) and whole < 1e-3
 
 
 def test_input_scale_maps_the_largest_input_to_448():

@@ -2,7 +2,8 @@
 
 A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
 SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
-nothing in exact arithmetic. Then each weight is quantized with the statistics of the smoothed input, which follow
+nothing in exact arithmetic. A norm is stored in 16 bits, so the `s` that its quotient was rounded to is the one that its
+readers' weights are multiplied by. Then each weight is quantized with the statistics of the smoothed input, which follow
 from those of the plain input in closed form (`GroupStats.rescaled`). So one pass over the calibration data serves
 both steps.
 """
@@ -10,15 +11,17 @@ both steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmcompress import quantizers
+from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
 from vlmcompress.statistics.balance import BY_GRADIENT
@@ -102,6 +105,8 @@ def solve_layer(
     method: Method,
     scale_dtype: torch.dtype,
     scales: Mapping[str, Tensor] | None = None,
+    norms: Mapping[str, Tensor] | None = None,
+    norm_offset: float = 0.0,
 ) -> LayerResult:
     """Smooth and quantize the groups of one block.
 
@@ -112,6 +117,11 @@ def solve_layer(
             data-free methods.
         scale_dtype: the dtype in which group scales are stored (that of the model).
         scales: group name -> smoothing scale `[in]` found before, for methods that search by block.
+        norms: norm -> its weight `[channels]` in the dtype that it is stored in; those left out are divided exactly.
+        norm_offset: norms compute `x * (norm_offset + weight)`.
+
+    Raises:
+        UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
     """
     result, current = LayerResult(), _Current(weights)
     for group in groups:
@@ -121,10 +131,13 @@ def solve_layer(
         if chosen.by_block:
             scale = (scales or {}).get(group.name)
         else:
-            scale = quantizers.smooth(chosen.module, own, stats[group.name], chosen.options, scale_dtype)
+            with _naming(group):
+                scale = quantizers.smooth(chosen.module, own, stats[group.name], chosen.options, scale_dtype)
         if scale is None:
             continue
         assert group.smooth is not None
+        if norms and group.smooth in norms:
+            scale = _as_stored(scale, norms[group.smooth], norm_offset)
         result.smoothing[group.smooth] = scale
         stats[group.name] = stats[group.name].rescaled(scale)
         for name in group.linears:
@@ -135,7 +148,8 @@ def solve_layer(
         group_stats = stats.pop(group.name, None)
         if group_stats is not None and "absmax" in group_stats.needs:
             result.maxima[group.linears[0]] = group_stats.owners()
-        solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
+        with _naming(group):
+            solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
         result.warnings += [(what, group.linears[0], detail) for what, detail in solution.warnings]
         for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
             result.weights[name] = quantized
@@ -145,6 +159,28 @@ def solve_layer(
             if solution.input_scale is not None:
                 result.input_scales[name] = solution.input_scale
     return result
+
+
+@contextmanager
+def _naming(group: Group) -> Iterator[None]:
+    """Say which layer's weights or statistics a method cannot work with."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{group.linears[0]}: {error}") from error
+
+
+def _as_stored(scale: Tensor, norm: Tensor, offset: float) -> Tensor:
+    """The `s [channels]` by which a norm of weight `norm` really is divided, once the quotient is rounded as it is stored."""
+    exact, old = scale.to(norm.device), norm.float() + offset
+    found = old / (_divided(norm, exact, offset).float() + offset)
+    return torch.where(found.isfinite() & (found > 0), found, exact).to(scale.device)
+
+
+def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
+    """`parameter [channels, ...]`, to which an op adds `offset`, divided by `scale [channels]`; in the parameter's dtype."""
+    scale = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1))
+    return ((parameter.float() + offset) / scale - offset).to(parameter.dtype)
 
 
 class _Current:
@@ -213,12 +249,17 @@ def warnings(results: Iterable[LayerResult]) -> list[str]:
 
 
 @torch.no_grad()
-def apply(result: LayerResult, modules: Mapping[str, Any]) -> None:
-    """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values."""
+def apply(result: LayerResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
+    """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values.
+
+    Args:
+        modules: by memory name, linear layers and the ops before them.
+        norm_offset: norms compute `x * (norm_offset + weight)`.
+    """
     for name, scale in result.smoothing.items():
-        for parameter in modules[name].parameters(recurse=False):
-            shape = (-1,) + (1,) * (parameter.dim() - 1)
-            parameter.copy_(parameter.float() / scale.to(parameter.device).view(shape))
+        offset = 0.0 if isinstance(modules[name], nn.Linear) else norm_offset
+        for local, parameter in modules[name].named_parameters(recurse=False):
+            parameter.copy_(_divided(parameter, scale, offset if local == "weight" else 0.0))
     for name, quantized in result.weights.items():
         weight = modules[name].weight
         weight.copy_(quantized.dequantize(weight.dtype))

@@ -33,7 +33,7 @@ from vlmcompress.calibration.sequential import run_oneshot
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
-from vlmcompress.numerics import Format, Scheme, fake_quantize, find_params
+from vlmcompress.numerics import Scheme, fake_quantize, find_params, round_activations
 from vlmcompress.quantizers import mbq
 from vlmcompress.statistics.balance import MODALITIES, Sensitivity
 
@@ -59,11 +59,13 @@ class BlockSearch(StockSearch):
     Attributes:
         objective: "mae" or "mse", see `quantizers.mbq`.
         rho: weight of visual tokens: a number, or linear layer (or `re:` pattern) -> that for the scale of its input.
+        stock: whether llm-compressor is going to round the weights, which finds symmetric scales by another rule than ours.
     """
 
     duo_scaling: bool | Literal["both"] = False
     objective: Literal["mae", "mse"] = "mae"
     rho: float | dict[str, float] | None = None
+    stock: bool = False
 
     _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
 
@@ -76,9 +78,12 @@ class BlockSearch(StockSearch):
         for scale in scales:
             with contextlib.ExitStack() as stack:
                 for layer in mapping.balance_layers:
-                    stack.enter_context(_rounded(layer, scale))
+                    stack.enter_context(_rounded(layer, scale, self.stock))
                 outputs = self._run_samples(mapping.parent)
-            losses.append(mbq.loss(self.objective, *sums(fp16_outputs, outputs, self.objective), rho))
+            try:
+                losses.append(mbq.loss(self.objective, *sums(fp16_outputs, outputs, self.objective), rho))
+            except ValueError as error:
+                raise UserError(f"{mapping.parent_name}: {error}") from error
         if not math.isfinite(min(losses)):
             raise UserError(f"{mapping.parent_name}: its output holds NaN or Inf; check the checkpoint and the samples")
         least = losses.index(min(losses))
@@ -126,12 +131,13 @@ def sums(
 
 
 @contextlib.contextmanager
-def _rounded(layer: nn.Linear, scale: Tensor) -> Iterator[None]:
-    """Let `layer` compute what the engine would: `X / scale`, rounded if activations are, times `Q(W scale)`."""
+def _rounded(layer: nn.Linear, scale: Tensor, stock: bool) -> Iterator[None]:
+    """Let `layer` compute what the engine would: `X / scale`, rounded if activations are, times `Q(W scale)`, where Q has the
+    scales of llm-compressor (`stock`) or ours."""
     before = layer.__dict__.get("forward")
     scheme = _scheme(layer)
     if scheme is not None:
-        layer.__dict__["forward"] = _engine_forward(layer, scale, scheme)
+        layer.__dict__["forward"] = _engine_forward(layer, scale, scheme, stock)
     try:
         yield
     finally:
@@ -140,18 +146,17 @@ def _rounded(layer: nn.Linear, scale: Tensor) -> Iterator[None]:
             layer.__dict__["forward"] = before
 
 
-def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:
+def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme, stock: bool) -> Callable[[Tensor], Tensor]:
     dtype, act = layer.weight.dtype, scheme.activations
     weight = layer.weight.float() * scale
-    weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype), scheme.weights)
+    edge = scheme.weights.qmax + 0.5 if stock else None
+    weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype, edge=edge), scheme.weights)
     if act is None:
         weight = weight.to(dtype)
         return lambda input: nn.functional.linear((input / scale).to(dtype), weight, layer.bias)
-    row = Format(act.kind, act.bits, -1)
 
     def forward(input: Tensor) -> Tensor:
-        x = (input / scale).to(dtype).flatten(0, -2)
-        x = fake_quantize(x, *find_params(x, row), row).view(input.shape)
+        x = round_activations((input / scale).to(dtype), act)
         return nn.functional.linear(x, weight, None if layer.bias is None else layer.bias.float()).to(dtype)
 
     return forward

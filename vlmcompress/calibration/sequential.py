@@ -157,7 +157,10 @@ class BlockModifier(BlockObserver):
         weights = {name: self._linears[name].weight.detach() for group in groups for name in group.linears}
         first = next(iter(weights.values()))
         scales = {name: scale.to(first.device) for (block, name), scale in self.scales.items() if block == layer}
-        result = solve_layer(groups, weights, stats, self.method, first.dtype, scales)
+        norms = {
+            g.smooth: self._linears[g.smooth].weight.detach() for g in groups if g.smooth_kind == "norm" and g.smooth
+        }
+        result = solve_layer(groups, weights, stats, self.method, first.dtype, scales, norms)
         result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)

@@ -31,7 +31,7 @@ def compress(
     already; without, each stands alone.
     """
     if not batches:
-        return solve_blocks(vlm.model, blocks, method, store, progress=progress)
+        return solve_blocks(vlm.model, blocks, method, store, progress=progress)  # smooths nothing
     from vlmcompress.calibration import block_clip
     from vlmcompress.calibration.block_search import search_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
@@ -63,24 +63,30 @@ def solve_blocks(
     store: LayerStore,
     statistics: Statistics | None = None,
     *,
+    norm_offset: float = 0.0,
     kv_cache: bool = False,
     progress: Progress = silent,
 ) -> None:
     """Quantize the decoder's blocks, each on its own: without data, or from statistics of the unquantized model.
 
-    No forward pass. Arithmetic is done on the accelerator where there is one, block by block.
+    Norms compute `x * (norm_offset + weight)`. No forward pass. Arithmetic is done on the accelerator where there is one,
+    block by block.
     """
     device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     for layer, groups in enumerate(blocks):
         names = {name for group in groups for name in (*group.linears, group.smooth) if name}
         modules: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         if groups and store.has(layer):
-            apply(store.load(layer), modules)
+            apply(store.load(layer), modules, norm_offset)
         elif groups:
             weights = {name: modules[name].weight.to(device) for group in groups for name in group.linears}
             stats, kv_ranges = statistics.load(layer, device) if statistics else ({}, {})
-            result = solve_layer(groups, weights, stats, method, next(iter(weights.values())).dtype)
+            norms = {
+                g.smooth: modules[g.smooth].weight.to(device) for g in groups if g.smooth and g.smooth_kind == "norm"
+            }
+            dtype = next(iter(weights.values())).dtype
+            result = solve_layer(groups, weights, stats, method, dtype, None, norms, norm_offset)
             result.kv_ranges |= kv_ranges if kv_cache else {}
             store.save(layer, result)
-            apply(result, modules)
+            apply(result, modules, norm_offset)
         progress("quantizing", layer + 1, len(blocks))

@@ -88,7 +88,8 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Lay
         store = LayerStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
         allocate.hand_over(recipe.out, store)
         if work.statistics:
-            solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, **more)
+            offset = inputs.vlm.spec.norm_offset
+            solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, norm_offset=offset, **more)
         else:
             compress(inputs.vlm, work.blocks, work.method, inputs.batches, store, **more)
     return store

@@ -2,16 +2,16 @@
 
 Multiplying a weight's column by `s_j` and dividing the input by it changes nothing, but makes the rounding error of
 that column smaller next to its input, as long as the group's step does not grow. The scales come from a one-parameter
-family over the mean magnitudes of inputs and (`duo`) of weights relative to their group,
+family over the mean magnitudes of inputs and, with `duo`, also from one that weights relative to their group join in,
 
-    s = mean|X|^a / mean|W|^(1-a),  normalized by sqrt(max s * min s),      a in [0, 1],  and s = 1
+    s = mean|X|^a    and    s = mean|X|^a / mean|W|^(1-a),    normalized by sqrt(max s * min s),      a in [0, 1]
 
 and the paper takes the point of smallest output error (eq. 4). Re-running the model for each point is what makes it
 slow. The error needs only the Gram matrix `G = X^T X`, accumulated once:
 
     L(s) = sum over the group's layers of tr(D G D^T),      D = Q(W s) / s - W
 
-which is a sum over rows, so candidates are compared on some 256 evenly spaced rows of the group. `s = 1` is among them:
+which is a sum over rows, so candidates are compared on some 256 evenly spaced rows of the group. `s = 1` (a = 0) is among them:
 the result is no worse than rounding to nearest on that objective.
 
 `clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
@@ -21,8 +21,8 @@ falls.
 `balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
 
 `objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
-Cost: `grid * 256 * in^2` multiply-adds a group and `out * in^2` for each layer. Loses: one family of scales, no error
-feedback (gptq has that).
+Cost: `grid * 256 * in^2` multiply-adds a group (twice that with `duo`) and `out * in^2` for each layer. Loses: scales of one
+parameter, no error feedback (gptq has that).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in 
 
 @dataclass(frozen=True)
 class Options:
-    """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: weight magnitudes join in;
+    """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
     `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"; `balance`: see
     `vlmcompress.statistics.balance`."""
 
@@ -105,18 +105,15 @@ def sample(weights: list[Tensor]) -> list[Tensor]:
 
 
 def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> list[Tensor]:
-    """The scales `[in]` to try besides 1, spread evenly over the exponent."""
-    x = stats.absmean()
-    points = options.grid - 1
-    exponents = [k / (points - 1) if options.duo else (k + 1) / points for k in range(points)]
-    w = _relative_magnitude(weights, scheme(options).weights) if options.duo else None
-    found = []
-    for a in exponents:
-        s = x.pow(a) if w is None else x.pow(a) / (w.pow(1 - a) + 1e-4)
-        s = s.clamp(min=1e-4)
-        s = s / (s.max() * s.min()).sqrt()
-        found.append(torch.where(s.isfinite() & (s > 0), s, 1.0))
-    return found
+    """The scales `[in]` to try besides 1, spread evenly over the exponent: the published family, then that of `duo`."""
+    x, points = stats.absmean(), options.grid - 1
+    found = [x.pow((k + 1) / points) for k in range(points)]
+    if options.duo:
+        w = _relative_magnitude(weights, scheme(options).weights)
+        found += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
+    found = [s.clamp(min=1e-4) for s in found]
+    found = [s / (s.max() * s.min()).sqrt() for s in found]
+    return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in found]
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tensor | None:
@@ -130,26 +127,30 @@ def quantize(
     """`weight [out, in]` and `stats`, both smoothed already: rounded to nearest in clipped or full ranges."""
     fmt = scheme(options).weights
     if not options.clip:
-        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
+        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
     gram = stats.gram() if prepared is None else prepared
+    importance = gram.diagonal()
     ratios = []
     for w in (rows.float() for rows in weight.split(_ROWS)):
         ratio = _best_ratio(w, gram, fmt, scale_dtype, options.clip_grid)
-        clipped = quadratic(_rounded(w, fmt, scale_dtype, ratio).sub_(w), gram)
-        plain = quadratic(_rounded(w, fmt, scale_dtype).sub_(w), gram)
+        clipped = quadratic(_rounded(w, fmt, scale_dtype, importance, ratio).sub_(w), gram)
+        plain = quadratic(_rounded(w, fmt, scale_dtype, importance).sub_(w), gram)
         ratios.append(torch.where((clipped < plain)[:, None], ratio, 1.0))
-    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.cat(ratios))
+    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.cat(ratios), importance=importance)
 
 
-def _rounded(w: Tensor, fmt: Format, scale_dtype: torch.dtype, ratio: float | Tensor = 1.0) -> Tensor:
-    """`Q(w)` as float32 values, `[out, in]`."""
-    return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio), fmt)
+def _rounded(
+    w: Tensor, fmt: Format, scale_dtype: torch.dtype, importance: Tensor, ratio: float | Tensor = 1.0
+) -> Tensor:
+    """`Q(w)` as float32 values, `[out, in]`; arguments as of `find_params`."""
+    return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance), fmt)
 
 
 def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
     """`tr(D G D^T)` for `D = Q(W s) / s - W` of each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
     s = scales[:, None]
-    d = _rounded((w * s).flatten(0, 1), fmt, scale_dtype).view(-1, *w.shape).div_(s).sub_(w)
+    importance = (gram.diagonal() / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
+    d = _rounded((w * s).flatten(0, 1), fmt, scale_dtype, importance).view(-1, *w.shape).div_(s).sub_(w)
     return quadratic(d.flatten(0, 1), gram).view(len(scales), -1).sum(1, dtype=torch.float64)
 
 
@@ -172,7 +173,7 @@ def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, 
     least = torch.full_like(best, torch.inf)
     for k in range(steps):
         ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-        d = _rounded(w, fmt, scale_dtype, ratio).sub_(w)
+        d = _rounded(w, fmt, scale_dtype, gram.diagonal(), ratio).sub_(w)
         d = d.view(w.shape[0], n, size).transpose(0, 1)  # [n, out, size]
         error = torch.linalg.vecdot(torch.bmm(d, blocks), d).T  # [out, n]
         best = torch.where(error < least, ratio, best)

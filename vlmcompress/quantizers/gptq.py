@@ -104,7 +104,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
             return Feedback(order, factor.div_(factor.diagonal().clone()).T, warnings)
         damp *= 10
-    raise ValueError("the Gram matrix cannot be factorized: the calibration statistics hold NaN or Inf")
+    raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
 
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
@@ -126,7 +126,7 @@ def quantize(
     """`weight [out, in]` with errors fed forward. Works on W^T, where a column is contiguous memory."""
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
-    scale, zero_point = find_params(weight, fmt, scale_dtype=scale_dtype)
+    scale, zero_point = find_params(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
     group = feedback.order // (weight.shape[1] if fmt.group < 0 else fmt.group)  # [in], of the visited columns
     scales = scale.float().T.contiguous()  # [n_groups, out]
     zeros = None if zero_point is None else zero_point.float().T.contiguous()
@@ -157,7 +157,8 @@ def sketch(
     """
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
-    residual = round_to_nearest(weight, fmt, scale_dtype=scale_dtype).dequantize(torch.float32).sub_(weight)
+    rounded = round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
+    residual = rounded.dequantize(torch.float32).sub_(weight)
     fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
     error = torch.empty_like(residual)
     error[:, feedback.order] = fed.T

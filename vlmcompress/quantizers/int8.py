@@ -24,6 +24,7 @@ from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"absmax"})
+_LARGEST = 1e5
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,17 @@ def scheme(options: Options) -> Scheme:
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """SmoothQuant's scale `[in]`. A channel that was never active, or has no weights, keeps scale 1."""
+    """SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero gets the
+    largest, so that an input of no use sets no token's step."""
     x = stats.absmax()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
     s = x.pow(options.alpha) / w.pow(1 - options.alpha)
-    return torch.where((x > 0) & (w > 0), s.clamp(1e-5, 1e5), 1.0)
+    return torch.where(x > 0, torch.where(w > 0, s.clamp(1e-5, _LARGEST), _LARGEST), 1.0)
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
     """`weight [out, in]`, smoothed already, rounded to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+    importance = None if stats is None else stats.importance()
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -98,10 +98,15 @@ def loss(objective: str, sums: Mapping[str, float], counts: Mapping[str, int], r
         sums: modality -> sum over its tokens and channels of |D| (mae) or D^2 (mse).
         counts: modality -> how many elements were summed.
         rho: weight of the visual error.
+
+    Raises:
+        ValueError: neither visual nor answer tokens; where one of them is missing, the other decides.
     """
+    if not counts["answer"] + counts["vision"]:
+        raise ValueError("the samples have no visual and no answer tokens to weigh; add some with images or answers")
     if objective == "mae":
         return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
-    return sums["answer"] / counts["answer"] + rho * sums["vision"] / counts["vision"]
+    return sums["answer"] / max(1, counts["answer"]) + rho * sums["vision"] / max(1, counts["vision"])
 
 
 def smooth(
@@ -116,4 +121,5 @@ def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
     """`weight [out, in]`, smoothed already, rounded to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+    importance = None if stats is None else stats.importance()
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -38,4 +38,5 @@ def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
     """`weight [out, in]` rounded to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+    importance = None if stats is None else stats.importance()
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

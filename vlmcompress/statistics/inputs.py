@@ -93,17 +93,25 @@ class GroupStats:
                 self._abssum[name] = new if old is None else old + new
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
-        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or that of the balance."""
+        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or that of the balance.
+
+        Raises ValueError if it holds NaN or Inf.
+        """
         total = self._merged if weights is None else None
         if total is None:
-            if weights is None and self._shares is not None:
-                weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
-            (first, weight), *others = _weights(self._seen(self._gram, "gram"), weights).items()
+            (first, weight), *others = self._weighed(weights).items()
             total = self._gram[first] * weight
             for name, weight in others:
                 total.add_(self._gram[name], alpha=weight)
-            _mirror(total)
+            _finite(_mirror(total))
         return total if self._scale is None else (total / self._scale).div_(self._scale[:, None])
+
+    def importance(self) -> Tensor | None:
+        """The diagonal of `gram()`, float32 `[in]`, without making the rest of it; None where no Gram matrix was kept."""
+        if "gram" not in self.needs:
+            return None
+        parts = [self._gram[name].diagonal() * weight for name, weight in self._weighed(None).items()]
+        return _finite(self._divided(self._divided(torch.stack(parts).sum(0))))
 
     def merged(self) -> GroupStats:
         """The same (not `rescaled` yet) with the sum in `gram` made for good; nobody may write to what it gives out then."""
@@ -206,6 +214,12 @@ class GroupStats:
                 getattr(stats, f"_{kind}")[name] = whole
         return stats
 
+    def _weighed(self, weights: Mapping[str, float] | None) -> dict[str, float]:
+        """What each modality's Gram matrix is multiplied by, but for those with 0; None: 1, or that of the balance."""
+        if weights is None and self._shares is not None:
+            weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
+        return _weights(self._seen(self._gram, "gram"), weights)
+
     def _with(self, **changes: Any) -> GroupStats:
         new = copy.copy(self)
         new.__dict__.update(changes)
@@ -269,6 +283,13 @@ def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
     for a, b in _blocks(gram.shape[0], block):
         gram[a:b, :a] = gram[:a, a:b].T
     return gram
+
+
+def _finite(values: Tensor) -> Tensor:
+    """`values` as they are, without a temporary of their size. Raises ValueError if one is NaN or Inf."""
+    if not torch.stack(torch.aminmax(values)).isfinite().all():
+        raise ValueError("the calibration statistics hold NaN or Inf; collect them again")
+    return values
 
 
 def _by_modality(x: Tensor, mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
