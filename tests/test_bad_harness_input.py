@@ -196,7 +196,7 @@ def report_of_nothing(folder: Path) -> list[str]:
     return ["report", str(folder / "nothing"), "-o", str(folder / "page")]
 
 
-@case("is not JSON")
+@case("is not readable JSON")
 def report_of_garbage(folder: Path) -> list[str]:
     (folder / "results.json").write_text("{]")
     return ["report", str(folder), "-o", str(folder / "page")]

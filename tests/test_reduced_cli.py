@@ -80,7 +80,7 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
     config["vlmcompress"]["reduce"]["keep"] = 7
     (out / "config.json").write_text(json.dumps(config))
     code, text, _ = run(capsys, "doctor", out)
-    assert code == 1 and "PROBLEM  reducer" in text and "keep must be a number above 0 and at most 1, got 7" in text
+    assert code == 2 and "PROBLEM  reducer" in text and "keep must be a number above 0 and at most 1, got 7" in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from typing import Any
 from vlmcompress.commands import _arguments as arguments
 from vlmcompress.commands import _summary as summary
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.common.messages import shortened
+from vlmcompress.common.paths import unusable
 from vlmcompress.errors import GateError, UserError
 
 Outcome = tuple[int, Any, str]
@@ -237,6 +239,8 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
         return _fail(f"{package} is not installed; pip install 'vlmcompress[{_EXTRAS[package]}]'", BAD_INPUT, as_json)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
+    if path := unusable(error):
+        return _fail(path, BAD_INPUT, as_json)
     where = "" if debug else f"; traceback in {_save_traceback()}"
     first = (str(error).strip().splitlines() or [""])[0]
     return _fail(f"internal error: {type(error).__name__}: {first}{where}", INTERNAL, as_json)
@@ -244,7 +248,7 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
 
 def _fail(message: str, code: int, as_json: bool) -> int:
     """One line on stderr; with --json also the object."""
-    line = " ".join(message.split())
+    line = shortened(" ".join(message.split()))
     print(f"error: {line}" if code != INTERRUPTED else line, file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps({"ok": False, "error": line, "exit_code": code}), flush=True)

@@ -39,7 +39,12 @@ def made(folder: Path, errors: object, **more) -> Path:
         "prefix": "quantized",
         "tokens": {"text": 9, "vision": 9},
     }
-    content = {"schema_version": manifest.SCHEMA_VERSION, "calibration": calibration, "errors": errors} | more
+    content = {
+        "schema_version": manifest.SCHEMA_VERSION,
+        "calibration": calibration,
+        "errors": errors,
+        "files": {},
+    } | more
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
     return folder
 

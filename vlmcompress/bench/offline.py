@@ -11,7 +11,6 @@ This is what `vllm bench throughput --backend vllm-chat` times; but that tool ta
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -20,6 +19,7 @@ from typing import Any
 
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import Plan
+from vlmcompress.common import json_files
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, offline, runner
 from vlmcompress.errors import UserError
@@ -65,7 +65,7 @@ def run_offline(
 
 
 def _job(plan: Plan, side: SideName) -> dict[str, Any]:
-    config = json.loads((plan.paths[side] / "config.json").read_text(encoding="utf-8"))
+    config = json_files.read(plan.paths[side] / "config.json")
     scaled = (config.get("quantization_config") or {}).get("kv_cache_scheme")
     return {
         "model": str(plan.paths[side].resolve()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import About, Plan, serve
+from vlmcompress.common import json_files
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side, sides
@@ -126,7 +126,7 @@ def _memory(
     """Memory of the sides whose KV cache has a size per token."""
     found: dict[str, Memory] = {}
     for side, path in plan.paths.items():
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json_files.read(path / "config.json")
         cache = about[side].cache
         per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
         cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]

@@ -33,7 +33,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from vlmcompress.common import identity
+from vlmcompress.common import identity, json_files
 from vlmcompress.common.block_files import BlockFiles, block_file
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import Chosen
@@ -154,7 +154,7 @@ def read(folder: Path) -> Statistics:
     if not path.is_file():
         raise UserError(f"{folder} has no {NAME}; give a folder written by `vlmcompress calibrate`")
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json_files.read(path)
         version = facts["schema_version"]
         sizes = {name: known["size"] for name, known in facts["files"].items()}
         lacking = [key for key in _KEYS if key not in facts]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files, read
+from vlmcompress.common import json_files, yaml_files
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
@@ -27,14 +30,14 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
         accuracy: rows `{"name", "n", "original", "compressed"}` in [0, 1], with `"low"` and `"high"` where the interval
             of the difference is known.
     """
-    config = json.loads((tree / "config.json").read_text(encoding="utf-8"))
+    config = json_files.read(tree / "config.json")
     quantization = config.get("quantization_config")
-    source = record["model"]["source"]
+    source = _plain(record["model"]["source"])
     front = _front_matter(tree / SOURCE_CARD)
     licence = front.get("license")
     sections = [
-        _header(source, licence),
-        f"# {name}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
+        _header(record["model"]["source"], licence),
+        f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
     if reducer := reducer_block.read(config):
@@ -66,9 +69,26 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _header(source: str, licence: str | None) -> str:
-    lines = ["---", f"base_model: {source}", "base_model_relation: quantized", "pipeline_tag: image-text-to-text"]
-    lines += [f"license: {licence}"] if licence else []
+    lines = [
+        "---",
+        f"base_model: {_scalar(source)}",
+        "base_model_relation: quantized",
+        "pipeline_tag: image-text-to-text",
+    ]
+    lines += [f"license: {_scalar(licence)}"] if licence else []
     return "\n".join([*lines, "tags: [vlmcompress, compressed-tensors]", "---"])
+
+
+def _plain(name: str) -> str:
+    """A name of a folder as one line that Markdown and HTML leave as it is."""
+    line = "".join(char if char.isprintable() else " " for char in name)
+    return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
+
+
+def _scalar(text: str) -> str:
+    """A text as one YAML value: plain where no reader can take it for more, otherwise quoted as JSON, which is YAML."""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and yaml_files.parse(text, "card") == text
+    return text if plain else json.dumps(text)
 
 
 def _sizes(size: Mapping[str, int]) -> str:
@@ -117,10 +137,12 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
 
 
 def _usage(name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any]) -> str:
+    name = name if name.isprintable() and "`" not in name else "FOLDER"
+    folder, place = shlex.quote(f"./{name}"), json.dumps(f"./{name}", ensure_ascii=False)
     flags = " --trust-remote-code" if config.get("auto_map") else ""
     flags += " --kv-cache-dtype fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else ""
     serve = f"""```sh
-vllm serve ./{name} --served-model-name {name}{flags}
+vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
 ```"""
     attach, use = "", ""
     if reducer and recipe.get("engine", "vllm") == "vllm":
@@ -129,7 +151,7 @@ vllm serve ./{name} --served-model-name {name}{flags}
         serve = "No engine but transformers runs this reducer."
     if reducer:
         use = "from vlmcompress.reduction import attach_carried\n"
-        attach = f'\nattach_carried(model, processor, "./{name}")  # transformers alone would keep all visual tokens'
+        attach = f"\nattach_carried(model, processor, {place})  # transformers alone would keep all visual tokens"
     return f"""From the folder that holds this one:
 
 {serve}
@@ -137,11 +159,11 @@ vllm serve ./{name} --served-model-name {name}{flags}
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
 {use}
-model = AutoModelForImageTextToText.from_pretrained("./{name}", dtype="auto", device_map="auto")
-processor = AutoProcessor.from_pretrained("./{name}"){attach}
+model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")
+processor = AutoProcessor.from_pretrained({place}){attach}
 ```
 
-`vlmcompress doctor ./{name}` checks that every file and tensor is as it was written."""
+`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."""
 
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -181,12 +203,12 @@ def _provenance(record: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else _plain(str(value))
 
 
 def _licence(source: str, licence: str | None, has_card: bool) -> str:
     text = f"The weights are derived from {source} and stay under its licence"
-    text += f" ({licence})." if licence else "; see the original model."
+    text += f" ({_plain(licence)})." if licence else "; see the original model."
     return text + (f" The original's model card is `{SOURCE_CARD}`." if has_card else "")
 
 

@@ -24,12 +24,12 @@ No dates, no paths of the machine: the same inputs give the same file.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import json_files
 from vlmcompress.common.identity import sha256, source_identity, versions
 from vlmcompress.errors import UserError
 
@@ -100,13 +100,40 @@ def read(folder: Path) -> dict:
     if not path.is_file():
         raise UserError(f"{folder} has no {MANIFEST}; give a folder written by `vlmcompress quantize`")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_files.read(path)
         version = content["schema_version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable manifest; quantize again") from error
     if version != SCHEMA_VERSION:
         raise UserError(f"{path} has schema {version}, this vlmcompress reads {SCHEMA_VERSION}; update vlmcompress")
     return content
+
+
+def verify(folder: Path, content: Mapping[str, Any]) -> None:
+    """Compare the weights and the config of a checkpoint with what its manifest records. Reads them.
+
+    Raises:
+        UserError: one of them is missing, not recorded, or not what was written.
+    """
+    recorded = content.get("files")
+    if not isinstance(recorded, Mapping):
+        raise UserError(f"{folder / MANIFEST} lacks 'files', the hashes of what was written; quantize again")
+    own = {path.name for path in folder.glob("*.safetensors")} | {name for name in recorded if _described(name)}
+    for name in sorted(own | ({"config.json"} if (folder / "config.json").exists() else set())):
+        known, path = recorded.get(name), folder / name
+        if Path(name).name != name or not isinstance(known, Mapping) or not path.is_file():
+            what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
+            raise UserError(f"{path} {what}, so the errors recorded there may be of other weights; quantize again")
+        if path.stat().st_size != known.get("size") or sha256(path) != known.get("sha256"):
+            raise UserError(
+                f"{path} is not what was written, its hash is not the one in {MANIFEST}, so the errors recorded there may be "
+                "of other weights; copy the checkpoint or quantize again"
+            )
+
+
+def _described(name: Any) -> bool:
+    """Whether a file is one that decides what a checkpoint computes."""
+    return str(name).endswith(".safetensors") or name == "config.json"
 
 
 def _portable(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vlmcompress.checkpoint import card, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
-from vlmcompress.common import folders, tensor_files
+from vlmcompress.common import folders, json_files, tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
@@ -92,7 +92,7 @@ def write(
     """
     limit = parse_size(shard_size)
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = json_files.read(source / "config.json")
     refuse_quantized(config)
     entries = [entry for file in shards(source) for entry in tensor_files.read_entries(file)]
     plan = _plan(entries, quantized, names, changed or {}, kv_scales or {}, exporter)

@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text. 1 when something is wrong with the checkpoint."""
+    """Exit code, data, text. 2 when the folder is broken, 1 when what an engine answers is not what it should be."""
     from vlmcompress.commands import _summary as summary
     from vlmcompress.errors import UserError
 
@@ -41,7 +41,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         checks = _asked(args)
     fine = all(check.ok for check in checks)
     data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
-    return 0 if fine else 1, data, summary.looked_text(args.out, checks)
+    return 0 if fine else 2 if args.engine is None else 1, data, summary.looked_text(args.out, checks)
 
 
 def _asked(args: argparse.Namespace) -> list[Any]:

@@ -12,6 +12,7 @@ from vlmcompress.errors import UserError
 if TYPE_CHECKING:
     from vlmcompress.compression.sweep import Point, Sweep
 
+MOST_BITS = 16
 PLOTS = (".html", ".svg")
 
 
@@ -59,13 +60,13 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         from vlmcompress import targets
 
         targets.get(target)
+    limit = None if args.max_size is None else parse_size(args.max_size, "--max-size")
     progress = terminal.Progress()
     budgets = sweep.BUDGETS if args.budget is None else sorted({*sweep.BUDGETS, args.budget})
     try:
         found, _ = sweep.run(recipe, progress, rows=args.rows or sweep.ROWS, budgets=budgets)
     finally:
         progress.close()
-    limit = None if args.max_size is None else parse_size(args.max_size)
     chosen = sweep.choose(found.points, budget=args.budget, nbytes=limit)
     data = {"ok": True, "unit": found.unit, "left_out": found.left_out, "chosen": dataclasses.asdict(chosen)}
     data["points"] = [dataclasses.asdict(point) for point in found.points]
@@ -84,6 +85,8 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _check(args: argparse.Namespace) -> None:
     if args.budget is not None and args.max_size is not None:
         raise UserError("give one of --budget and --max-size")
+    if args.budget is not None and not 0 < args.budget <= MOST_BITS:
+        raise UserError(f"--budget is {args.budget:g}; give bits per weight, more than 0 and at most {MOST_BITS}")
     if args.rows is not None and args.rows < 1:
         raise UserError(f"--rows is {args.rows}; give at least 1")
     if args.plot and Path(args.plot).suffix not in PLOTS:

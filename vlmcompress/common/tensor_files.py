@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vlmcompress.common import json_files
 from vlmcompress.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -92,10 +93,10 @@ def read_entries(path: Path) -> list[Entry]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; download or copy the file again") from error
     try:
-        header = json.loads(raw)
+        header = json_files.parse(raw)
         header.pop("__metadata__", None)
         entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is not a whole safetensors file (bad header); download or copy it again") from error
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
     position = 8 + length
@@ -110,6 +111,8 @@ def read_entries(path: Path) -> list[Entry]:
 
 def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
     start, end = info["data_offsets"]
+    if not all(type(size) is int and size >= 0 for size in (start, end, *info["shape"])):
+        raise TypeError("a size that is no count")
     if info["dtype"] not in DTYPES:
         raise UserError(f"{path}: tensor '{name}' has type {info['dtype']}, which is not known here")
     return Entry(path, name, Spec(info["dtype"], tuple(info["shape"])), base + start, base + end)

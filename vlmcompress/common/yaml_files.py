@@ -1,4 +1,8 @@
-"""YAML for people: duplicate keys are errors, `1e-4` is a number, and messages name file and line."""
+"""YAML for people: duplicate keys are errors, `1e-4` is a number, and messages name file and line.
+
+What a stranger may have written is bounded: anchors may be repeated, but not hold themselves, and a document may not unfold to
+more than `NODES` values or be nested more than `DEPTH` deep, as whoever walks through it would not come to an end.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,49 @@ from typing import Any
 
 import yaml
 
+from vlmcompress.common.json_files import DEPTH, Unreadable, read_text
+from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
+
+NODES = 100_000
+"""Values of a document, those of an alias counted each time."""
+LARGEST = 1 << 20
+"""Bytes of a file; the parser takes seconds for as many."""
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` (no code runs) with the two differences above."""
+    """`yaml.SafeLoader` (no code runs) with the differences above."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._open: list[yaml.Event] = []  # the events that began the nodes around the next one
+        self._sizes: dict[int, int] = {}  # id of a finished node -> its values, unfolded
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == around.anchor for around in self._open if hasattr(around, "anchor")):
+                raise yaml.composer.ComposerError(None, None, f"'*{event.anchor}' holds itself", event.start_mark)
+        elif len(self._open) == DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {DEPTH} deep", event.start_mark)
+        self._open.append(event)
+        node: Any = super().compose_node(parent, index)
+        self._open.pop()
+        if id(node) not in self._sizes:
+            inner = node.value if not isinstance(node, yaml.ScalarNode) else []
+            parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
+            if self._sizes[id(node)] > NODES:
+                raise yaml.composer.ComposerError(
+                    None, None, f"unfolds to more than {NODES:,} values", event.start_mark
+                )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
             seen.add(key.value)
@@ -38,14 +76,18 @@ def parse(text: str, where: str) -> Any:
         line = f", line {mark.line + 1}" if mark else ""
         problem = " ".join((getattr(error, "problem", None) or str(error)).split())
         raise UserError(f"{where}{line} is not valid YAML: {problem}") from error
+    except ValueError as error:  # a date that is none, or a number of thousands of digits
+        raise UserError(f"{where} is not valid YAML: {reason(error)}") from error
 
 
 def read(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML file. `what` says in messages which kind of file it is."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST)
     except UnicodeDecodeError as error:
         raise UserError(f"{what} {path} is not a text file; give a YAML file") from error
+    except Unreadable as error:
+        raise UserError(f"cannot read {what} {path}: {error}; give a YAML file") from error
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror or error}; give a YAML file") from error
     content = parse(text, f"{what} {path}")

@@ -29,6 +29,7 @@ from jinja2.exceptions import TemplateError
 from PIL import Image
 from torch import Tensor
 
+from vlmcompress.common.messages import reason
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Turn = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}, ...]}
 Inputs = dict[str, Tensor]
 IGNORED, TEXT, VISION, ANSWER = range(4)
-PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, TemplateError)
+PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError, TemplateError)
 
 
 def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[Inputs]:
@@ -101,7 +102,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
             turns, chat_template=chat_template(processor), add_generation_prompt=generation
         )
     except PROCESSOR_ERRORS as error:
-        raise UserError(f"{sample.name}: the chat template refuses it ({_reason(error)})") from error
+        raise UserError(f"{sample.name}: the chat template refuses it ({reason(error)})") from error
     images = sum(part["type"] == "image" for turn in turns for part in turn["content"])
     if text.count(placeholder) != images:
         raise UserError(
@@ -133,7 +134,7 @@ def _process(
             return_tensors="pt",
         )
     except PROCESSOR_ERRORS as error:
-        raise UserError(f"{sample.name}: the model's processor refuses it ({_reason(error)}); drop it") from error
+        raise UserError(f"{sample.name}: the model's processor refuses it ({reason(error)}); drop it") from error
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
@@ -207,7 +208,3 @@ def _end_ids(vlm: VLM) -> set[int]:
 
 def _image_token_id(vlm: VLM) -> int:
     return getattr(vlm.model.config, vlm.spec.image_token)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -21,9 +21,13 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps
 
+from vlmcompress.common import json_files
+from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
 MAX_PIXELS = 178_956_970  # where Pillow, by default, refuses
+MAX_BYTES = 1 << 30
+"""Of an image's file: as much as the pixels of the largest take."""
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif"}
 )
@@ -86,8 +90,7 @@ def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) 
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{what} cannot be decoded ({reason}); replace the file or drop the row") from error
+        raise UserError(f"{what} cannot be decoded ({reason(error)}); replace the file or drop the row") from error
 
 
 def from_reference(text: str, folder: Path, origin: str) -> bytes | Path:
@@ -118,7 +121,9 @@ def _data_uri(uri: str, origin: str) -> bytes:
 
 def _read(path: Path, what: str) -> bytes:
     try:
-        return path.read_bytes()
+        return json_files.read_bytes(path, MAX_BYTES)
+    except json_files.Unreadable as error:
+        raise UserError(f"{what} cannot be read: {error}; give an image file") from error
     except OSError as error:
         raise UserError(f"{what} cannot be read ({error.strerror}); check the path and its permissions") from error
 

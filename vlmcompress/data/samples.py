@@ -10,7 +10,6 @@ has them, if there is one mark per image; otherwise they come first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmcompress.common import json_files
 from vlmcompress.data.images import MAX_PIXELS, LazyImages, from_reference
 from vlmcompress.errors import UserError
 
@@ -124,7 +124,7 @@ def _turns(messages: Any, folder: Path, origin: str) -> list[dict[str, Any]]:
     """OpenAI-style messages to turns; each image part has its own image, or None, under `source`."""
     if isinstance(messages, str):
         try:
-            messages = json.loads(messages)
+            messages = json_files.parse(messages)
         except ValueError as error:
             raise UserError(f"{origin}: messages is not valid JSON ({error}); give a list of turns") from error
     if not isinstance(messages, list) or not messages:

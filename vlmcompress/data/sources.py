@@ -10,7 +10,6 @@ Only chosen rows have their images decoded. A row that cannot be used is an erro
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections import Counter
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import json_files
+from vlmcompress.common.messages import reason
 from vlmcompress.data.images import MAX_PIXELS, SUFFIXES
 from vlmcompress.data.samples import Sample, to_sample
 from vlmcompress.errors import UserError
@@ -197,7 +198,7 @@ def _json_lines(path: Path) -> _Table:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json_files.parse(line)
         except ValueError as error:
             raise UserError(f"{path} line {number} is not valid JSON ({error}); write one object per line") from error
         rows.append(row)
@@ -207,7 +208,7 @@ def _json_lines(path: Path) -> _Table:
 
 def _json_list(path: Path) -> _Table:
     try:
-        rows = json.loads(_decode(path))
+        rows = json_files.parse(_decode(path))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
     if not isinstance(rows, list):
@@ -217,9 +218,11 @@ def _json_list(path: Path) -> _Table:
 
 def _decode(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return json_files.read_text(path, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    except json_files.Unreadable as error:
+        raise UserError(f"{path} cannot be read: {error}; give a file of rows") from error
 
 
 def _json_table(path: Path, rows: list[Any], row_name: Callable[[int], str]) -> _Table:
@@ -243,7 +246,7 @@ def _parquet(path: Path) -> _Table:
         count = file.metadata.num_rows
         ids = file.read(columns=["id"])["id"].to_pylist() if "id" in columns else [None] * count
     except pa.ArrowException as error:
-        raise UserError(f"{path} is not readable parquet ({str(error).splitlines()[0]}); write it again") from error
+        raise UserError(f"{path} is not readable parquet ({reason(error)}); write it again") from error
 
     def rows(indices: list[int]) -> list[dict[str, Any]]:
         """Read row group by row group, so that no more than one is in memory."""
@@ -256,7 +259,7 @@ def _parquet(path: Path) -> _Table:
                 try:
                     found += file.read_row_group(group, columns=wanted).take(local).to_pylist()
                 except (pa.ArrowException, OSError) as error:
-                    raise UserError(f"{path} row group {group} is damaged ({str(error).splitlines()[0]})") from error
+                    raise UserError(f"{path} row group {group} is damaged ({reason(error)})") from error
             start = end
         return found
 
@@ -272,8 +275,7 @@ def _saved_dataset(path: Path) -> _Table:
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever arrow, json or the library raise on a damaged folder
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} is not a readable saved data set ({reason})") from error
+        raise UserError(f"{path} is not a readable saved data set ({reason(error)})") from error
     if isinstance(data, datasets.DatasetDict):
         raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
     for name, feature in data.features.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoProcessor, CompressedTensorsConfig, PreTrainedModel
+from transformers import CompressedTensorsConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress import models, reduction
@@ -23,6 +23,7 @@ from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import misread
 from vlmcompress.common import identity, tensor_files
 from vlmcompress.common.finding import Finding
+from vlmcompress.common.messages import reason
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
@@ -57,8 +58,7 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
             except UserError as error:
                 checks[name] = Finding(name, False, str(error))
             except Exception as error:  # damage may surface anywhere in the libraries that read these files
-                reason = (str(error).strip().splitlines() or [""])[0]
-                checks[name] = Finding(name, False, f"{type(error).__name__}: {reason}"[:300])
+                checks[name] = Finding(name, False, f"{type(error).__name__}: {reason(error)}")
     return list(checks.values())
 
 
@@ -244,9 +244,7 @@ def _size(subject: _Subject) -> str:
 
 
 def _processor(subject: _Subject) -> str:
-    processor = AutoProcessor.from_pretrained(subject.path, local_files_only=True)
-    if not hasattr(processor, "image_processor"):
-        raise UserError(f"{subject.path} has no image processor; copy preprocessor_config.json from the original")
+    processor = models.load_processor(subject.path)
     if not getattr(processor, "chat_template", None) and not getattr(processor.tokenizer, "chat_template", None):
         raise UserError(f"{subject.path} has no chat template; copy chat_template.jinja from the original")
     return type(processor).__name__

@@ -9,8 +9,8 @@ another.
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from vlmcompress.checkpoint import manifest
+from vlmcompress.common import json_files
 from vlmcompress.errors import UserError
 from vlmcompress.statistics.balance import MODALITIES
 
@@ -39,6 +40,7 @@ class LayerErrors:
         kv_cache: attention module -> what FP8 does to its keys and values, see `statistics.kv_range`; empty without.
         maxima: first linear layer of a group -> kind -> share of input channels whose maximum that kind of token holds; for
             schemes that quantize activations.
+        model: the original, as the manifest identifies it: family, source, hashes of its config and of its weights' headers.
     """
 
     name: str
@@ -47,6 +49,7 @@ class LayerErrors:
     notes: Sequence[str] = ()
     kv_cache: Mapping[str, Any] = field(default_factory=dict)
     maxima: Mapping[str, ByKind] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def measured(self) -> str:
@@ -87,14 +90,19 @@ def read(folder: Path) -> LayerErrors:
         raise UserError(f"{folder / manifest.MANIFEST} has no readable errors of layers; quantize again")
     if not errors:
         raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
+    manifest.verify(folder, content)
     cache = content.get("kv_cache") or {}
     if not isinstance(cache, Mapping) or not all(_is_cache(found) for found in cache.values()):
         raise UserError(f"{folder / manifest.MANIFEST} says nothing readable of the KV cache; quantize again")
-    basis = content.get("calibration") or {}
+    basis, maxima, model = (content.get(key) or {} for key in ("calibration", "maxima", "model"))
+    if not _is_basis(basis) or not isinstance(model, Mapping) or not isinstance(content.get("warnings", []), list):
+        raise UserError(f"{folder / manifest.MANIFEST} says nothing readable of its making; quantize again")
+    if not isinstance(maxima, Mapping) or not all(_is_error(shares) for shares in maxima.values()):
+        raise UserError(f"{folder / manifest.MANIFEST} has no readable maxima; quantize again")
     if all(set(error) <= {"weight"} for error in errors.values()):
         basis = {}
     notes = [*map(str, content.get("warnings") or ()), *few(basis, folder)]
-    return LayerErrors(folder.resolve().name, errors, basis, notes, cache, content.get("maxima") or {})
+    return LayerErrors(folder.resolve().name, errors, basis, notes, cache, maxima, model)
 
 
 def kinds(*found: LayerErrors) -> list[str]:
@@ -128,8 +136,11 @@ def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
     """Kind -> what changed.
 
     Raises:
-        UserError: they have no layer or no kind of error in common.
+        UserError: they are of models of two families, or have no layer or no kind of error in common.
     """
+    was, now = before.model.get("family"), after.model.get("family")
+    if was != now:
+        raise UserError(f"{before.name} is a {was} model and {after.name} a {now} model; compare two of one model")
     common = before.errors.keys() & after.errors.keys()
     shared = kinds(before, after)
     if not common:
@@ -156,6 +167,9 @@ def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
 def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
     """Why the two cannot be taken at face value side by side; empty if they were measured alike."""
     found = []
+    if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
+        sources = f"'{before.model.get('source')}' and '{after.model.get('source')}'"
+        found.append(f"they were made of two different originals, {sources}: a layer of one is not that of the other")
     if before.errors.keys() != after.errors.keys():
         other = len(before.errors.keys() ^ after.errors.keys())
         found.append(f"layers that only one of the two quantizes, and that are not compared: {other}")
@@ -190,7 +204,7 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
     """Errors over fewer tokens than a layer has inputs are of those tokens: a solver can meet them and miss all others."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json_files.read(folder / "config.json")
         width = int((config.get("text_config") or config)["hidden_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
@@ -206,7 +220,15 @@ def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
 
 def _is_error(error: Any) -> bool:
     known = isinstance(error, Mapping) and error and set(error) <= set(KINDS)
-    return bool(known) and all(isinstance(value, int | float) and math.isfinite(value) for value in error.values())
+    return bool(known) and all(
+        isinstance(value, int | float) and 0 <= value <= sys.float_info.max for value in error.values()
+    )
+
+
+def _is_basis(found: Any) -> bool:
+    """Whether it is what a manifest says of calibration data, as far as it is used here."""
+    tokens = (found.get("tokens") or {}) if isinstance(found, Mapping) else None
+    return isinstance(tokens, Mapping) and all(isinstance(count, int) for count in tokens.values())
 
 
 def _is_cache(found: Any) -> bool:

@@ -13,12 +13,12 @@ as the Hub has it, JSON lines, or what `Dataset.save_to_disk` writes.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import json_files
 from vlmcompress.data.images import LazyImages
 from vlmcompress.data.sources import bundled
 from vlmcompress.errors import UserError
@@ -138,9 +138,11 @@ def _files(path: Path, split: str) -> list[Path]:
 def _json_lines(file: Path) -> list[dict[str, Any]]:
     """The rows of a JSON lines file; `image` and `images` become lists, their paths absolute."""
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(json_files.read_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
+            row = json_files.parse(line)
         except ValueError as error:
             raise UserError(f"{file} line {number} is not valid JSON ({error}); write one object per line") from error
         for column in {"image", "images"} & set(row):

@@ -9,6 +9,7 @@ from vlmcompress.models._load import (
     REGISTRY,
     VLM,
     all_specs,
+    check_shapes,
     load,
     load_processor,
     quiet,
@@ -17,7 +18,7 @@ from vlmcompress.models._load import (
     spec_for,
 )
 from vlmcompress.models._names import disk_module, disk_names, linear_names, memory_names, tied_names
-from vlmcompress.models._read import read_config, shards, tensor_headers
+from vlmcompress.models._read import check_files, read_config, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
@@ -32,6 +33,8 @@ __all__ = [
     "Piece",
     "Source",
     "all_specs",
+    "check_files",
+    "check_shapes",
     "decoder_blocks",
     "decoder_layers",
     "disk_module",

@@ -12,11 +12,14 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
+from vlmcompress.common.messages import reason
 from vlmcompress.common.registry import Registry
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.models._bounds import check_processor, check_total
 from vlmcompress.models._names import disk_names
 from vlmcompress.models._read import read_config, tensor_headers
 from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._template import endless
 
 REGISTRY = Registry("vlmcompress.models", "model family")
 
@@ -67,14 +70,18 @@ def skeleton(path: str | Path, weights: bool = True) -> PreTrainedModel:
     Args:
         weights: False: the folder need not have any.
     """
-    spec_for(read_config(path, weights))
+    content, file = read_config(path, weights), Path(path) / "config.json"
+    spec_for(content)
     try:
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            return AutoModelForImageTextToText.from_config(config)
+            bones = AutoModelForImageTextToText.from_config(config)
     except Exception as error:  # any value in a config can be wrong, and each raises something of its own
-        problem = f"{Path(path) / 'config.json'} is not a valid config ({_first_line(error)})"
-        raise UserError(f"{problem}; restore it from the source") from error
+        raise UserError(f"{file} is not a valid config ({reason(error)}); restore it from the source") from error
+    if weights:
+        asked = sum(parameter.numel() for parameter in bones.parameters())
+        check_total(asked, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
+    return bones
 
 
 def load(
@@ -100,7 +107,7 @@ def load(
             f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"
         )
     bones = skeleton(path)
-    _check_shapes(path, bones, disk_names(bones, tensor_headers(path)))
+    check_shapes(path, bones, disk_names(bones, tensor_headers(path)))
     with quiet():
         try:
             loaded: Any = AutoModelForImageTextToText.from_pretrained(
@@ -112,7 +119,7 @@ def load(
                 trust_remote_code=trust_remote_code,
             )
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{path} does not load ({_first_line(error)}); download it again") from error
+            raise UserError(f"{path} does not load ({reason(error)}); download it again") from error
         processor = load_processor(path, trust_remote_code)
     model, info = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -140,17 +147,28 @@ def quiet() -> Iterator[None]:
 
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     """The processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
+    check_processor(Path(path))
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, TypeError, KeyError, AttributeError, ImportError) as error:
-        problem = f"{path} has no usable processor ({_first_line(error)})"
+        problem = f"{path} has no usable processor ({reason(error)})"
         raise UserError(f"{problem}; copy the tokenizer and processor files from the source") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
+    check_template(processor, path)
     return processor
 
 
-def _check_shapes(path: Path, bones: PreTrainedModel, names: dict[str, str]) -> None:
+def check_template(processor: Any, path: str | Path) -> None:
+    """Refuse, with a UserError, a chat template that a short conversation keeps busy without bounds."""
+    for owner in (processor, getattr(processor, "tokenizer", None)):
+        found = getattr(owner, "chat_template", None)
+        for template in found.values() if isinstance(found, dict) else [found]:
+            if isinstance(template, str) and (why := endless(template)):
+                raise UserError(f"the chat template of {path} is not usable: {why}; restore it from the source")
+
+
+def check_shapes(path: Path, bones: PreTrainedModel, names: dict[str, str]) -> None:
     """Compare shapes on disk with the model's, so that a wrong file is named before any weight is read."""
     headers = tensor_headers(path)
     state = bones.state_dict(keep_vars=True)
@@ -170,7 +188,3 @@ def _check_finite(model: PreTrainedModel, path: Path) -> None:
             continue
         if not torch.isfinite(tensor).all():
             raise UserError(f"{path}: tensor '{name}' holds NaN or infinity; download the checkpoint again")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 
+from vlmcompress.common import json_files
 from vlmcompress.common.tensor_files import INDEX, SINGLE, read_entries
 from vlmcompress.errors import UserError
+from vlmcompress.models._bounds import check_claims, check_sizes
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -14,7 +16,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def read_json(path: Path, what: str) -> dict:
     """The JSON object in `path`. `what` names the file in the message."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_files.read(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{what} {path} is not readable JSON ({error}); download it again") from error
     if not isinstance(content, dict):
@@ -38,9 +40,19 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = read_json(path / "config.json", "config")
+    check_sizes(config, path / "config.json")
     if weights:
-        tensor_headers(path)
+        check_claims(config, len(tensor_headers(path)), path / "config.json")
     return config
+
+
+def check_files(path: str | Path) -> None:
+    """Refuse a model folder with what cannot be copied: every visible file has to be a regular one, or a link to one."""
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if not file.is_file():
+                raise UserError(f"{file} is a device, a pipe or a link that leads nowhere; remove it from the folder")
 
 
 def shards(path: str | Path) -> list[Path]:

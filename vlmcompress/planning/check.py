@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import targets
+from vlmcompress import models, targets
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.text import size
 from vlmcompress.errors import UserError, did_you_mean
@@ -152,6 +152,11 @@ def _processor(model: Path) -> Finding:
     missing = [" or ".join(names) for names in groups if not any((model / name).is_file() for name in names)]
     if missing:
         return Finding("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
+    try:
+        with models.quiet():
+            models.load_processor(model)
+    except UserError as error:
+        return Finding("processor", False, str(error))
     return Finding("processor", True, "tokenizer and image processor are there")
 
 

@@ -30,6 +30,8 @@ from vlmcompress.recipe.layers import Layer, find, merge
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
 FORMATS = Registry("vlmcompress.exporters", "format")
 DEFAULT = "default"
+MOST = 10**9
+"""Samples of a calibration, and tokens of one."""
 
 
 class _Frozen(BaseModel):
@@ -50,8 +52,8 @@ class Calibrate(_Frozen):
 
     data: str | None = None
     text: str | None = None
-    samples: int = Field(default=128, ge=1)
-    max_length: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=128, ge=1, le=MOST)
+    max_length: int | None = Field(default=None, ge=1, le=MOST)
     stats: str | None = None
 
 
@@ -91,7 +93,7 @@ class Recipe(_Frozen):
     reduce: Any = None
     engine: Literal["vllm", "transformers"] = "vllm"
     trust_remote_code: bool = False
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     shard_size: str = "5GB"
     format: str = "compressed-tensors"
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from vlmcompress.common import folders, identity
+from vlmcompress.common import folders, identity, json_files
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe import reducer as choosing
@@ -112,7 +111,7 @@ def encoder_hash(vlm: VLM) -> str:
 def read(path: Path) -> dict[str, Any]:
     """The file's content, `reduce` as the reducer."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_files.read(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read thresholds {path} ({type(error).__name__}); make them with `{COMMAND}`"

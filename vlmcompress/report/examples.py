@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from PIL import Image
 
+from vlmcompress.common.messages import reason
+from vlmcompress.errors import UserError
 from vlmcompress.results import Scored
 
 THUMBNAIL = 360  # pixels
@@ -36,7 +38,7 @@ def kind(sample: Scored) -> int:
 
 def thumbnail(png: str) -> tuple[str, bool]:
     """A data URI for base64 of a PNG, and whether the picture is small: those stay as they are, larger become JPEG."""
-    with Image.open(io.BytesIO(base64.b64decode(png))) as image:
+    with _opened(png) as image:
         if max(image.size) <= THUMBNAIL:
             return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2
         small = image.convert("RGB")
@@ -44,3 +46,12 @@ def thumbnail(png: str) -> tuple[str, bool]:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}", False
+
+
+def _opened(png: str) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"])
+        image.load()
+    except Exception as error:  # decoders raise anything on damaged data
+        raise UserError(f"results have a picture that is no PNG ({reason(error)}); write the report again") from error
+    return image

@@ -7,18 +7,22 @@ sizes are bytes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vlmcompress.common import json_files
 from vlmcompress.errors import UserError
 
 SCHEMA = 2
 FILE = "results.json"
 Verdict = Literal["pass", "fail", "inconclusive"]
 State = Literal["cold", "warm"]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Counts = tuple[Count, Count]
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -39,7 +43,7 @@ class Side(_Record):
 
     name: str
     path: str
-    weight_bytes: int = 0
+    weight_bytes: Count = 0
     scheme: str = ""
     reducer: str = ""
     layer_errors: dict[str, dict[str, float]] = {}
@@ -60,14 +64,14 @@ class Scored(_Record):
     expected: str
     baseline: str
     candidate: str
-    baseline_score: float
-    candidate_score: float
+    baseline_score: Share
+    candidate_score: Share
     baseline_parsed: bool = True
     candidate_parsed: bool = True
-    baseline_tokens: int = 0
-    candidate_tokens: int = 0
-    baseline_visual: int | None = None
-    candidate_visual: int | None = None
+    baseline_tokens: Count = 0
+    candidate_tokens: Count = 0
+    baseline_visual: Count | None = None
+    candidate_visual: Count | None = None
     image: str = ""
     kl: float | None = None
 
@@ -85,26 +89,26 @@ class Comparison(_Record):
         needed: samples that would decide an inconclusive verdict, if the true difference is the one seen.
     """
 
-    n: int
-    clusters: int
+    n: Count
+    clusters: Count
     baseline: float
     candidate: float
     difference: float
     low: float
     high: float
-    level: float
+    level: Share
     method: Literal["tango", "likelihood"]
-    p: float
-    adjusted_p: float | None = None
+    p: Share
+    adjusted_p: Share | None = None
     design_effect: float = 1.0
-    both: int | None = None
-    baseline_only: int | None = None
-    candidate_only: int | None = None
-    neither: int | None = None
+    both: Count | None = None
+    baseline_only: Count | None = None
+    candidate_only: Count | None = None
+    neither: Count | None = None
     detectable: float
     margin: float
     verdict: Verdict
-    needed: int | None = None
+    needed: Count | None = None
 
 
 class Divergence(_Record):
@@ -113,11 +117,11 @@ class Divergence(_Record):
     `same_first`: share of samples with the same most likely first token.
     """
 
-    n: int
+    n: Count
     mean: float
     median: float
     p95: float
-    same_first: float
+    same_first: Share
 
 
 class Suite(_Record):
@@ -130,19 +134,19 @@ class Suite(_Record):
     metric: str
     source: str
     sha256: str
-    samples: int
-    available: int
+    samples: Count
+    available: Count
     seed: int
-    max_tokens: int
+    max_tokens: Count
     overall: Comparison
     families: dict[str, Comparison]
-    agreement: float
+    agreement: Share
     divergence: Divergence | None = None
-    unparsed: tuple[int, int] = (0, 0)
-    empty: tuple[int, int] = (0, 0)
-    cut_off: tuple[int, int] = (0, 0)
-    prompt_tokens: tuple[int, int] = (0, 0)
-    visual_tokens: tuple[int, int] | None = None
+    unparsed: Counts = (0, 0)
+    empty: Counts = (0, 0)
+    cut_off: Counts = (0, 0)
+    prompt_tokens: Counts = (0, 0)
+    visual_tokens: Counts | None = None
     scoring: str = ""
     derived_ids: bool = False
 
@@ -157,16 +161,16 @@ class LoadRun(_Record):
     side: Literal["baseline", "candidate"]
     mode: Literal["serve", "offline"]
     state: State
-    repeat: int
-    duration: float
-    completed: int
-    failed: int
-    text_tokens: int
-    visual_tokens: int
-    output_tokens: int
-    cached_tokens: int = 0
-    media_hits: int = 0
-    goodput: float | None = None
+    repeat: Count
+    duration: Amount
+    completed: Count
+    failed: Count
+    text_tokens: Count
+    visual_tokens: Count
+    output_tokens: Count
+    cached_tokens: Count = 0
+    media_hits: Count = 0
+    goodput: Amount | None = None
     ttft_ms: list[float] = []
     tpot_ms: list[float] = []
     itl_ms: list[float] = []
@@ -191,11 +195,11 @@ class Ratio(_Record):
 class Memory(_Record):
     """`kv_bytes_per_request` is for a mean request of the benchmark; `max_concurrency` of such requests fit at once."""
 
-    weight_bytes: int
-    kv_bytes_per_token: int
-    kv_bytes_per_request: int
-    kv_cache_bytes: int
-    max_concurrency: float
+    weight_bytes: Count
+    kv_bytes_per_token: Count
+    kv_bytes_per_request: Count
+    kv_cache_bytes: Count
+    max_concurrency: Amount
 
 
 class Bench(_Record):
@@ -208,12 +212,12 @@ class Bench(_Record):
     """
 
     load: str
-    requests: int
-    out_tokens: int
+    requests: Count
+    out_tokens: Count
     source: str
     sizes: list[str]
     slo: dict[str, float] = {}
-    repeats: int
+    repeats: Count
     order: list[str]
     tool: str
     runs: list[LoadRun]
@@ -275,20 +279,24 @@ def load(path: str | Path) -> Results:
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json_files.read(file, json_files.LARGEST, finite=True)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; give a folder that vlmcompress eval or bench wrote") from error
     except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}); write the report again") from error
-    found = data.get("schema") if isinstance(data, dict) else None
-    if found != SCHEMA:
-        raise UserError(f"{file} has schema {found}, this version reads {SCHEMA}; write the report again")
+        raise UserError(f"{file} is not readable JSON ({error}); write the report again") from error
+    version = data.get("schema") if isinstance(data, dict) else None
+    if version != SCHEMA:
+        raise UserError(f"{file} has schema {version}, this version reads {SCHEMA}; write the report again")
     try:
-        return Results.model_validate(data)
+        found = Results.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: {where}: {first['msg'].lower()}; write the report again") from error
+    ratios = [r for modes in found.bench.summary.values() for r in modes.values()] if found.bench else []
+    if any(r.ratio <= 0 and not r.higher_is_better for by_metric in ratios for r in by_metric.values()):
+        raise UserError(f"{file}: bench.summary has a time or a size of nothing; write the report again")
+    return found
 
 
 def joined(new: Results, old: Results) -> Results:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlmcompress.common import json_files
 from vlmcompress.engines.vllm import environment, interpreter, plugin
 from vlmcompress.errors import UserError
 
@@ -132,7 +133,7 @@ def _config(model: Path) -> dict:
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = json_files.read(model / "config.json")
     except (OSError, ValueError) as error:
         raise UserError(f"{model}/config.json can't be read ({error}); is this a checkpoint?") from error
     if not isinstance(config, dict):

@@ -1,0 +1,109 @@
+"""Whether a chat template comes to an end, found out where it can do no harm: in a process of bounded time and memory.
+
+A template is a program. The sandbox in which transformers runs it keeps it from files and from single huge ranges, not from
+loops within loops or texts of any length. Run as a script, this file renders the template on its standard input.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SECONDS = 3
+MEMORY = 1 << 30
+LARGEST = 1 << 20
+"""Seconds and bytes that a short conversation may take, and characters of what it gives and of the template."""
+
+_CONVERSATION = [
+    {"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+    {"role": "user", "content": [{"type": "text", "text": "What colour?"}]},
+]
+
+
+@functools.lru_cache(maxsize=64)
+def endless(template: str) -> str | None:
+    """Why a template is not usable within the bounds above, in a few words; None where it is, or refuses the conversation.
+
+    Two short conversations are rendered, with and without a system turn: many templates refuse one.
+    """
+    if len(template) > LARGEST:
+        return f"it has {len(template):,} characters, more than {LARGEST:,}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", str(Path(__file__)), str(SECONDS), str(MEMORY)],
+            input=json.dumps(template),
+            capture_output=True,
+            text=True,
+            timeout=10 * SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a short conversation takes more than {SECONDS} seconds"
+    if done.returncode < 0:
+        return f"a short conversation takes more than {SECONDS} seconds or {MEMORY >> 30} GiB"
+    return done.stdout.strip() or None
+
+
+def _environment() -> Any:
+    """As transformers sets it up: `transformers/utils/chat_template_utils.py`, 5.17."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks an answer; its content is rendered."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = lambda value, **_: json.dumps(value)
+    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "2026-01-01"}
+    return made
+
+
+def _render(template: str) -> str:
+    """What is wrong with a template, or nothing."""
+    from jinja2 import TemplateSyntaxError
+
+    environment = _environment()
+    for turns in (_CONVERSATION, _CONVERSATION[1:]):
+        for generation in (True, False):
+            length = 0
+            try:
+                made = environment.from_string(template)
+                for piece in made.generate(
+                    messages=turns, add_generation_prompt=generation, bos_token="", eos_token=""
+                ):
+                    length += len(piece)
+                    if length > LARGEST:
+                        return f"a short conversation becomes more than {LARGEST:,} characters"
+            except (OverflowError, RecursionError) as error:
+                return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+            except TemplateSyntaxError as error:
+                return f"line {error.lineno}: {error.message}"[:200].rstrip(".")
+            except MemoryError:
+                return f"a short conversation takes more than {MEMORY >> 30} GiB"
+            except Exception:  # it may want another conversation; the processor will say so
+                continue
+    return ""
+
+
+if __name__ == "__main__":
+    import resource
+
+    seconds, memory = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    print(_render(json.load(sys.stdin)))
