@@ -103,6 +103,7 @@ def main() -> int:
     from vlmcompress import models
     from vlmcompress.calibration import statistics_folder
     from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.common import text
     from vlmcompress.compression.calibrate import calibrate
     from vlmcompress.data import bundled, encode, load_samples
     from vlmcompress.recipe import resolve
@@ -130,7 +131,7 @@ def main() -> int:
     for row in rows:
         figures = [f"{row[name]:.3e}" for name in columns]
         table.append((row["scheme"], row["prefix"], row["seconds"], *figures, f"{row['recorded']['vision']:.3e}"))
-    print(table(table, indent=""))
+    print(text.table(table, indent=""))
     print(
         json.dumps(
             {"model": args.model.name, "samples": args.samples, "calibrate_seconds": round(collecting, 2), "rows": rows}

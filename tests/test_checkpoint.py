@@ -17,7 +17,6 @@ from tests.tiny import build
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint import write as checkpoint
 from vlmcompress.common import tensor_files
-from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 
@@ -202,14 +201,3 @@ def test_a_wrong_shape_is_a_defect(source, out):
     with pytest.raises(ValueError, match="norm.weight"):
         checkpoint.write(out=out, changed={norm: torch.zeros(3)}, **given)
     assert not out.exists()
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("1GiB", 2**30), (77, 77), ("9B", 9)])
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "inf", "1e400GB", "nan"])
-def test_no_sizes(text):
-    with pytest.raises(UserError):
-        parse_size(text)

@@ -13,7 +13,6 @@ import pytest
 from tests import tiny
 from vlmcompress import cli
 from vlmcompress.commands import _terminal as terminal
-from vlmcompress.common.text import duration, size
 from vlmcompress.errors import GateError, UserError
 
 
@@ -243,13 +242,3 @@ def test_progress_only_on_a_terminal(capsys, monkeypatch):
     shown.close()
     text = capsys.readouterr().err
     assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(8.2, "8 s"), (185, "3:05 min"), (7800, "2:10 h")])
-def test_duration(seconds, text):
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (7591168, "7.59 MB"), (1.5e12, "1.5 TB")])
-def test_size(count, text):
-    assert size(count) == text

@@ -68,6 +68,8 @@ def test_accuracy_overall_and_by_family() -> None:
     assert gates.judge(found, mild).verdict == "pass"
     rule = gates.judge(found, gate).rules[0]
     assert rule.value.startswith("-6.0 points (-7.") and rule.limit == "-3.0 points"
+    named = [(rule.suite, rule.family, rule.margin) for rule in gates.judge(found, gate).rules]
+    assert named == [("world", None, 0.03), ("world", "chart", 0.05), ("world", "count", 0.05)]
 
 
 def test_too_few_samples_can_not_tell() -> None:

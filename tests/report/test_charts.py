@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.report.conftest import HOSTILE, comparison, layer_errors, make_bench
 from vlmcompress.report.charts import curves, heatmap, intervals, pareto
 from vlmcompress.report.charts.svg import element, linear, logarithmic
+from vlmcompress.report.findings import Row
 
 
 def parse(markup: object) -> ElementTree.Element:
@@ -49,7 +50,7 @@ def test_logarithmic_axis_holds_its_range_with_few_ticks(low: float, factor: flo
 def test_interval_is_to_scale() -> None:
     found = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(intervals.accuracy(found, axis))
+    svg = parse(intervals.accuracy(Row("all", found, True), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "fail"
     line, dot = group.find("line"), group.find("circle")
@@ -63,8 +64,21 @@ def test_interval_is_to_scale() -> None:
 
 
 def test_accuracy_axis_is_not_flattened_by_one_wild_family() -> None:
-    axis = intervals.accuracy_axis([comparison("awq"), comparison("broken", low=-0.9)])
+    axis = intervals.accuracy_axis(
+        [Row("all", comparison("awq"), True), Row("x", comparison("broken", low=-0.9), False)]
+    )
     assert axis.low == pytest.approx(-0.3, abs=0.11)
+
+
+def test_a_row_that_is_not_judged_has_no_verdict_and_no_margin() -> None:
+    found = comparison("broken")
+    axis = linear(-0.1, 0.1)
+    svg = parse(intervals.accuracy(Row("chart", found, False), axis))
+    group = svg.find("g")
+    assert group is not None and group.get("class") == "even" and svg.find("rect") is None
+    assert (svg.findtext("title") or "").endswith("p = 0.000137")
+    wide = found.model_copy(update={"margin": 0.3})  # beyond the axis: nothing of the chart is
+    assert parse(intervals.accuracy(Row("chart", wide, True), axis)).find("rect") is None
 
 
 def test_cumulative_curve_is_the_empirical_distribution() -> None:
@@ -117,6 +131,45 @@ def test_histogram_counts_everything() -> None:
 )
 def test_layer_names(layer: str, place: tuple[str, int, str]) -> None:
     assert heatmap.split(layer) == place
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (0, "0"),
+        (123.4, "123"),
+        (9.96, "10"),
+        (1.04, "1.0"),
+        (0.999, "1.0"),
+        (0.1234, "0.12"),
+        (0.034, "0.03"),
+        (3e-5, "3e-5"),
+    ],
+)
+def test_numbers_of_cells(value: float, written: str) -> None:
+    assert heatmap.compact(value) == written
+
+
+def test_cells_have_their_numbers_where_they_fit() -> None:
+    """In percent, and as a tooltip in full everywhere."""
+    few, many = (heatmap.grids(layer_errors(blocks))[0] for blocks in (4, 80))
+    scale = heatmap.extremes([few, many])
+    svg = parse(heatmap.heatmap(few, scale))
+    numbers = [text.text for text in svg.findall("text[@class='number']")]
+    assert numbers == [heatmap.compact(100 * error) for row in few.cells.values() for error in row.values()]
+    crowded = parse(heatmap.heatmap(many, scale))
+    assert crowded.findall("text[@class='number']") == [] and len(crowded.findall("rect/title")) == 4 * 80
+
+
+def test_legends_are_in_equal_factors() -> None:
+    errors = heatmap.legend((0.0001, 0.01))
+    assert [swatch.text for swatch in errors] == ["0.0100%", "0.0316%", "0.100%", "0.316%", "1.00%"]
+    assert np.allclose([swatch.shade for swatch in errors], np.linspace(0.06, 1, 5))
+    assert [swatch.text for swatch in heatmap.legend((0.01, 0.01))] == ["1.00%"]
+    changes = heatmap.change_legend(4.0)
+    assert [s.text for s in changes] == ["0.25x", "0.50x", "unchanged", "2.00x", "4.00x"]
+    assert [s.kind for s in changes] == ["gain", "gain", "", "loss", "loss"]
+    assert [s.text for s in heatmap.change_legend(1.0)] == ["unchanged"]
 
 
 def test_heatmap_has_a_cell_a_layer_and_the_worst_expert() -> None:

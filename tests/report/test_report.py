@@ -25,7 +25,7 @@ from vlmcompress.report.page import page
 from vlmcompress.results import Gate, Results, Rule
 from vlmcompress.results import records as schema
 
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "wbr"}
 NAMES = {"results.json", "report.md", "report.html", "junit.xml", "badge.json"}
 
 
@@ -95,7 +95,7 @@ def test_page_shows_everything(results: Results) -> None:
     text = page(results)
     parsed = Balanced(text)
     assert [a["id"] for a in parsed.all("section")] == [
-        *("gate", "accuracy", "speed", "memory", "layers", "examples", "method")
+        *("gate", "accuracy", "speed", "memory", "layers", "examples", "made", "method")
     ]
     kinds = Counter(str(a["class"]) for a in parsed.all("svg"))
     assert kinds == {"row ruler": 3, "row": 4 + 6, "panel": 2 + 6, "heat": 2}
@@ -112,14 +112,24 @@ def test_text_has_contrast(scheme: str) -> None:
     if scheme == "dark":
         colours |= dict(re.findall(r"--([\w-]+): (#\w+);", blocks[1]))
 
-    def luminance(name: str) -> float:
+    def rgb(name: str) -> list[int]:
         digits = colours[name][1:]
         digits = "".join(2 * d for d in digits) if len(digits) == 3 else digits
-        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        return [int(digits[i : i + 2], 16) for i in (0, 2, 4)]
+
+    def luminance(name: str) -> float:
+        parts = [part / 255 for part in rgb(name)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    pairs = [(text, ground) for text in ("fg", "dim", "mark", "good", "bad") for ground in ("bg", "card")]
+    deepest = float(re.findall(r"--deepest: ([.\d]+);", blocks[scheme == "dark"])[0])
+    for tone in ("mark", "good", "bad"):  # numbers in the deepest cells of a heat map
+        mixed = "#" + "".join(
+            f"{round((1 - deepest) * a + deepest * b):02x}" for a, b in zip(rgb("card"), rgb(tone), strict=True)
+        )
+        colours[f"{tone}-cell"] = mixed
+    pairs = [("ink", f"{tone}-cell") for tone in ("mark", "good", "bad")]
+    pairs += [(text, ground) for text in ("fg", "dim", "mark", "good", "bad") for ground in ("bg", "card")]
     pairs += [(tone, f"{tone}-bg") for tone in ("good", "bad", "unsure", "mark")] + [
         ("fg", "bad-bg"),
         ("fg", "good-bg"),
@@ -132,9 +142,11 @@ def test_text_has_contrast(scheme: str) -> None:
 def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results) -> None:
     text = markdown(results)
     assert text.startswith(
-        "# demo-awq against demo\n\nGate default: pass (2 pass).  \nNo accuracy was lost: -0.2 points,"
+        "# demo-awq against demo\n\nGate default: pass (2 pass).  \nA loss of 1 point or more is ruled out: -0.2 points "
     )
     assert "| all | 900 | 96.3% | 96.1% | -0.2 | -0.9 to +0.3 |" in text
+    assert "| chart | 90 | 96.7% | 96.7% | 0.0 | -5.1 to +5.1 |  |" in text  # no gate judges a family
+    assert "A point is one answer in a hundred. A family is" in text and "| scheme | awq, bits 4 |" in text
     assert "empty answers: 1 before, 2 after" in text and "| weights | 7.14 MB | 3.65 MB |" in text
     assert "<script" not in text.replace("\\<", "") and "\x1b" not in text
     for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
@@ -166,10 +178,35 @@ def test_junit_of_a_gate() -> None:
     assert cases[1][0].get("message") == "none, limit 1.1x: not measured"
 
 
-def test_junit_without_a_gate_has_suites_and_families() -> None:
+def test_junit_without_a_gate_has_the_suites() -> None:
+    """Families are not judged unless a gate asks for it."""
     root = ElementTree.fromstring(junit(make_results(gate=None, suites=[make_suite("s", "broken")])).encode())
-    assert [case.get("name") for case in root.iter("testcase")][:3] == ["all", "chart", "count"]
-    assert (root.get("failures"), root.get("skipped")) == ("1", "3")
+    assert [case.get("name") for case in root.iter("testcase")] == ["all"]
+    assert (root.get("failures"), root.get("skipped")) == ("1", "0")
+
+
+def test_one_verdict_a_row() -> None:
+    """The page's table of accuracy judges a family by the gate's rule on it, and no other."""
+    known = {"value": "", "limit": "-30.0 points", "suite": "world", "margin": 0.3}
+    rules = [Rule(name="world: chart", verdict="pass", family="chart", **known)]
+    text = page(make_results(gate=Gate(name="g", verdict="pass", rules=rules)))
+    table = text[text.index('<section id="accuracy">') :].partition("</table>")[0]
+    marks = [re.findall(r'class="pill (\w+)"', row) for row in table.split("<tr")[2:]]
+    assert marks == [["pass"], ["pass"], [], []]
+    assert "world: chart" in text and '<td class="minor">30.0</td>' in table
+
+
+def test_old_results_load(results: Results, tmp_path: Path) -> None:
+    """Those from before rules named their family and sides said how they were made."""
+    data = results.to_dict()
+    for rule in data["gate"]["rules"]:
+        del rule["suite"], rule["family"], rule["margin"]
+    for side in ("baseline", "candidate"):
+        del data[side]["made"]
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    old = schema.load(tmp_path)
+    assert old.candidate.made is None and old.suites == results.suites
+    assert 'id="made"' not in page(old) and "How demo" not in markdown(old)
 
 
 @pytest.mark.parametrize(

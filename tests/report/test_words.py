@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from tests.report.conftest import comparison, make_bench, make_results, make_suite
-from vlmcompress.report import findings, words
-from vlmcompress.results import Ratio
+from vlmcompress.report import findings, making, words
+from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side
 
 
 def ratio(middle: float, low: float, high: float, higher_is_better: bool = True) -> Ratio:
     return Ratio(
         baseline=1, candidate=middle, ratio=middle, low=low, high=high, higher_is_better=higher_is_better, unit=""
     )
-
-
-def test_points_have_no_negative_zero() -> None:
-    assert [words.points(x) for x in (-0.013, 0.013, -0.0001, 0.0)] == ["-1.3", "+1.3", "0.0", "0.0"]
-
-
-def test_figures_have_three_digits() -> None:
-    values = [0, 0.0123, 0.1, 1, 9.999, 12, 435.4, 999.6, 1234.5, 1.23e-5, 1e-3]
-    expected = ["0", "0.0123", "0.100", "1.00", "10.0", "12.0", "435", "1,000", "1,234", "1.2e-5", "0.00100"]
-    assert [words.figures(value) for value in values] == expected
-
-
-def test_sizes() -> None:
-    values = [0, 999, 1000, 4_100_000, 999_600_000, 5e15]
-    assert [words.size(value) for value in values] == ["0 B", "999 B", "1.00 kB", "4.10 MB", "1.00 GB", "5,000 TB"]
 
 
 def test_typeset_touches_numbers_only() -> None:
@@ -67,12 +53,18 @@ def test_metric(name: str, known: str) -> None:
 @pytest.mark.parametrize(
     "known, sentence",
     [
-        ("awq", "No accuracy was lost: -0.2 points, 95% interval -0.9 to +0.3, margin 1.0."),
-        ("fp8", "Accuracy rose: +0.4 points (95% interval 0.0 to +1.1)."),
-        ("broken", "Accuracy was lost: -4.2 points (95% interval -6.9 to -2.3); the margin is 1.0."),
+        (
+            "awq",
+            "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3); 3 answers lost, 1 won.",
+        ),
+        ("fp8", "Accuracy rose: +0.4 points (95% interval 0.0 to +1.1); no answer lost, 4 won."),
+        (
+            "broken",
+            "A loss of more than 1 point is shown: -4.2 points (95% interval -6.9 to -2.3); 18 answers lost, 1 won.",
+        ),
         (
             "small",
-            "Can't tell: -0.2 points, and the 95% interval -1.6 to +0.9 reaches past the margin of 1.0. "
+            "Can't tell if 1 point or more was lost: -0.2 points (95% interval -1.6 to +0.9); 2 answers lost, 1 won. "
             "About 1,045 samples would decide it, 400 were asked.",
         ),
     ],
@@ -81,9 +73,39 @@ def test_verdict(known: str, sentence: str) -> None:
     assert findings.verdict(comparison(known)) == sentence
 
 
-def test_verdict_of_a_small_but_certain_loss() -> None:
-    lost = comparison("awq", low=-0.0088, high=-0.0001)
-    assert findings.verdict(lost).startswith("Accuracy fell a little, within the margin of 1.0: -0.2 points")
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (
+            {
+                "margin": 0.05,
+                "baseline_only": 4,
+                "candidate_only": 0,
+                "low": -0.021,
+                "high": 0.001,
+                "difference": -0.009,
+            },
+            "A loss of 5 points or more is ruled out: -0.9 points (95% interval -2.1 to +0.1); 4 answers lost, none won.",
+        ),
+        (
+            {"margin": 0.005, "verdict": "inconclusive", "baseline_only": 1, "needed": 5000},
+            "Can't tell if 0.5 points or more were lost: -0.2 points (95% interval -0.9 to +0.3); 1 answer lost, 1 won. "
+            "About 5,000 samples would decide it, 900 were asked.",
+        ),
+        (
+            {"low": -0.0088, "high": -0.0001},
+            "Some accuracy was lost, but a loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to 0.0); "
+            "3 answers lost, 1 won.",
+        ),
+        (
+            {"method": "likelihood", "both": None, "baseline_only": None, "candidate_only": None, "neither": None},
+            "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3).",
+        ),
+    ],
+)
+def test_verdict_says_what_was_shown(changes: dict[str, Any], sentence: str) -> None:
+    """A loss that was seen is never called none: what the interval rules out is said, and answers lost and won."""
+    assert findings.verdict(comparison("awq", **changes)) == sentence
 
 
 def test_verdict_when_nothing_would_decide() -> None:
@@ -93,7 +115,7 @@ def test_verdict_when_nothing_would_decide() -> None:
 def test_headline_of_one_suite_and_of_several() -> None:
     assert findings.headline(make_results())[:2] == [
         "Gate default: pass (2 pass).",
-        "No accuracy was lost: -0.2 points, 95% interval -0.9 to +0.3, margin 1.0.",
+        "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3); 3 answers lost, 1 won.",
     ]
     several = make_results(gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "broken")])
     assert findings.headline(several)[0] == "Accuracy: fail (1 fail, 1 pass)."
@@ -126,3 +148,80 @@ def test_work_is_counted_apart_by_state_and_side() -> None:
         "3",
         "3",
     ]
+
+
+def rule(family: str | None, verdict: str, margin: float) -> Rule:
+    name, limit = f"world: {family or 'accuracy'}", f"-{100 * margin:.1f} points"
+    return Rule(name=name, verdict=verdict, value="", limit=limit, suite="world", family=family, margin=margin)
+
+
+def test_a_row_has_the_verdict_of_the_rule_that_judges_it() -> None:
+    """All samples first. Families that no rule judges have no verdict, with a gate and without one."""
+    lost = comparison("family", verdict="fail")
+    suite = make_suite(families={"chart": comparison("family"), "count": lost})
+    alone = findings.rows(suite, None)
+    assert [(row.name, row.judged) for row in alone] == [("all", True), ("chart", False), ("count", False)]
+    assert findings.fallen(suite, None) == ["More than 1 point lost, shown after correction for 2 families: count."]
+    wide = Gate(name="g", verdict="pass", rules=[rule(None, "pass", 0.05), rule("count", "pass", 0.3)])
+    found = {
+        row.name: (row.found.verdict, row.found.margin) if row.judged else None for row in findings.rows(suite, wide)
+    }
+    assert found == {"all": ("pass", 0.05), "chart": None, "count": ("pass", 0.3)}
+    assert findings.fallen(suite, wide) == []
+    other = wide.model_copy(update={"rules": [r.model_copy(update={"suite": "other"}) for r in wide.rules]})
+    assert findings.rows(suite, other) == alone
+
+
+def test_rules_of_families_are_one_line() -> None:
+    size = Rule(name="size", verdict="pass", value="0.5x", limit="at most 0.6x")
+    families = [rule("chart", "pass", 0.3), rule("count", "inconclusive", 0.3)]
+    gate = Gate(name="g", verdict="inconclusive", rules=[rule(None, "pass", 0.05), *families, size])
+    shown = findings.rules(gate)
+    assert [r.name for r in shown] == ["world: accuracy", "world: each of 2 families", "size"]
+    assert (shown[1].verdict, shown[1].value, shown[1].limit) == (
+        "inconclusive",
+        "1 can't tell, 1 pass",
+        "-30.0 points",
+    )
+    own = gate.model_copy(update={"rules": [families[0], rule("count", "pass", 0.1)]})
+    assert findings.rules(own)[0].limit == "a margin each"
+    plain = gate.model_copy(update={"rules": [Rule(name="world: chart", verdict="pass", value="", limit="")] * 2})
+    assert findings.rules(plain) == plain.rules  # results from before rules named their family
+
+
+MADE = Made(
+    source="demo",
+    family="llava",
+    scheme="gptq",
+    options={"bits": 4, "symmetric": True, "clip": None},
+    formats=["weights INT4 group 128, activations 16 bit"],
+    vision="bf16",
+    reducer="dart:0.5",
+    calibration=Calibration(
+        source="c.parquet", samples=1200, images=1100, tokens={"text": 9, "vision": 90}, prefix="quantized"
+    ),
+    seed=3,
+    warnings=["something was damped"],
+    versions={"vlmcompress": "0.1.0"},
+)
+
+
+def test_how_it_was_made() -> None:
+    rows = dict(making.rows(Side(name="c", path="c", reducer="dart:0.5", made=MADE)))
+    assert rows == {
+        "original": "demo (llava)",
+        "scheme": "gptq, bits 4, symmetric yes, clip none",
+        "stored as": "weights INT4 group 128, activations 16 bit",
+        "vision tower": "16 bit, as it was",
+        "KV cache": "16 bit",
+        "visual-token reducer": "dart:0.5",
+        "calibration data": "1,200 samples of c.parquet; 1,100 images; 9 text, 90 vision tokens; seen behind quantized blocks",
+        "seed": "3",
+        "made with": "vlmcompress 0.1.0",
+        "warning": "something was damped",
+    }
+    bare = dict(making.rows(Side(name="c", path="c", made=Made(scheme="rtn"))))
+    assert bare["calibration data"].startswith("none") and "visual-token reducer" not in bare
+    assert making.rows(Side(name="c", path="c")) == []
+    ((_, attached),) = making.rows(Side(name="c with x", path="c", reducer="dart:0.5"))
+    assert attached == "dart:0.5, attached for this run; the checkpoint does not carry it"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.checkpoint.manifest import MANIFEST, hash_files, read
+from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import json_files, yaml_files
+from vlmcompress.common.text import size, smaller
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
@@ -20,15 +20,13 @@ ASKS = """ It reads the question: all words of the prompt or, where a server run
 request has under `"mm_processor_kwargs": {"query": "..."}`."""
 
 
-def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(record: Mapping[str, Any], tree: Path, name: str) -> str:
     """The text of README.md.
 
     Args:
         record: the manifest.
         tree: the checkpoint's folder, for its config.json and the original's model card.
         name: name of the folder once it is in place.
-        accuracy: rows `{"name", "n", "original", "compressed"}` in [0, 1], with `"low"` and `"high"` where the interval
-            of the difference is known.
     """
     config = json_files.read(tree / "config.json")
     quantization = config.get("quantization_config")
@@ -45,27 +43,11 @@ def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"))
         sections.append("## Visual tokens\n\n" + text + asks)
     sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
-    if accuracy:
-        sections.append("## Accuracy\n\n" + _accuracy(accuracy))
     if record.get("errors"):
         sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
     sections.append("## How it was made\n\n" + _provenance(record))
     sections.append("## Licence\n\n" + _licence(source, licence, (tree / SOURCE_CARD).is_file()))
     return "\n\n".join(sections) + "\n"
-
-
-def add_accuracy(folder: Path, accuracy: Sequence[Mapping[str, Any]]) -> None:
-    """Put measured accuracy into the card of a finished checkpoint and the card's new hash into its manifest."""
-    record = read(folder)
-    _replace(folder / CARD, render(record, folder, folder.resolve().name, accuracy))
-    files = record["files"] | {CARD: hash_files(folder)[CARD]}
-    _replace(folder / MANIFEST, json.dumps(record | {"files": files}, indent=2, ensure_ascii=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def _header(source: str, licence: str | None) -> str:
@@ -91,23 +73,18 @@ def _scalar(text: str) -> str:
     return text if plain else json.dumps(text)
 
 
-def _sizes(size: Mapping[str, int]) -> str:
-    before, after = size["weights_before"], size["weights_after"]
-    return f"Weights: {_bytes(before)} before, {_bytes(after)} after ({after / before:.0%})."
-
-
-def _bytes(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count / 1e3:.1f} kB"
+def _sizes(recorded: Mapping[str, int]) -> str:
+    before, after = recorded["weights_before"], recorded["weights_after"]
+    if before == after:
+        return f"Weights: {size(after)}, as they were."
+    return f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
 
 
 def _schemes(quantization: Mapping[str, Any]) -> str:
     rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
     for group in quantization["config_groups"].values():
         targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
-        formats = f"{_args(group['weights'])} | {_args(group['input_activations'])}"
+        formats = f"{number_format(group['weights'])} | {number_format(group['input_activations'])}"
         rows.append(f"| {targets} | {formats} | {group['format']} |")
     kept = ", ".join(f"`{entry}`" for entry in quantization["ignore"])
     text = "\n".join(rows) + f"\n\nLeft as they were: embeddings, norms{', ' + kept if kept else ''}."
@@ -116,7 +93,8 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
     return text
 
 
-def _args(args: Mapping[str, Any] | None) -> str:
+def number_format(args: Mapping[str, Any] | None) -> str:
+    """The `weights` or `input_activations` of a config group in words: `INT4 group 128, asymmetric`; None is `16 bit`."""
     if args is None:
         return "16 bit"
     kind = "FP8" if args["type"] == "float" else f"INT{args['num_bits']}"
@@ -164,17 +142,6 @@ processor = AutoProcessor.from_pretrained({place}){attach}
 ```
 
 `vlmcompress doctor {folder}` checks that every file and tensor is as it was written."""
-
-
-def _accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| task | questions | original | compressed | difference |", "|---|---|---|---|---|"]
-    for row in rows:
-        difference = f"{100 * (row['compressed'] - row['original']):+.1f}"
-        if row.get("low") is not None:
-            difference += f" ({100 * row['low']:+.1f} to {100 * row['high']:+.1f})"
-        scores = f"{row['original']:.1%} | {row['compressed']:.1%}"
-        lines.append(f"| {row['name']} | {row['n']} | {scores} | {difference} points |")
-    return "\n".join(lines)
 
 
 def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:

@@ -22,7 +22,7 @@ from vlmcompress.checkpoint import card, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.common import folders, json_files, tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
-from vlmcompress.common.text import parse_size
+from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
 from vlmcompress.models import refuse_quantized, shards
 from vlmcompress.numerics import QTensor, Scheme
@@ -90,7 +90,7 @@ def write(
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
     """
-    limit = parse_size(shard_size)
+    limit = parse_size(shard_size, "shard_size")
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     config = json_files.read(source / "config.json")
     refuse_quantized(config)
@@ -167,7 +167,7 @@ def _check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"no space for {out}: it needs {needed / 1e9:.2f} GB, {folder} has {free / 1e9:.2f} GB free; "
+            f"no space for {out}: it needs {size(needed)}, {folder} has {size(free)} free; "
             "free some or choose another output"
         )
 

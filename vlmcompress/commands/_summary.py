@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlmcompress.common.text import duration, size, table
+from vlmcompress.common.text import duration, size, smaller, table
 
 if TYPE_CHECKING:
     from vlmcompress.planning.plan import Plan
@@ -179,8 +179,8 @@ def quantize_text(result: Mapping[str, Any]) -> str:
     """The same for people."""
     lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
     before, after = result["weights_before"], result["weights_after"]
-    smaller = f"{size(before)} -> {size(after)} ({result['ratio']:.2f}x smaller)"
-    lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else smaller}")
+    changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
+    lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else changed}")
     if result["reduce"]:
         from vlmcompress.planning.reducer import tokens_text
         from vlmcompress.recipe.reducer import read
@@ -226,7 +226,7 @@ def _listed(entry: Mapping[str, Any]) -> tuple[str, ...]:
 def _ratio(plan: Plan) -> str:
     if plan.bytes_after == plan.bytes_before:
         return "as they are"
-    return f"{plan.bytes_before / max(plan.bytes_after, 1):.2f}x smaller"
+    return smaller(plan.bytes_before, max(plan.bytes_after, 1))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

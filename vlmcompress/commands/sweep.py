@@ -111,7 +111,6 @@ def _text(found: Sweep, chosen: Point) -> str:
 
 
 def _plot(found: Sweep, suffix: str, model: str) -> str:
-    from vlmcompress.common.text import size
     from vlmcompress.report.charts.tradeoff import COLOURS, tradeoff
     from vlmcompress.report.page import render
 
@@ -120,6 +119,4 @@ def _plot(found: Sweep, suffix: str, model: str) -> str:
         return f"{chart}\n"
     used = {str(point.recipe["scheme"]) for point in found.points}
     colours = {name: colour for name, colour in COLOURS.items() if name in used}
-    return render(
-        "sweep.html.j2", chart=chart, points=found.points, unit=found.unit, model=model, colours=colours, size=size
-    )
+    return render("sweep.html.j2", chart=chart, points=found.points, unit=found.unit, model=model, colours=colours)

@@ -1,7 +1,12 @@
-"""Figures as people read and write them: durations, sizes, tables."""
+"""Sizes, ratios, durations and tables as text, and sizes read from text: one way to write each, everywhere.
+
+The size of a model's weights is that of its tensors, without the headers of the files that hold them: `quantize`, `doctor`,
+`eval`, `bench`, reports and model cards show the same figures of the same checkpoint.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -10,24 +15,39 @@ from vlmcompress.errors import UserError
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of `5GB`, `200MB`, `1GiB` or a plain number."""
-    text = str(text).strip().upper().replace(" ", "")
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    try:
-        size = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UserError(f"shard_size '{text}' is not a size; write it like 5GB or 500MB")
-    return size
+def figures(value: float) -> str:
+    """Three significant figures, whole numbers above that: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    exponent = math.floor(math.log10(float(f"{abs(value):.2e}")) + 1e-12)  # of the rounded value: 9.999 is 10.0
+    if exponent < -3:
+        return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:,.{max(0, 2 - exponent)}f}"
 
 
-def check_size(text: str) -> str:
-    """A size with its unit, as it is written, or ValueError."""
-    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
-        raise ValueError("Input should be a size like 5GB or 500MB")
-    return text
+def size(count: float) -> str:
+    """Bytes in decimal units, three figures: `512 B`, `7.12 MB`, `61.0 GB`."""
+    units = iter(("kB", "MB", "GB", "TB"))
+    unit = "B"
+    while count >= 999.5 and unit != "TB":
+        count, unit = count / 1000, next(units)
+    return f"{figures(count) if unit != 'B' else int(count)} {unit}"
+
+
+def times(ratio: float) -> str:
+    """A ratio: `1.42x`."""
+    return f"{ratio:.2f}x"
+
+
+def smaller(before: float, after: float) -> str:
+    """How two sizes compare, both above zero: `1.96x smaller`, or `1.05x larger`."""
+    return f"{times(before / after)} smaller" if after <= before else f"{times(after / before)} larger"
+
+
+def points(share: float, digits: int = 1) -> str:
+    """A difference of shares in points, hundredths: `-0.013` as `-1.3`; nothing as `0.0`, without a sign."""
+    text = f"{100 * share:+.{digits}f}"
+    return text if float(text) else text[1:]
 
 
 def duration(seconds: float) -> str:
@@ -39,15 +59,6 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
 
 
-def size(count: float) -> str:
-    """Bytes with a unit of a thousand: `7.59 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Columns aligned, the last one ragged."""
     texts = [[str(cell) for cell in row] for row in rows]
@@ -56,3 +67,30 @@ def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
         (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
         for row in texts
     )
+
+
+def parse_size(text: str | int, what: str) -> int:
+    """Bytes of `5GB`, `200MB`, `1GiB` or a plain number.
+
+    Args:
+        what: what has this size, like `--max-size`, for the error.
+
+    Raises:
+        UserError: it is no size, or not above zero.
+    """
+    written = str(text).strip().upper().replace(" ", "")
+    unit = next((unit for unit in _UNITS if written.endswith(unit)), "")
+    try:
+        count = int(float(written.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise UserError(f"{what} '{text}' is not a size; write it like 5GB or 500MB")
+    return count
+
+
+def check_size(text: str) -> str:
+    """A size with its unit, as it is written, or ValueError."""
+    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
+        raise ValueError("Input should be a size like 5GB or 500MB")
+    return text

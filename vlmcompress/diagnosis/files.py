@@ -25,6 +25,7 @@ from vlmcompress.common import identity, tensor_files
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.messages import reason
 from vlmcompress.common.tensor_files import Entry
+from vlmcompress.common.text import size, smaller
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -145,8 +146,8 @@ def _files(subject: _Subject) -> str:
 
 def _weights(subject: _Subject) -> str:
     models.tensor_headers(subject.path)
-    size = sum(entry.spec.nbytes for entry in subject.entries.values())
-    return f"{len(subject.entries)} tensors, {size / 1e6:.1f} MB, in {len(models.shards(subject.path))} files"
+    stored = sum(entry.spec.nbytes for entry in subject.entries.values())
+    return f"{len(subject.entries)} tensors, {size(stored)}, in {len(models.shards(subject.path))} files"
 
 
 def _config(subject: _Subject) -> str:
@@ -240,7 +241,9 @@ def _size(subject: _Subject) -> str:
             raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
     if after >= before and subject.quantization["config_groups"]:
         raise UserError(f"weights take {after} bytes, no less than the original's {before}")
-    return f"{before / 1e6:.1f} MB before, {after / 1e6:.1f} MB after ({after / before:.0%})"
+    if after == before:
+        return f"{size(after)}, as they were"
+    return f"{size(before)} -> {size(after)} ({smaller(before, after)})"
 
 
 def _processor(subject: _Subject) -> str:

@@ -20,6 +20,7 @@ pass and in none to fail.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,8 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import vlmcompress
 from vlmcompress.common import yaml_files as _yaml
+from vlmcompress.common.text import points, times
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.results import Gate, Results, State, Verdict
+from vlmcompress.results import Comparison, Gate, Results, Rule, Scored, State, Suite, Verdict
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 ANY = "*"
@@ -70,19 +72,17 @@ class GateFile(_Strict):
 
 def judge(results: Results, gate: GateFile) -> Gate:
     """Judge results by a gate. The verdict is the worst of its rules: fail, then inconclusive, then pass."""
-    from vlmcompress.evaluation import rules
-
     found = []
     named = {suite.name for suite in results.suites}
     for name, asked in gate.suites.items():
         suites = [s for s in results.suites if s.name == name or (name == ANY and s.name not in gate.suites)]
         for suite in suites:
-            found += rules.accuracy(results, suite, asked)
+            found += _accuracy(results, suite, asked)
         if (not suites and name != ANY) or not named:
-            found.append(rules.missing(f"suite {name}", "no such suite was measured"))
-    found += [rules.speed(results, rule) for rule in gate.speed]
+            found.append(_missing(f"suite {name}", "no such suite was measured"))
+    found += [_speed(results, rule) for rule in gate.speed]
     if gate.size is not None:
-        found.append(rules.size(results, gate.size))
+        found.append(_size(results, gate.size))
     order: list[Verdict] = ["fail", "inconclusive", "pass"]
     return Gate(name=gate.name, verdict=min((r.verdict for r in found), key=order.index), rules=found)
 
@@ -153,3 +153,110 @@ def _problem(error: ValidationError) -> str:
     if "families" in path:
         return f"{'.'.join(path[: path.index('families') + 1])} should be all, a list of names, or name: margin"
     return f"{where} is {first['input']!r}, it {first['msg'].removeprefix('Input ')}"
+
+
+def _missing(name: str, reason: str, limit: str = "") -> Rule:
+    """A rule that nothing was measured for."""
+    return Rule(name=name, verdict="inconclusive", value="not measured", limit=limit, reason=reason)
+
+
+def _accuracy(results: Results, suite: Suite, asked: SuiteRules) -> list[Rule]:
+    """The rules of one suite: accuracy, its families, and what else the gate asks for."""
+    from vlmcompress.evaluation.compare import compare, pairs  # needs numpy, which `list` must not load
+
+    samples = [sample for sample in results.samples if sample.suite == suite.name]
+    if not samples:
+        return [_missing(f"{suite.name}: accuracy", "the results hold no samples of the suite")]
+    found = [_drop(suite.name, None, compare(*pairs(samples), margin=asked.margin))]
+    found += _families(suite.name, samples, _margins(samples, asked))
+    if suite.samples < asked.minimum:
+        reason = f"ask {asked.minimum - suite.samples:,} more"
+        found.append(
+            _rule(f"{suite.name}: samples", "inconclusive", f"{suite.samples:,}", f"{asked.minimum:,}", reason)
+        )
+    if asked.unparsed is not None:
+        share = suite.unparsed[1] / suite.samples
+        limit = f"at most {100 * asked.unparsed:.1f}%"
+        found.append(_bound(f"{suite.name}: unparsed answers", share <= asked.unparsed, f"{100 * share:.1f}%", limit))
+    if asked.divergence is not None:
+        name, limit = f"{suite.name}: divergence", f"at most {asked.divergence:g} nats"
+        if suite.divergence is None:
+            found.append(_missing(name, "the engine reported no probabilities", limit))
+        else:
+            mean = suite.divergence.mean
+            found.append(_bound(name, mean <= asked.divergence, f"{mean:.4f} nats", limit))
+    return found
+
+
+def _speed(results: Results, asked: SpeedRule) -> Rule:
+    """The rule of one benchmark metric."""
+    name, limit = f"speed: {asked.metric}, {asked.mode} {asked.state}", f"at least {times(asked.at_least)}"
+    metrics = results.bench.summary.get(asked.mode, {}).get(asked.state, {}) if results.bench else {}
+    if not metrics:
+        return _missing(name, f"run vlmcompress bench; there's no {asked.mode} {asked.state} benchmark", limit)
+    if asked.metric not in metrics:
+        return _missing(name, f"no such metric{did_you_mean(asked.metric, metrics)}", limit)
+    ratio = metrics[asked.metric]
+    middle, low, high = ratio.ratio, ratio.low, ratio.high
+    if not ratio.higher_is_better:
+        middle, low, high = (1 / value if value > 0 else float("inf") for value in (middle, high, low))
+    verdict: Verdict = "pass" if low >= asked.at_least else "fail" if high < asked.at_least else "inconclusive"
+    reason = "the repeats disagree; run more, or longer ones" if verdict == "inconclusive" else ""
+    return _rule(name, verdict, f"{times(middle)} ({low:.2f} to {high:.2f})", limit, reason)
+
+
+def _size(results: Results, most: float) -> Rule:
+    """The rule of the size of the weights."""
+    limit = f"at most {times(most)}"
+    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
+    if not before or not after:
+        return _missing("size", "the files of a served model are out of reach", limit)
+    return _bound("size", after / before <= most, times(after / before), limit)
+
+
+def _families(suite: str, samples: list[Scored], margins: Mapping[str, float]) -> list[Rule]:
+    from vlmcompress.evaluation.compare import by_family, families
+
+    groups = by_family(samples)
+    known = {name: group for name, group in groups.items() if name in margins}
+    found = families(known, margin=margins) if known else {}
+    unknown = [name for name in margins if name not in groups]
+    return [_drop(suite, name, one) for name, one in found.items()] + [
+        _missing(f"{suite}: {name}", f"no such family{did_you_mean(name, groups)}") for name in unknown
+    ]
+
+
+def _margins(samples: list[Scored], asked: SuiteRules) -> dict[str, float]:
+    """Family -> margin, for the families that the gate asks for."""
+    if isinstance(asked.families, dict):
+        return asked.families
+    chosen = sorted({s.family for s in samples}) if asked.families == "all" else asked.families
+    return {name: asked.family_margin or asked.margin for name in chosen}
+
+
+def _drop(suite: str, family: str | None, found: Comparison) -> Rule:
+    """The rule of a suite's accuracy, or of one of its families."""
+    value = f"{points(found.difference)} points ({points(found.low)} to {points(found.high)})"
+    reason = ""
+    if found.verdict == "inconclusive":
+        reason = f"{found.n:,} samples can't tell"
+        if found.needed and found.needed > found.n:
+            reason += f"; about {found.needed:,} would, if the difference stays the same"
+    return Rule(
+        name=f"{suite}: {'accuracy' if family is None else family}",
+        verdict=found.verdict,
+        value=value,
+        limit=f"-{100 * found.margin:.1f} points",
+        reason=reason,
+        suite=suite,
+        family=family,
+        margin=found.margin,
+    )
+
+
+def _bound(name: str, holds: bool, value: str, limit: str) -> Rule:
+    return _rule(name, "pass" if holds else "fail", value, limit)
+
+
+def _rule(name: str, verdict: Verdict, value: str, limit: str, reason: str = "") -> Rule:
+    return Rule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)

@@ -146,7 +146,7 @@ def _limit(bits: Bits, budget: Budget) -> int:
     """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
     smallest = sum(min(own.values()) for own in budget.sizes.values())
     if bits.max_size is not None:
-        limit = parse_size(bits.max_size) - budget.fixed
+        limit = parse_size(bits.max_size, "bits.max_size") - budget.fixed
         least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
         asked = f"bits.max_size {bits.max_size}"
     else:

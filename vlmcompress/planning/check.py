@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmcompress import models, targets
 from vlmcompress.common.finding import Finding
-from vlmcompress.common.text import size
+from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.planning import fit
 from vlmcompress.planning.plan import Plan, survey
@@ -173,12 +173,11 @@ def _reducer(plan: Plan, engine: str) -> list[Finding]:
 def _size(plan: Plan) -> Finding:
     if plan.recipe.reduce and plan.bytes_after == plan.bytes_before:
         return Finding("size", True, f"{size(plan.bytes_after)}, as the weights stay as they are")
-    ratio = plan.bytes_before / max(plan.bytes_after, 1)
     return Finding(
         "size",
         plan.bytes_after < plan.bytes_before,
-        f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio:.2f}x smaller)"
-        if ratio > 1
+        f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({smaller(plan.bytes_before, plan.bytes_after)})"
+        if plan.bytes_after < plan.bytes_before
         else f"{size(plan.bytes_after)} is not smaller than {size(plan.bytes_before)}; choose another scheme",
     )
 

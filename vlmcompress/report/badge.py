@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmcompress.common.text import points, smaller
 from vlmcompress.report import findings, words
 from vlmcompress.results import Results
 
@@ -13,10 +14,10 @@ def badge(results: Results) -> dict[str, object]:
     parts = []
     if results.suites:
         worst = min((suite.overall for suite in results.suites), key=lambda c: c.difference)
-        parts.append(f"{words.points(worst.difference)} points")
+        parts.append(f"{points(worst.difference)} points")
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     if before and after:
-        parts.append(words.smaller(before, after))
+        parts.append(smaller(before, after))
     if results.bench and (found := findings.main_speed(results.bench)):
         parts.append(words.pace(found[1]))
     verdict = findings.overall(results)

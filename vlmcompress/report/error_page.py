@@ -8,12 +8,12 @@ from markupsafe import Markup
 
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import LayerErrors
-from vlmcompress.report import error_text
+from vlmcompress.report import error_text, findings
 from vlmcompress.report.charts import heatmap
 from vlmcompress.report.charts.heatmap import Grid
 from vlmcompress.report.page import render
 
-_WORST = 20  # layers in the table
+_WORST = 20  # layers in the table that is open
 
 
 def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
@@ -28,20 +28,20 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
     return render(
         "errors.html.j2",
         checkpoints=both,
-        measure=error_text.MEASURE if any(one.basis for one in both) else error_text.OF_WEIGHTS,
+        measure=findings.layers({name: error for one in both for name, error in one.errors.items()}),
         summaries=[layer_errors.summary(one) for one in both],
         changed=changed,
         verdict=error_text.verdict,
-        label=error_text.label,
         percent=error_text.percent,
         differences=[] if other is None else layer_errors.differences(first, other),
         panels=_panels(grids, scale, most),
-        scale=scale,
-        most=most,
+        legend=heatmap.legend(scale),
+        change_legend=heatmap.change_legend(most),
         kinds=kinds,
         caches=[(one.name, error_text.cache(one)) for one in both if one.kv_cache],
         worst=layer_errors.worst_first(*both)[:_WORST],
-        count=len({name for one in both for name in one.errors}),
+        rest=layer_errors.worst_first(*both)[_WORST:],
+        errors=[one.errors for one in both],
     )
 
 
@@ -50,7 +50,7 @@ def _key(grid: Grid) -> tuple[str, str]:
 
 
 def _panels(grids: list[dict[tuple[str, str], Grid]], scale: tuple[float, float], most: float) -> list[dict[str, Any]]:
-    """For each part and modality: its title, and what to draw with a caption each."""
+    """For each part and modality: its grid, and what to draw with a caption each."""
     found = []
     for key, grid in grids[0].items():
         charts: list[tuple[str, Markup]] = [("", heatmap.heatmap(grid, scale))]
@@ -60,5 +60,5 @@ def _panels(grids: list[dict[tuple[str, str], Grid]], scale: tuple[float, float]
                 ("after", heatmap.heatmap(after, scale)),
                 ("change", heatmap.changes(grid, after, most)),
             ]
-        found.append({"title": grid.title, "wide": grid.wide, "charts": [chart for chart in charts if chart[1]]})
+        found.append({"grid": grid, "charts": [chart for chart in charts if chart[1]]})
     return found

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vlmcompress.common.text import table
+from vlmcompress.common.text import figures, table, times
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import Change, LayerErrors
-from vlmcompress.report import words
+from vlmcompress.report.words import MEASURE, OF_WEIGHTS, error_kind
 
-MEASURE = "squared error of a layer's output relative to the output, over the tokens of a modality"
-OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
 CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
 ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
 
@@ -73,7 +71,7 @@ def cache(found: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
     head = ("", "", *(f"max {kind}" for kind in seen), "vision clipped by text's", "text by vision's")
     rows = [(*head, *(f"error {kind}" for kind in seen))]
     for layer, name, part in parts[: top or None]:
-        maxima = (words.figures(part["maximum"][kind]) if kind in part["maximum"] else "-" for kind in seen)
+        maxima = (figures(part["maximum"][kind]) if kind in part["maximum"] else "-" for kind in seen)
         clipped = ("-" if share is None else percent(share) for share in part["clipped"].values())
         errors = (percent(part["error"][kind]) if kind in part["error"] else "-" for kind in seen)
         rows.append((layer, {"k": "keys", "v": "values"}[name], *maxima, *clipped, *errors))
@@ -84,7 +82,7 @@ def _one(found: LayerErrors) -> str:
     rows = [("", "mean", "median", "worst", "")]
     for kind, facts in layer_errors.summary(found).items():
         worst = facts["worst"]
-        rows.append((label(kind), *map(percent, (facts["mean"], facts["median"], worst["error"])), worst["layer"]))
+        rows.append((error_kind(kind), *map(percent, (facts["mean"], facts["median"], worst["error"])), worst["layer"]))
     lines = [f"{found.name}: {MEASURE if found.basis else OF_WEIGHTS}", f"Measured on {found.measured}.", table(rows)]
     return "\n".join([*lines, *largest(found), *found.notes])
 
@@ -93,9 +91,9 @@ def _two(first: LayerErrors, other: LayerErrors) -> str:
     changes = layer_errors.change(first, other)
     rows: list[tuple[str, ...]] = [("", "mean before", "after", "layer by layer", "layers better", "worse", "")]
     for kind, found in changes.items():
-        factor = "" if found.ratio is None else words.times(found.ratio)
+        factor = "" if found.ratio is None else times(found.ratio)
         counts = str(found.better), str(found.worse)
-        rows.append((label(kind), percent(found.before), percent(found.after), factor, *counts, verdict(found)))
+        rows.append((error_kind(kind), percent(found.before), percent(found.after), factor, *counts, verdict(found)))
     blind = set(changes) == {"weight"}
     lines = [f"{first.name} -> {other.name}: {OF_WEIGHTS if blind else MEASURE}"]
     lines += dict.fromkeys(f"Measured on {one.measured}." for one in (first, other))
@@ -120,19 +118,19 @@ def verdict(found: Change) -> str:
 
 def _rows(found: LayerErrors, layers: list[str]) -> list[tuple[str, ...]]:
     shown = layer_errors.kinds(found)
-    head = ("layer", *map(label, shown))
+    head = ("layer", *map(error_kind, shown))
     return [head, *((name, *(_cell(found, name, kind) for kind in shown)) for name in layers)]
 
 
 def _pairs(first: LayerErrors, other: LayerErrors, layers: list[str]) -> list[tuple[str, ...]]:
     shown = layer_errors.kinds(first, other)
-    rows: list[tuple[str, ...]] = [("layer", *map(label, shown))]
+    rows: list[tuple[str, ...]] = [("layer", *map(error_kind, shown))]
     for name in layers:
         cells = []
         for kind in shown:
             before, after = first.errors.get(name, {}).get(kind), other.errors.get(name, {}).get(kind)
             factor = None if before is None or after is None else layer_errors.ratio(before, after)
-            added = "" if factor is None else f" ({words.times(factor)})"
+            added = "" if factor is None else f" ({times(factor)})"
             cells.append(f"{_cell(first, name, kind)} -> {_cell(other, name, kind)}{added}")
         rows.append((name, *cells))
     return rows
@@ -145,9 +143,4 @@ def _cell(found: LayerErrors, layer: str, kind: str) -> str:
 
 def percent(error: float) -> str:
     """Three figures: `1.23%`."""
-    return f"{words.figures(100 * error)}%"
-
-
-def label(kind: str) -> str:
-    """A kind of error for a reader."""
-    return "weights" if kind == "weight" else kind
+    return f"{figures(100 * error)}%"

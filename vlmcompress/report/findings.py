@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from vlmcompress.common.text import figures, points, size, smaller
 from vlmcompress.report.words import (
+    MEASURE,
+    MODALITIES,
     MODES,
+    OF_WEIGHTS,
     VERDICTS,
     comparable,
-    figures,
     interval,
     load,
     metric,
     pace,
     percent,
-    points,
-    size,
-    smaller,
     spread,
 )
-from vlmcompress.results import Bench, Comparison, Ratio, Results, Suite, Verdict
+from vlmcompress.results import Bench, Comparison, Gate, Ratio, Results, Rule, Suite, Verdict
 
 _WORK = {
     "text_tokens": "text tokens a request",
@@ -30,21 +33,100 @@ _WORK = {
 _WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
 
 
+class Row(NamedTuple):
+    """A line of a table of accuracy. Margin and verdict of what was `found` count only where it is `judged`."""
+
+    name: str
+    found: Comparison
+    judged: bool
+
+
+def rows(suite: Suite, gate: Gate | None) -> list[Row]:
+    """All samples, then the families, each with one verdict at most.
+
+    What a rule of the gate judges has that rule's margin and verdict. Families that none judges have no verdict; all samples
+    together are then judged by the suite's own margin.
+    """
+    rules = {rule.family: rule for rule in (gate.rules if gate else []) if rule.suite == suite.name}
+    families = [Row(name, _by(rules.get(name), c), name in rules) for name, c in suite.families.items()]
+    return [Row("all", _by(rules.get(None), suite.overall), True), *families]
+
+
+def _by(rule: Rule | None, c: Comparison) -> Comparison:
+    if rule is None or rule.margin is None:
+        return c
+    needed = c.needed if rule.margin == c.margin else None
+    return c.model_copy(update={"margin": rule.margin, "verdict": rule.verdict, "needed": needed})
+
+
+def rules(gate: Gate) -> list[Rule]:
+    """A gate's rules, those of a suite's families as one: `rows` has each of them."""
+    found: list[Rule] = []
+    for rule in gate.rules:
+        if rule.family is None:
+            found.append(rule)
+        elif not any(other.suite == rule.suite and other.family is not None for other in found):
+            found.append(_together([r for r in gate.rules if r.suite == rule.suite and r.family is not None]))
+    return found
+
+
+def _together(families: list[Rule]) -> Rule:
+    if len(families) == 1:
+        return families[0]
+    verdicts = [rule.verdict for rule in families]
+    limits = list(dict.fromkeys(rule.limit for rule in families))
+    return families[0].model_copy(
+        update={
+            "name": f"{families[0].suite}: each of {len(families)} families",
+            "verdict": worst(verdicts),
+            "value": counted(verdicts),
+            "limit": limits[0] if len(limits) == 1 else "a margin each",
+            "reason": "each under Accuracy",
+        }
+    )
+
+
 def verdict(c: Comparison) -> str:
-    """One or two sentences: what the interval says about the margin, and what would decide if it says nothing."""
-    change, margin = points(c.difference), f"{100 * c.margin:.1f}"
+    """One or two sentences: what the interval shows about the margin, and what would decide if it shows nothing."""
+    change, limit = f"{points(c.difference)} points ({interval(c)})", _points(c.margin)
+    lost = f"; {answers}" if (answers := _answers(c)) else ""
     if c.verdict == "fail":
-        return f"Accuracy was lost: {change} points ({interval(c)}); the margin is {margin}."
+        return f"A loss of more than {limit} is shown: {change}{lost}."
     if c.verdict == "inconclusive":
-        unclear = f"Can't tell: {change} points, and the {interval(c)} reaches past the margin of {margin}."
+        unclear = f"Can't tell if {limit} or more {'was' if limit == '1 point' else 'were'} lost: {change}{lost}."
         if c.needed:
             return f"{unclear} About {c.needed:,} samples would decide it, {c.n:,} were asked."
         return f"{unclear} {c.n:,} samples show a drop of {100 * c.detectable:.1f} points four times in five."
+    ruled = f"a loss of {limit} or more is ruled out"
     if c.high < 0:
-        return f"Accuracy fell a little, within the margin of {margin}: {change} points ({interval(c)})."
+        return f"Some accuracy was lost, but {ruled}: {change}{lost}."
     if c.low > 0:
-        return f"Accuracy rose: {change} points ({interval(c)})."
-    return f"No accuracy was lost: {change} points, {interval(c)}, margin {margin}."
+        return f"Accuracy rose: {change}{lost}."
+    return f"{ruled.capitalize()}: {change}{lost}."
+
+
+def _points(margin: float) -> str:
+    """`1 point`, `0.5 points`."""
+    return "1 point" if (text := f"{100 * margin:.4g}") == "1" else f"{text} points"
+
+
+def _answers(c: Comparison) -> str:
+    """`4 answers lost, none won`; nothing for graded scores."""
+    if c.baseline_only is None or c.candidate_only is None:
+        return ""
+    lost, won = (f"{n:,}" if n else "none" for n in (c.baseline_only, c.candidate_only))
+    if not c.baseline_only:
+        return f"no answer lost, {won} won"
+    return f"{lost} answer{'s' * (c.baseline_only > 1)} lost, {won} won"
+
+
+def fallen(suite: Suite, gate: Gate | None) -> list[str]:
+    """Families that no rule judges and that are shown, all of them considered, to have lost more than the suite's margin."""
+    names = [row.name for row in rows(suite, gate)[1:] if not row.judged and row.found.verdict == "fail"]
+    if not names:
+        return []
+    limit = _points(next(c.margin for c in suite.families.values()))
+    return [f"More than {limit} lost, shown after correction for {len(suite.families)} families: {', '.join(names)}."]
 
 
 def main_speed(bench: Bench) -> tuple[str, Ratio] | None:
@@ -64,10 +146,14 @@ def worst(verdicts: list[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST.index)
 
 
+def counted(parts: list[Verdict]) -> str:
+    """`1 fail, 2 pass`."""
+    return ", ".join(f"{n} {VERDICTS[v]}" for v in _WORST if (n := parts.count(v)))
+
+
 def tally(judged: Verdict, parts: list[Verdict]) -> str:
     """`fail (1 fail, 2 pass)`."""
-    counts = [f"{n} {VERDICTS[v]}" for v in _WORST if (n := parts.count(v))]
-    return f"{VERDICTS[judged]} ({', '.join(counts)})"
+    return f"{VERDICTS[judged]} ({counted(parts)})"
 
 
 def overall(results: Results) -> Verdict | None:
@@ -84,7 +170,8 @@ def headline(results: Results) -> list[str]:
         lines.append(f"Gate {gate.name}: {tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
     elif several and (judged := overall(results)):
         lines.append(f"Accuracy: {tally(judged, [suite.overall.verdict for suite in results.suites])}.")
-    lines += [f"{suite.name}: " * several + verdict(suite.overall) for suite in results.suites]
+    lines += [f"{suite.name}: " * several + verdict(rows(suite, results.gate)[0].found) for suite in results.suites]
+    lines += [f"{suite.name}: " * several + line for suite in results.suites for line in fallen(suite, results.gate)]
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     if before and after and before != after:
         lines.append(f"Weights are {smaller(before, after)} ({size(before)} to {size(after)}).")
@@ -92,6 +179,18 @@ def headline(results: Results) -> list[str]:
     if results.bench and (found := main_speed(results.bench)):
         lines.append(f"Speed: {pace(found[1])} ({spread(found[1])}), {found[0]}.")
     return lines
+
+
+def glossary(results: Results) -> str:
+    """The words that a report uses before its tables do, in a line."""
+    before, after = results.baseline.name, results.candidate.name
+    words = [f"Candidate: {after}. Baseline: {before}, which it is compared with"]
+    if results.suites:
+        words.append("A point is one answer in a hundred")
+        words.append("A family is a group of questions of one kind" * any(suite.families for suite in results.suites))
+        level = 100 * results.suites[0].overall.level
+        words.append(f"The {level:.0f}% interval holds the true difference in {level:.0f} of 100 such comparisons")
+    return ". ".join(word for word in words if word) + "."
 
 
 def tokens(suite: Suite) -> list[str]:
@@ -153,11 +252,24 @@ def _accuracy_method(suite: Suite) -> str:
         f"Intervals of the paired difference are by {how}"
         + f", widened for samples that share an image (design effect {c.design_effect:.2f})" * (c.design_effect > 1.005)
         + f"; p = {c.p:.3g}",
-        "A family fails only if it does after correction for the number of families (Holm)"
+        "A family counts as failed only after correction for the number of families (Holm)"
         * any(f.adjusted_p is not None for f in suite.families.values()),
         f"A true drop of {100 * c.detectable:.1f} points would be seen four times in five",
     ]
     return ". ".join(sentence for sentence in sentences if sentence) + "."
+
+
+def layers(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """What the errors of layers are; "" where there are none."""
+    if not errors:
+        return ""
+    if all(set(error) <= {"weight"} for error in errors.values()):
+        return f"{_sentence(OF_WEIGHTS)}, as no calibration data were seen."
+    return f"{_sentence(MEASURE)}. {MODALITIES}."
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def memory(results: Results) -> list[tuple[str, str, str]]:

@@ -1,6 +1,6 @@
 """`junit.xml`: verdicts as test cases, for CI servers. Can't tell is a skipped case: no failure, and no pass.
 
-With a gate its rules are the cases. Without one they are the suites and their families, judged by their margin.
+With a gate its rules are the cases. Without one they are the suites, judged by their margin.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _groups(results: Results) -> Iterator[tuple[str, list[tuple[str, Verdict, st
         yield f"gate {gate.name}", cases
         return
     for suite in results.suites:
-        rows = {"all": suite.overall, **suite.families}
-        yield suite.name, [(name, c.verdict, findings.verdict(c)) for name, c in rows.items()]
+        judged = [row for row in findings.rows(suite, None) if row.judged]
+        yield suite.name, [(row.name, row.found.verdict, findings.verdict(row.found)) for row in judged]
 
 
 def _count(into: ElementTree.Element, within: ElementTree.Element) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from vlmcompress.report import findings, words
+from vlmcompress.common.text import figures, points
+from vlmcompress.report import findings, making, words
 from vlmcompress.report.examples import changed, kind
-from vlmcompress.results import Bench, Comparison, Results, Side, Suite, Verdict
+from vlmcompress.results import Bench, Gate, Results, Side, Suite, Verdict
 
 LIMIT = 60_000  # bytes; sections that would pass it are left out
 MARKS: dict[Verdict, str] = {
@@ -22,16 +23,18 @@ def markdown(results: Results) -> str:
     """The whole text."""
     title = f"# {escape(results.candidate.name)} against {escape(results.baseline.name)}"
     sections = [title, "\n".join(f"{line}  " for line in map(escape, findings.headline(results))).rstrip()]
+    sections.append(escape(findings.glossary(results)))
     if gate := results.gate:
-        rows = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in gate.rules]
+        rows = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules(gate)]
         sections += [f"## Gate {escape(gate.name)}", table(["rule", "", "found", "limit", ""], rows, right=())]
     for suite in results.suites:
-        sections += _suite(suite)
+        sections += _suite(suite, results.gate)
     if results.bench:
         sections += _speed(results.bench)
     sections += _memory(results)
     sections += _examples(results)
     sections += _layers(results.candidate)
+    sections += _making(results.candidate)
     sections += ["## Method", "\n".join(f"- {escape(line)}" for line in [*findings.method(results), about(results)])]
     return _within(sections)
 
@@ -56,8 +59,8 @@ def escape(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))
 
 
-def _suite(suite: Suite) -> list[str]:
-    rows = [_row("all", suite.overall), *(_row(name, c) for name, c in list(suite.families.items())[:_FAMILIES])]
+def _suite(suite: Suite, gate: Gate | None) -> list[str]:
+    rows = [_row(row) for row in findings.rows(suite, gate)[: _FAMILIES + 1]]
     head = ["family", "n", "baseline", "candidate", "points", "interval", "verdict (margin)"]
     o = suite.overall
     notes = (
@@ -73,10 +76,11 @@ def _suite(suite: Suite) -> list[str]:
     return [heading, table(head, rows), "\n".join(f"- {escape(note)}" for note in notes)]
 
 
-def _row(name: str, c: Comparison) -> tuple[str, ...]:
-    shown = (words.percent(c.baseline), words.percent(c.candidate), words.points(c.difference))
-    verdict = f"{MARKS[c.verdict]} ({100 * c.margin:.1f})"
-    return (name, f"{c.n:,}", *shown, f"{words.points(c.low)} to {words.points(c.high)}", verdict)
+def _row(row: findings.Row) -> tuple[str, ...]:
+    name, c, judged = row
+    shown = (words.percent(c.baseline), words.percent(c.candidate), points(c.difference))
+    verdict = f"{MARKS[c.verdict]} ({100 * c.margin:.1f})" if judged else ""
+    return (name, f"{c.n:,}", *shown, f"{points(c.low)} to {points(c.high)}", verdict)
 
 
 def _speed(bench: Bench) -> list[str]:
@@ -87,8 +91,8 @@ def _speed(bench: Bench) -> list[str]:
             rows = [
                 (
                     words.metric(name),
-                    words.figures(r.baseline),
-                    words.figures(r.candidate),
+                    figures(r.baseline),
+                    figures(r.candidate),
                     words.pace(r),
                     words.spread(r),
                 )
@@ -114,13 +118,16 @@ def _examples(results: Results) -> list[str]:
 
 def _layers(side: Side) -> list[str]:
     worst = sorted(((e, n, m) for n, found in side.layer_errors.items() for m, e in found.items()), reverse=True)
-    rows = [(name, modality, f"{words.figures(100 * error)}%") for error, name, modality in worst[:_LAYERS]]
-    note = "Squared error of a layer's output relative to the output, on calibration data."
-    return (
-        ["## Layers with the largest error", table(["layer", "modality", "error"], rows, right=(2,)), note]
-        if rows
-        else []
-    )
+    if not worst:
+        return []
+    rows = [(name, words.error_kind(kind), f"{figures(100 * error)}%") for error, name, kind in worst[:_LAYERS]]
+    head = ["layer", "tokens", "error"]
+    return ["## Layers with the largest error", table(head, rows, right=(2,)), findings.layers(side.layer_errors)]
+
+
+def _making(side: Side) -> list[str]:
+    rows = making.rows(side)
+    return [f"## How {escape(side.name)} was made", table(["", ""], rows, right=())] if rows else []
 
 
 def _short(text: str, most: int = 120) -> str:

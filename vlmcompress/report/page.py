@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from vlmcompress.report import examples, findings, words
+from vlmcompress.common.text import figures, points, size, smaller, times
+from vlmcompress.report import examples, findings, making, words
 from vlmcompress.report.charts import curves, heatmap, intervals
 from vlmcompress.report.markdown import about
-from vlmcompress.results import Bench, Comparison, Ratio, Results, Scored, Side, Suite
+from vlmcompress.results import Bench, Ratio, Results, Scored, Side, Suite
 
 _FOLDER = Path(__file__).parent
 _SHOWN = 24  # examples
+_LAYERS = 5  # in the table of errors that is open
 _PANELS = {"ttft_ms": "Time to first token", "itl_ms": "Time between tokens", "e2e_ms": "Time to last token"}
 
 
@@ -28,8 +30,9 @@ def page(results: Results) -> str:
         r=results,
         verdict=findings.overall(results),
         headline=findings.headline(results),
-        overview=_overview(results.suites) if len(results.suites) > 1 else None,
-        suites=[_suite(suite, results.samples) for suite in results.suites],
+        glossary=findings.glossary(results),
+        overview=_overview(results) if len(results.suites) > 1 else None,
+        suites=[_suite(suite, results) for suite in results.suites],
         speed=_speed(results.bench) if results.bench else [],
         latency=_latency(results.bench) if results.bench else [],
         memory=findings.memory(results),
@@ -40,6 +43,8 @@ def page(results: Results) -> str:
             (sample, [examples.thumbnail(png) for png in results.pictures.get(sample.id, [])])
             for sample in _pick(results, found)
         ],
+        made=making.rows(results.candidate),
+        rules=findings.rules(results.gate) if results.gate else [],
         method=findings.method(results),
         about=about(results),
     )
@@ -62,22 +67,33 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    filters = {name: getattr(words, name) for name in ("points", "percent", "size", "figures", "times", "metric")}
-    environment.filters |= {**filters, "typeset": words.typeset, "tick": lambda v: words.VERDICTS[v]}
+    named = (points, words.percent, words.metric, words.error_kind, words.typeset, size, figures, times, dotted)
+    environment.filters |= {filter_.__name__: filter_ for filter_ in named}
+    environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
+    environment.globals["smaller"] = smaller
     return environment
 
 
-def _overview(suites: Sequence[Suite]) -> dict[str, Any]:
-    axis = intervals.accuracy_axis([suite.overall for suite in suites])
-    rows = [(suite.name, suite.overall, intervals.accuracy(suite.overall, axis)) for suite in suites]
-    return {"ruler": intervals.ruler(axis), "rows": rows}
+def dotted(name: str) -> Markup:
+    """A layer's name that may be broken after its dots."""
+    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
 
 
-def _suite(suite: Suite, samples: list[Scored]) -> dict[str, Any]:
+def _overview(results: Results) -> dict[str, Any]:
+    rows = [findings.rows(suite, results.gate)[0]._replace(name=suite.name) for suite in results.suites]
+    return drawn(rows)
+
+
+def drawn(rows: Sequence[findings.Row]) -> dict[str, Any]:
+    """Rows with a chart each, and the axis that the charts share."""
+    axis = intervals.accuracy_axis(rows)
+    return {"ruler": intervals.ruler(axis), "rows": [(row, intervals.accuracy(row, axis)) for row in rows]}
+
+
+def _suite(suite: Suite, results: Results) -> dict[str, Any]:
     """What a suite's section shows."""
-    rows: dict[str, Comparison] = {"all": suite.overall, **suite.families}
-    axis = intervals.accuracy_axis(list(rows.values()))
-    own = [sample for sample in samples if sample.suite == suite.name]
+    rows = findings.rows(suite, results.gate)
+    own = [sample for sample in results.samples if sample.suite == suite.name]
     panels = []
     tokens = {"baseline": [s.baseline_tokens for s in own], "candidate": [s.candidate_tokens for s in own]}
     if own and any(tokens["baseline"]):
@@ -87,8 +103,9 @@ def _suite(suite: Suite, samples: list[Scored]) -> dict[str, Any]:
         panels.append(("Divergence of the first token (KL)", chart))
     return {
         "suite": suite,
-        "ruler": intervals.ruler(axis),
-        "rows": [(name, c, intervals.accuracy(c, axis)) for name, c in rows.items()],
+        **drawn(rows),
+        "overall": rows[0].found,
+        "fallen": findings.fallen(suite, results.gate),
         "panels": [(title, chart) for title, chart in panels if chart],
     }
 
@@ -128,10 +145,18 @@ def _latency(bench: Bench) -> list[tuple[str, Markup]]:
 
 
 def _heat(side: Side) -> dict[str, Any]:
-    grids = heatmap.grids(side.layer_errors)
+    errors = side.layer_errors
+    grids = heatmap.grids(errors)
     scale = heatmap.extremes(grids)
-    worst = sorted(((e, n, m) for n, found in side.layer_errors.items() for m, e in found.items()), reverse=True)
-    return {"grids": [(g, heatmap.heatmap(g, scale)) for g in grids], "scale": scale, "worst": worst[:5]}
+    names = sorted(errors, key=lambda name: (-max(errors[name].values(), default=0.0), name))
+    return {
+        "about": findings.layers(errors),
+        "grids": [(grid, heatmap.heatmap(grid, scale)) for grid in grids],
+        "legend": heatmap.legend(scale),
+        "kinds": list(dict.fromkeys(kind for found in errors.values() for kind in found)),
+        "worst": names[:_LAYERS],
+        "rest": names[_LAYERS:],
+    }
 
 
 def _pick(results: Results, found: list[Scored]) -> list[Scored]:

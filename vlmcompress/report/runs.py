@@ -16,13 +16,13 @@ from typing import Any
 from markupsafe import Markup
 
 from vlmcompress.common.folders import dump, save
+from vlmcompress.common.text import points, size, times
 from vlmcompress.errors import UserError
 from vlmcompress.report import findings, words
-from vlmcompress.report.charts import intervals
 from vlmcompress.report.charts.pareto import Point, pareto
 from vlmcompress.report.files import write
 from vlmcompress.report.markdown import MARKS, escape, table
-from vlmcompress.report.page import render
+from vlmcompress.report.page import drawn, render
 from vlmcompress.results import Comparison, Results, Verdict
 from vlmcompress.results import records as schema
 
@@ -135,7 +135,7 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 faster=words.gain(speed[1], speed[1].ratio) if speed else None,
                 speed_of=speed[0] if speed else "",
                 verdict=findings.overall(run),
-                suites={suite.name: suite.overall for suite in run.suites},
+                suites={suite.name: findings.rows(suite, run.gate)[0].found for suite in run.suites},
             )
         )
     return rows
@@ -160,13 +160,11 @@ def headline(rows: Sequence[Row]) -> list[str]:
     able = kept if judged else rows
     if len(able) == 1:
         gains = [(able[0].smaller, "smaller"), (able[0].faster, "faster")]
-        return [*lines, f"{able[0].name}: {', '.join(f'{words.times(gain)} {what}' for gain, what in gains if gain)}."]
+        return [*lines, f"{able[0].name}: {', '.join(f'{times(gain)} {what}' for gain, what in gains if gain)}."]
     for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
         if known := [row for row in able if getattr(row, what)]:
             best = max(known, key=lambda row: getattr(row, what))
-            lines.append(
-                f"{most}{' of those' if judged else ''}: {best.name}, {words.times(getattr(best, what))} {what}."
-            )
+            lines.append(f"{most}{' of those' if judged else ''}: {best.name}, {times(getattr(best, what))} {what}.")
     return lines
 
 
@@ -185,8 +183,8 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         shown = [_accuracy(row.suites.get(suite)) for suite in suites]
-        gains = [words.times(gain) if gain else "" for gain in (row.smaller, row.faster)]
-        weights = words.size(row.weight_bytes) if row.weight_bytes else ""
+        gains = [times(gain) if gain else "" for gain in (row.smaller, row.faster)]
+        weights = size(row.weight_bytes) if row.weight_bytes else ""
         lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *shown])
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
@@ -195,22 +193,28 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _accuracy(c: Comparison | None) -> str:
-    return f"{words.points(c.difference)} ({words.points(c.low)} to {words.points(c.high)})" if c else ""
+    return f"{points(c.difference)} ({points(c.low)} to {points(c.high)})" if c else ""
 
 
 def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
     """The comparison's page."""
     sections = []
     for name in dict.fromkeys(suite.name for run in runs for suite in run.suites):
-        asked = [(row, s) for run, row in zip(runs, rows, strict=True) for s in run.suites if s.name == name]
-        axis = intervals.accuracy_axis([s.overall for _, s in asked])
-        families = dict.fromkeys(family for _, s in asked for family in s.families)
+        asked = [
+            (row, findings.rows(suite, run.gate))
+            for run, row in zip(runs, rows, strict=True)
+            for suite in run.suites
+            if suite.name == name
+        ]
+        families = dict.fromkeys(one.name for _, (_, *found) in asked for one in found)
         section = {
             "name": name,
-            "ruler": intervals.ruler(axis),
-            "rows": [(row.name, s.overall, intervals.accuracy(s.overall, axis)) for row, s in asked],
-            "charts": _charts([(row, s.overall) for row, s in asked]),
-            "families": {family: [s.families.get(family) for _, s in asked] for family in families},
+            **drawn([found[0]._replace(name=row.name) for row, found in asked]),
+            "charts": _charts([(row, found[0].found) for row, found in asked]),
+            "families": {
+                family: [next((one for one in found if one.name == family), None) for _, (_, *found) in asked]
+                for family in families
+            },
         }
         sections.append(section)
     return render("comparison.html.j2", rows=rows, suites=sections, headline=headline(rows))
@@ -220,8 +224,8 @@ def _charts(found: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]
     """Accuracy against size, and against speed, where at least two candidates have both."""
     charts = []
     for what, title in (("smaller", "size"), ("faster", "speed")):
-        points = [Point(row.name, gain, c) for row, c in found if (gain := getattr(row, what))]
-        if len(points) > 1:
-            chart = pareto(points, f"times {what}", max(c.margin for _, c in found))
+        dots = [Point(row.name, gain, c) for row, c in found if (gain := getattr(row, what))]
+        if len(dots) > 1:
+            chart = pareto(dots, f"times {what}", max(c.margin for _, c in found))
             charts.append((f"Accuracy against {title}", chart))
     return charts

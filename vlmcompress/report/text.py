@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from vlmcompress.common.text import table
+from vlmcompress.common.text import points, table
 from vlmcompress.report import findings
 from vlmcompress.report.words import VERDICTS
-from vlmcompress.results import Comparison, Gate, Results, Suite
+from vlmcompress.results import Gate, Results, Suite
 
 
 def text(results: Results) -> str:
     """Accuracy, speed and the gate's rules, as far as they were measured."""
     parts = [f"{results.candidate.name} against {results.baseline.name}"]
-    parts += [accuracy(suite) for suite in results.suites]
+    parts += [accuracy(suite, results.gate) for suite in results.suites]
     if results.gate:
         parts.append(rules(results.gate))
     return "\n\n".join(parts)
 
 
-def accuracy(suite: Suite) -> str:
-    """One suite by family, and the answers that are suspect in themselves."""
+def accuracy(suite: Suite, gate: Gate | None = None) -> str:
+    """One suite, all of it and by family, and the answers that are suspect in themselves."""
     head = (
         "family",
         "samples",
@@ -27,7 +27,7 @@ def accuracy(suite: Suite) -> str:
         f"difference ({suite.overall.level:.0%} interval), points",
         "",
     )
-    rows = [_row("all", suite.overall), *(_row(name, found) for name, found in suite.families.items())]
+    rows = [_row(row) for row in findings.rows(suite, gate)]
     lines = [
         f"{suite.name}: {suite.metric}",
         table([head, *rows]),
@@ -43,11 +43,13 @@ def rules(gate: Gate) -> str:
     """A gate's rules, one a line."""
     rows = [
         ("rule", "verdict", "found", "limit", ""),
-        *((r.name, VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in gate.rules),
+        *((r.name, VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules(gate)),
     ]
     return f"gate {gate.name}: {VERDICTS[gate.verdict]}\n{table(rows)}"
 
 
-def _row(name: str, c: Comparison) -> tuple[object, ...]:
-    interval = f"{100 * c.difference:+.1f} ({100 * c.low:+.1f} to {100 * c.high:+.1f})"
-    return name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", interval, VERDICTS[c.verdict]
+def _row(row: findings.Row) -> tuple[object, ...]:
+    name, c, judged = row
+    interval = f"{points(c.difference)} ({points(c.low)} to {points(c.high)})"
+    verdict = f"{VERDICTS[c.verdict]}, margin {100 * c.margin:.4g}" if judged else ""
+    return name, c.n, f"{c.baseline:.1%}", f"{c.candidate:.1%}", interval, verdict

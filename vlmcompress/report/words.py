@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 import re
 
+from vlmcompress.common.text import points, times
 from vlmcompress.results import Bench, Comparison, Ratio, Verdict
 
 VERDICTS: dict[Verdict, str] = {"pass": "pass", "fail": "fail", "inconclusive": "can't tell"}
 MODES = {"serve": "served", "offline": "offline"}
 TIMES = (
     "TTFT: time to first token. ITL: time between tokens. TPOT: mean time per output token. E2E: time to last token."
+)
+MEASURE = "squared error of a layer's output relative to the output, over the tokens of a modality"
+OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
+MODALITIES = (
+    "Vision tokens stand for images, text tokens for the words of the prompt, answer tokens for those of the answer that "
+    "comes with a calibration sample"
 )
 _METRICS = {
     "ttft": "TTFT",
@@ -31,12 +38,6 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def points(share: float, digits: int = 1) -> str:
-    """`-0.013` as `-1.3`; nothing as `0.0`, without a sign."""
-    text = f"{100 * share:+.{digits}f}"
-    return text if float(text) else text[1:]
-
-
 def typeset(text: str) -> str:
     """With true minus and multiplication signs, for a page."""
     return re.sub(r"(?<=\d)x\b", "\N{MULTIPLICATION SIGN}", re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", text))
@@ -47,33 +48,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def size(count: float) -> str:
-    """Bytes in decimal units, three figures: `4.10 MB`."""
-    units = iter(("kB", "MB", "GB", "TB"))
-    unit = "B"
-    while count >= 999.5 and unit != "TB":
-        count, unit = count / 1000, next(units)
-    return f"{figures(count) if unit != 'B' else int(count)} {unit}"
-
-
-def figures(value: float) -> str:
-    """Three significant figures, whole numbers above that: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
-    if value == 0 or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    exponent = math.floor(math.log10(float(f"{abs(value):.2e}")) + 1e-12)  # of the rounded value: 9.999 is 10.0
-    if exponent < -3:
-        return f"{value:.1e}".replace("e-0", "e-")
-    return f"{value:,.{max(0, 2 - exponent)}f}"
-
-
 def brief(value: float) -> str:
     """As few figures as a round number needs: `0.5`, `1e-5`, `1,000`."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}".replace("e-0", "e-")
-
-
-def times(ratio: float) -> str:
-    """A ratio: `1.42x`."""
-    return f"{ratio:.2f}x"
 
 
 def interval(c: Comparison) -> str:
@@ -124,13 +101,13 @@ def metric(name: str) -> str:
     return f"{_METRICS[first]} {'median' if rest == 'p50' else rest}, ms"
 
 
+def error_kind(name: str) -> str:
+    """A kind of layer error: a modality, or `weight`, which a scheme without calibration data knows alone."""
+    return "weights" if name == "weight" else name
+
+
 def load(bench: Bench) -> str:
     """`closed:8` as `8 clients at once`."""
     kind, _, number = bench.load.partition(":")
     clients = "one client" if number == "1" else f"{number} clients at once"
     return {"closed": clients, "rate": f"{number} requests per second, arriving at random"}.get(kind, bench.load)
-
-
-def smaller(before: int, after: int) -> str:
-    """`1.96x smaller`."""
-    return f"{times(before / after)} smaller" if after <= before else f"{times(after / before)} larger"

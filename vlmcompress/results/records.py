@@ -29,14 +29,63 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
 
+class Calibration(_Record):
+    """The samples that a checkpoint was calibrated on. `prefix`: blocks saw inputs of "float" or "quantized" blocks.
+
+    `tokens`: by modality. `text`: samples of text alone among them; `text_source`: where those are from.
+    """
+
+    source: str
+    samples: int
+    images: int | None = None
+    tokens: dict[str, int] = {}
+    text: int = 0
+    text_source: str = ""
+    seed: int | None = None
+    prefix: str | None = None
+
+
+class Made(_Record):
+    """How a checkpoint was made, from its manifest.
+
+    Attributes:
+        source, family: name of the original's folder, family of its architecture.
+        scheme, options: how the decoder was quantized.
+        formats: number formats of weights and activations that are stored, a line each.
+        bits: bits per weight of the decoder's quantized layers where groups of layers have widths of their own.
+        vision, kv_cache: what became of the vision tower and of the KV cache; "" where the manifest does not say.
+        skip: regular expressions of layers that stayed in 16 bits.
+        reducer: of visual tokens, that it carries.
+        calibration: None where no data were needed.
+        warnings: what went otherwise than asked for.
+        versions: package -> version that it was made with.
+    """
+
+    source: str = ""
+    family: str = ""
+    scheme: str = ""
+    options: dict[str, Any] = {}
+    formats: list[str] = []
+    bits: float | None = None
+    vision: str = ""
+    kv_cache: str = ""
+    skip: list[str] = []
+    reducer: str = ""
+    calibration: Calibration | None = None
+    seed: int | None = None
+    warnings: list[str] = []
+    versions: dict[str, str] = {}
+
+
 class Side(_Record):
     """A checkpoint that was measured.
 
     Attributes:
         name: short name for people; `path`: folder or served model name.
-        weight_bytes: size of its safetensors files; 0 if the files are out of reach (a server).
+        weight_bytes: of its tensors, without the headers of their files; 0 if they are out of reach (a server).
         scheme: from its vlmcompress manifest; "" for an original.
         reducer: of visual tokens, that it carries or that was attached; "" for none.
+        made: how it was made; None where it has no manifest, or in results from before this field.
         layer_errors: linear layer -> modality -> relative output error, from the manifest.
         engine: what the engine says about itself.
     """
@@ -46,6 +95,7 @@ class Side(_Record):
     weight_bytes: Count = 0
     scheme: str = ""
     reducer: str = ""
+    made: Made | None = None
     layer_errors: dict[str, dict[str, float]] = {}
     engine: dict[str, Any] = {}
 
@@ -226,13 +276,20 @@ class Bench(_Record):
 
 
 class Rule(_Record):
-    """One line of a gate: what was asked, what was found, and how that was judged."""
+    """One line of a gate: what was asked, what was found, and how that was judged.
+
+    A rule on accuracy names its `suite`, its `family` (None: all samples) and the `margin`, so that a table of the suite
+    can show this verdict; other rules, and those of results from before these fields, have none of the three.
+    """
 
     name: str
     verdict: Verdict
     value: str
     limit: str
     reason: str = ""
+    suite: str = ""
+    family: str | None = None
+    margin: float | None = None
 
 
 class Gate(_Record):

@@ -9,11 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from vlmcompress import __version__
-from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.errors import UserError
-from vlmcompress.models._read import read_json
-from vlmcompress.results import Side
+from vlmcompress.models._read import read_json, shards
+from vlmcompress.results import Calibration, Made, Side
 
 
 def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
@@ -21,17 +23,80 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     path = Path(model)
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
-    made = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
+    record = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
+    made = _made(path, record) if record else None
     own, attached = _carried(path), engine.get("reduce") or ""
     return Side(
         name=path.resolve().name + (f" with {attached}" if attached != own and attached else ""),
         path=str(path),
-        weight_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
-        scheme=(made.get("recipe") or {}).get("scheme") or "",
+        weight_bytes=_weight_bytes(path),
+        scheme=made.scheme if made else "",
         reducer=attached or own,
-        layer_errors=made.get("errors") or {},
+        made=made,
+        layer_errors=record.get("errors") or {},
         engine=dict(engine),
     )
+
+
+def _weight_bytes(path: Path) -> int:
+    """Bytes of the tensors of a checkpoint: of each safetensors file what follows its header; 0 where there is none."""
+    try:
+        files, count = shards(path), 0
+        for file in files:
+            with file.open("rb") as stream:
+                count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+    except (UserError, OSError):  # only pickles, or a file is missing: what runs it has to say that
+        return 0
+    return max(count, 0)
+
+
+def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
+    """What a manifest says of how its checkpoint was made, and `config.json` of the number formats; None where it isn't
+    what this version writes, as that must not cost the results of hours."""
+    try:
+        model, recipe, data = (record.get(key) or {} for key in ("model", "recipe", "calibration"))
+        return Made(
+            source=model.get("source") or "",
+            family=model.get("family") or "",
+            scheme=recipe.get("scheme") or "",
+            options=recipe.get("options") or {},
+            formats=_formats(path),
+            bits=record["allocation"]["bits"] if "allocation" in record else None,
+            vision=recipe.get("vision") or "",
+            kv_cache=recipe.get("kv_cache") or "",
+            skip=recipe.get("skip") or [],
+            reducer=_carried(path),
+            calibration=_calibration(data) if data else None,
+            seed=record.get("seed"),
+            warnings=record.get("warnings") or [],
+            versions=record.get("created_by") or {},
+        )
+    except (KeyError, TypeError, AttributeError, ValidationError):
+        return None
+
+
+def _calibration(data: Mapping[str, Any]) -> Calibration:
+    text = data.get("text") or {}
+    return Calibration(
+        source=data["source"],
+        samples=data["samples"],
+        images=data.get("images"),
+        tokens=data.get("tokens") or {},
+        text=text.get("samples", 0),
+        text_source=text.get("source", ""),
+        seed=data.get("seed"),
+        prefix=data.get("prefix"),
+    )
+
+
+def _formats(path: Path) -> list[str]:
+    """The number formats of a checkpoint's config groups, each once."""
+    groups = (read_json(path / "config.json", "config").get("quantization_config") or {}).get("config_groups") or {}
+    found = [
+        f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
+        for group in groups.values()
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _carried(path: Path) -> str:

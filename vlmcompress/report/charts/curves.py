@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
+from vlmcompress.common.text import figures
 from vlmcompress.report import words
 from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
 
@@ -34,8 +35,8 @@ def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> M
     marks = [_curve(values, axis, f"{side} repeat") for side in runs for values in runs[side] if len(runs[side]) > 1]
     marks += [_curve(values, axis, f"{side} curve") for side, values in pooled.items()]
     for row, (side, median) in enumerate(sorted(medians.items(), key=lambda item: item[1])):
-        marks += _median(axis, side, median, f"{words.figures(median)} {unit}".strip(), row)
-    label = f"{title}: " + ", ".join(f"{side} median {words.figures(m)} {unit}".strip() for side, m in medians.items())
+        marks += _median(axis, side, median, f"{figures(median)} {unit}".strip(), row)
+    label = f"{title}: " + ", ".join(f"{side} median {figures(m)} {unit}".strip() for side, m in medians.items())
     return _frame(label, axis, unit, [(0, "0"), (0.5, "50%"), (1, "100%")], marks)
 
 

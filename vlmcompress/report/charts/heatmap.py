@@ -1,6 +1,6 @@
 """Errors of linear layers as heat maps: one a part of the model and modality, a column a block, a row a kind of layer.
 
-`heatmap` draws errors, `changes` the factor between two of the same layers.
+`heatmap` draws errors, `changes` the factor between two of the same layers; `legend` and `change_legend` explain the colours.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from markupsafe import Markup
 
-from vlmcompress.report import words
+from vlmcompress.common.text import figures, times
 from vlmcompress.report.charts.svg import element
 
 _CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
-_NARROWEST, _WIDEST = 150, 740  # of the cells together: in a small panel, in one across the page
+_NARROW, _WIDE = (330, 40.0), (740, 34.0)  # cells together, and one at most: in a panel of half the page, of all of it
+_LETTER, _READABLE = 5.6, 24  # pixels across: of a letter of a cell's number, of the smallest cell that has one
+_STEPS = 5  # of a legend
 
 
 @dataclass
@@ -36,6 +39,11 @@ class Grid:
     def wide(self) -> bool:
         """Whether it needs a panel across the page."""
         return self.blocks > 12
+
+    @property
+    def broad(self) -> bool:
+        """Whether it needs half of the page."""
+        return self.blocks > 4 and not self.wide
 
     @property
     def blocks(self) -> int:
@@ -70,17 +78,18 @@ def extremes(found: list[Grid]) -> tuple[float, float]:
 
 
 def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
-    """Strength of colour is the logarithm of the error; every cell has its number as a tooltip."""
+    """Strength of colour is the logarithm of the error. Every cell has its percentage as a tooltip, and written in it where
+    it fits."""
 
     def cell(_kind: str, _block: int, error: float) -> Cell:
-        return f"{words.figures(100 * error)}%", "cell", strength(error, scale)
+        return Cell(f"{figures(100 * error)}%", "cell", strength(error, scale), compact(100 * error))
 
     return _drawn(grid, cell, f"Error of {grid.title}")
 
 
 def changes(before: Grid, after: Grid, most: float) -> Markup:
     """Strength of colour is the logarithm of after / before, full at `most` or its inverse; better and worse have colours
-    of their own. Layers that only one of the two has are left out."""
+    of their own. The factor is written as `heatmap` writes percentages. Layers that only one of the two has are left out."""
     shared = {
         kind: {block: error for block, error in row.items() if block in after.cells.get(kind, {})}
         for kind, row in before.cells.items()
@@ -89,11 +98,12 @@ def changes(before: Grid, after: Grid, most: float) -> Markup:
 
     def cell(kind: str, block: int, error: float) -> Cell:
         new = after.cells[kind][block]
-        text = f"{words.figures(100 * error)}% to {words.figures(100 * new)}%"
+        text = f"{figures(100 * error)}% to {figures(100 * new)}%"
         if error <= 0 or new <= 0:
-            return text, "cell gain" if new < error else "cell loss", float(new != error)
+            return Cell(text, "cell gain" if new < error else "cell loss", float(new != error), "")
         shade = abs(math.log(new / error)) / math.log(most) if most > 1 else 0.0
-        return f"{text}, {words.times(new / error)}", "cell gain" if new < error else "cell loss", min(1.0, shade)
+        css = "cell gain" if new < error else "cell loss"
+        return Cell(f"{text}, {times(new / error)}", css, min(1.0, shade), compact(new / error))
 
     return _drawn(grid, cell, f"Change of {grid.title}") if grid.cells else Markup("")
 
@@ -110,12 +120,52 @@ def largest_change(pairs: Iterable[tuple[Grid, Grid]]) -> float:
     return max([1.0, *factors, *(1 / factor for factor in factors)])
 
 
-Cell = tuple[str, str, float]  # tooltip, class, opacity
+def legend(scale: tuple[float, float]) -> list[Swatch]:
+    """The scale of errors in steps of equal factors, from the palest."""
+    low, high = scale
+    steps = [low * (high / low) ** (i / (_STEPS - 1)) for i in range(_STEPS)] if high > low else [high]
+    return [Swatch("", strength(error, scale), f"{figures(100 * error)}%") for error in steps]
+
+
+def change_legend(most: float) -> list[Swatch]:
+    """The scale of changes, from the largest gain to the largest loss."""
+    if most <= 1:
+        return [Swatch("", 0.0, "unchanged")]
+    root = math.sqrt(most)
+    gains = [Swatch("gain", shade, times(1 / factor)) for factor, shade in ((most, 1.0), (root, 0.5))]
+    losses = [Swatch("loss", shade, times(factor)) for factor, shade in ((root, 0.5), (most, 1.0))]
+    return [*gains, Swatch("", 0.0, "unchanged"), *losses]
+
+
+class Swatch(NamedTuple):
+    """A colour of a legend: its kind ("gain", "loss" or "" for an error), strength in 0 to 1, and what it stands for."""
+
+    kind: str
+    shade: float
+    text: str
+
+
+class Cell(NamedTuple):
+    """How a cell looks; `number` is short enough to be written in it."""
+
+    tooltip: str
+    css: str
+    shade: float
+    number: str
+
+
+def compact(value: float) -> str:
+    """A number from zero on in as few letters as say its size: `12`, `1.2`, `0.12`, `0.03`, `3e-5`."""
+    if value == 0 or value >= 9.95:
+        return f"{value:.0f}"
+    if value >= 0.095:
+        return f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
+    return f"{value:.1g}".replace("e-0", "e-")
 
 
 def _drawn(grid: Grid, show: Callable[[str, int, float], Cell], what: str) -> Markup:
     blocks, rows = grid.blocks, list(grid.cells.items())
-    most, span = (24.0, _WIDEST) if grid.wide else (56.0, _NARROWEST)
+    span, most = _WIDE if grid.wide else _NARROW
     cell = max(_CELL, min(most, span / blocks))
     width, height = _LABELS + cell * blocks + 4, _HEAD + _ROW * len(rows) + (20 if blocks > 1 else 4)
     marks = []
@@ -123,10 +173,13 @@ def _drawn(grid: Grid, show: Callable[[str, int, float], Cell], what: str) -> Ma
         top = _HEAD + _ROW * y
         marks.append(element("text", kind, x=_LABELS - 8, y=top + 13, text_anchor="end"))
         for block, error in errors.items():
-            text, css, shade = show(kind, block, error)
-            title = element("title", f"{kind}, block {block}: {text}")
-            spot = {"x": _LABELS + cell * block, "y": top, "width": cell - 1, "height": _ROW - 1}
-            marks.append(element("rect", title, **spot, class_=css, fill_opacity=shade))
+            look, left = show(kind, block, error), _LABELS + cell * block
+            title = element("title", f"{kind}, block {block}: {look.tooltip}")
+            spot = {"x": left, "y": top, "width": cell - 1, "height": _ROW - 1}
+            marks.append(element("rect", title, **spot, class_=look.css, fill_opacity=look.shade))
+            if cell >= _READABLE and len(look.number) * _LETTER + 2 <= cell:
+                place = {"x": left + (cell - 1) / 2, "y": top + 12.5, "text_anchor": "middle"}
+                marks.append(element("text", look.number, **place, class_="number"))
     if blocks > 1:
         step = next((s for s in (1, 2, 5, 10, 20) if s * cell >= 24), 50)
         places = [("block", _LABELS - 8.0, "end")]

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from vlmcompress.common.text import points
 from vlmcompress.report import words
 from vlmcompress.report.charts.svg import Axis, at, element, linear, logarithmic
+from vlmcompress.report.findings import Row
 from vlmcompress.report.words import typeset
-from vlmcompress.results import Comparison, Ratio
+from vlmcompress.results import Ratio
 
 _EDGE = 0.06  # of the width, left free on both sides for half a label
 
 
-def accuracy_axis(rows: Sequence[Comparison]) -> Axis:
-    """Holds every interval, zero and the margin, but no more than 30 points: a wild family must not flatten the rest."""
-    low = min(-0.01, *(c.low for c in rows), *(-c.margin for c in rows))
-    high = max(0.01, *(c.high for c in rows))
+def accuracy_axis(rows: Sequence[Row]) -> Axis:
+    """Holds every interval, zero and the first row's margin, but no more than 30 points: a wild family must not flatten the
+    rest, and neither must the wide margin of families."""
+    low = min(-0.01, -rows[0].found.margin, *(row.found.low for row in rows))
+    high = max(0.01, *(row.found.high for row in rows))
     return linear(max(low, -0.3), min(high, 0.3))
 
 
@@ -29,7 +32,7 @@ def gain_axis(rows: Sequence[Ratio]) -> Axis:
 
 def ruler(axis: Axis, unit: str = "points") -> Markup:
     """The axis's labels, for a table's head."""
-    show = (lambda v: f"{v:g}x") if unit == "times" else lambda v: words.points(v).removesuffix(".0")
+    show = (lambda v: f"{v:g}x") if unit == "times" else lambda v: points(v).removesuffix(".0")
     labels = [
         element("text", typeset(show(t)), x=_x(axis, t), y=13, text_anchor="middle", class_="half" if i % 2 else None)
         for i, t in enumerate(axis.ticks)
@@ -37,14 +40,17 @@ def ruler(axis: Axis, unit: str = "points") -> Markup:
     return element("svg", *labels, class_="row ruler", role="img", aria_label=f"axis, {unit}")
 
 
-def accuracy(c: Comparison, axis: Axis) -> Markup:
-    """Difference and interval; the region beyond the margin is shaded, zero is a line."""
-    label = typeset(
-        f"{words.points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}: {words.VERDICTS[c.verdict]}"
-    )
-    lost = element("rect", x=0, y="-50%", width=_x(axis, -c.margin), height="200%", class_="lost")
+def accuracy(row: Row, axis: Axis) -> Markup:
+    """Difference and interval; zero is a line. Where the row is judged, the region beyond the margin is shaded."""
+    c = row.found
+    judged = f": {words.VERDICTS[c.verdict]}" * row.judged
+    label = typeset(f"{points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}{judged}")
     marks = _whisker(axis, c.low, c.difference, c.high)
-    return _row(label, lost, *_grid(axis, 0.0), element("g", *marks, class_=c.verdict))
+    shaded = []
+    if row.judged and -c.margin >= axis.low:
+        shaded = [element("rect", x=0, y="-50%", width=_x(axis, -c.margin), height="200%", class_="lost")]
+    group = element("g", *marks, class_=c.verdict if row.judged else "even")
+    return _row(label, *shaded, *_grid(axis, 0.0), group)
 
 
 def gain(name: str, r: Ratio, axis: Axis) -> Markup:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from vlmcompress.common.text import points as in_points
+from vlmcompress.common.text import times
 from vlmcompress.report import words
 from vlmcompress.report.charts.svg import Axis, at, element, linear, logarithmic
 from vlmcompress.report.words import typeset
@@ -52,7 +54,7 @@ def pareto(points: Sequence[Point], what: str, margin: float) -> Markup:
     marks += _labels(points, across, up)
     marks.append(element("text", f"{what} \N{RIGHTWARDS ARROW}", x=at(_LEFT + _SPAN), y=HEIGHT - 2, text_anchor="end"))
     label = f"Accuracy against {what}: " + "; ".join(
-        typeset(f"{p.name} {words.times(p.gain)}, {words.points(p.accuracy.difference)} points") for p in points
+        typeset(f"{p.name} {times(p.gain)}, {in_points(p.accuracy.difference)} points") for p in points
     )
     return element("svg", element("title", label), *marks, class_="pareto", height=HEIGHT, role="img", aria_label=label)
 
@@ -65,7 +67,7 @@ def _backdrop(across: Axis, up: Axis, margin: float) -> list[Markup]:
         y = _height(up, tick)
         kind = "zero" if abs(tick) < 1e-9 else "grid"
         marks.append(element("line", x1=at(_LEFT), x2=at(_LEFT + _SPAN), y1=y, y2=y, class_=kind))
-        text = typeset(words.points(tick).removesuffix(".0"))
+        text = typeset(in_points(tick).removesuffix(".0"))
         marks.append(element("text", text, x=at(_LEFT - 0.012), y=y + 4, text_anchor="end"))
     for tick in across.ticks:
         x = at(_LEFT + _SPAN * across.share(tick))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from vlmcompress.common.text import figures
 from vlmcompress.report import words
 from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic, picture
 
@@ -43,7 +44,7 @@ def tradeoff(points: Sequence[Point], unit: str) -> Markup:
     marks += [_dot(across, up, point) for point in shown]
     marks += _names(across, up, best)
     label = f"Predicted error ({unit}) against bits per weight of {len(shown)} settings; best: " + "; ".join(
-        f"{p.name} {p.bits:.3g} bits {words.figures(p.error)}" for p in best
+        f"{p.name} {p.bits:.3g} bits {figures(p.error)}" for p in best
     )
     return picture(label, WIDTH, HEIGHT, *marks)
 
@@ -65,7 +66,7 @@ def _frame(across: Axis, up: Axis, unit: str) -> list[Markup]:
 def _dot(across: Axis, up: Axis, point: Point) -> Markup:
     """A square for a shared-out budget, a circle for one width."""
     x, y = _x(across, point.bits), _y(up, point.error)
-    title = element("title", f"{point.name}: {point.bits:.4g} bits, {words.figures(point.error)}")
+    title = element("title", f"{point.name}: {point.bits:.4g} bits, {figures(point.error)}")
     look = {"fill": COLOURS.get(str(point.recipe["scheme"]), "#666"), "fill_opacity": 1.0 if point.best else 0.45}
     if "bits" in point.recipe:
         return element("rect", title, x=x - 5, y=y - 5, width=10, height=10, **look)
