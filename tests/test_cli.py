@@ -104,20 +104,34 @@ def test_errors_as_json(capfd):
 
 
 def test_dry_run_writes_nothing(capfd, model, tmp_path):
-    out = tmp_path / "out"
-    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", "--json"]) == 0
+    out, calib = tmp_path / "out", ["--calib", str(model)]
+    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", "--json", *calib]) == 0
     data = json.loads(capfd.readouterr().out)
     assert data["recipe"]["scheme"] == "awq" and data["origins"]["scheme"] == "target a100"
     assert data["weights_after"] < data["weights_before"] and data["peak_memory_estimate"] > 0
-    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run"]) == 0
+    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", *calib]) == 0
     text = capfd.readouterr().out
     assert "target a100" in text and "w4a16" in text and "smaller" in text
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("more", [[], ["--calib", "/no/such/data"], ["--text", "/no/such/text", "--calib", "."]])
+def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, more):
+    """Data that are needed and not named, or not there: the same line, before any weight is read."""
+    command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", *more]
+    command += ["--set", "options.group_size=64"]
+    said = []
+    for form in (["--dry-run"], []):
+        assert cli.main([*command, *form]) == 2
+        said.append(capfd.readouterr().err)
+    assert said[0] == said[1] and said[0].count("\n") == 1
+    assert ("does not exist" if more else "scheme 'awq' needs calibration images; name some with --calib") in said[0]
+
+
 def test_command_line_wins_over_the_recipe(capfd, model, tmp_path):
     (tmp_path / "r.yaml").write_text("scheme: gptq\nseed: 5\noptions: {group_size: 32}\n")
     arguments = ["quantize", str(model), "--recipe", str(tmp_path / "r.yaml"), "--seed", "0", "--dry-run", "--json"]
+    arguments += ["--calib", str(model)]
     assert cli.main([*arguments, "--set", "options.group_size=64"]) == 0
     recipe = json.loads(capfd.readouterr().out)["recipe"]
     assert (recipe["scheme"], recipe["seed"], recipe["options"]["group_size"]) == ("gptq", 0, 64)
@@ -242,3 +256,24 @@ def test_progress_only_on_a_terminal(capsys, monkeypatch):
     shown.close()
     text = capsys.readouterr().err
     assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
+
+
+def test_a_line_every_half_minute_without_a_terminal(capsys):
+    """By a clock of the test's: nothing in short runs, then a line each 30 s, whatever the work is called."""
+    now = 100.0
+    progress = terminal.Progress(clock=lambda: now)
+    for label, done, seconds in [
+        ("loading", 1, 10),
+        ("loading", 2, 10),
+        ("quantizing", 0, 5),
+        ("quantizing", 1, 15),
+        ("quantizing", 2, 10),
+        ("quantizing", 3, 25),
+        ("quantizing", 4, 3600),
+    ]:
+        now += seconds
+        progress(label, done, 4)
+    progress.close()
+    assert capsys.readouterr().err == (
+        "quantizing: 25%, 45 s left\nquantizing: 75%, 17 s left\nquantizing: 100%, in 1:00 h\n"
+    )

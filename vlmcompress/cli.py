@@ -7,6 +7,7 @@ or, with `--json`, the data as one JSON object goes to stdout. Heavy imports are
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 from vlmcompress.commands import _arguments as arguments
 from vlmcompress.commands import _summary as summary
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.common import hub
 from vlmcompress.common.messages import shortened
 from vlmcompress.common.paths import unusable
 from vlmcompress.errors import GateError, UserError
@@ -43,16 +45,20 @@ def quantize(args: argparse.Namespace) -> Outcome:
     """`vlmcompress quantize`"""
     from vlmcompress.recipe import resolve
 
-    resolved = resolve(arguments.given(args), args.recipe)
+    given = arguments.given(args)
+    resolved = resolve(given, args.recipe, weights="headers" if args.dry_run else "values")
     if args.dry_run:
+        from vlmcompress.compression.inputs import refuse_without_data
         from vlmcompress.planning import plan
 
         planned = plan.build(resolved.recipe)
+        refuse_without_data(planned)
         if planned.budget and planned.statistics:
             from vlmcompress.common.progress import silent
             from vlmcompress.compression import allocate
 
-            planned = allocate.planned(planned, progress=silent)
+            whole = resolve(given, args.recipe).recipe  # bits are shared out by the weights themselves
+            planned = allocate.planned(dataclasses.replace(planned, recipe=whole), progress=silent)
         return OK, {"ok": True, **planned.to_dict(), "origins": resolved.origins}, summary.plan_text(planned, resolved)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")
@@ -65,7 +71,9 @@ def quantize(args: argparse.Namespace) -> Outcome:
         progress.close()
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    result = summary.quantize_result(done.out, resolved.recipe.model, done.manifest, time.monotonic() - began)
+    result = summary.quantize_result(
+        done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - began
+    )
     return OK, result, summary.quantize_text(result)
 
 
@@ -84,7 +92,7 @@ def calibrate(args: argparse.Namespace) -> Outcome:
         done = run(chosen, needs=needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
     finally:
         progress.close()
-    result = summary.calibrate_result(done.out, chosen.model, done.manifest, time.monotonic() - began)
+    result = summary.calibrate_result(done.out, hub.shown(chosen.model), done.manifest, time.monotonic() - began)
     return OK, result, summary.calibrate_text(result)
 
 
@@ -92,13 +100,13 @@ def check(args: argparse.Namespace) -> Outcome:
     """`vlmcompress check`"""
     from vlmcompress.recipe import resolve
 
-    recipe = resolve(arguments.given(args), args.recipe, refuse=False).recipe
+    recipe = resolve(arguments.given(args), args.recipe, refuse=False, weights="headers").recipe
     from vlmcompress.planning.check import findings
 
     engine = args.engine or recipe.engine
     found = findings(recipe, engine)
     fine = all(finding.ok for finding in found)
-    title = f"{recipe.model} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
+    title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
     return OK if fine else BAD_INPUT, data, summary.looked_text(title, found)
 
@@ -206,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         args = arguments.parse(given)
         if not args.verbose and args.verb != "serve":  # a server's log is what one looks at
             terminal.quiet_libraries()
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder; nothing is fetched behind the user's back
+        hub.only_ids()  # nothing is fetched behind the user's back
         with terminal.stdout_kept_clean():
             code, data, text = VERBS[args.verb](args)
         print(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text, flush=True)

@@ -101,6 +101,30 @@ def test_messages_in_the_style_of_openai():
         assert (sample.question, sample.answer, len(sample.prompt())) == ("and now?", "b", 4)
 
 
+def test_conversations_of_llava_and_sharegpt():
+    """The mark says where the image is; the last answer is the answer; text alone and JSON text are read, too."""
+    turns = [
+        {"from": "human", "value": "<image>\nWhat is it?"},
+        {"from": "gpt", "value": "A cat."},
+        {"from": "human", "value": "Which colour?"},
+        {"from": "gpt", "value": "Red."},
+    ]
+    wanted = [("user", 5, "What is it?"), ("assistant", "A cat."), ("user", "Which colour?"), ("assistant", "Red.")]
+    for given in (turns, json.dumps(turns)):
+        sample = read({"image": FILES[5], "conversations": given})
+        assert shown(sample) == wanted
+        assert (sample.question, sample.answer, len(sample.prompt())) == ("Which colour?", "Red.", 3)
+    system = {"from": "system", "value": "be brief"}
+    alone = read({"conversations": [system, {"from": "human", "value": "2+2?"}, {"from": "chatgpt", "value": "4"}]})
+    assert shown(alone) == [("system", "be brief"), ("user", "2+2?"), ("assistant", "4")]
+    openai = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": "x"}]
+    assert shown(read({"image": FILES[6], "conversations": openai})) == [("user", 6, "hm?"), ("assistant", "x")]
+    assert shown(read({"image": FILES[6], "messages": openai, "conversations": None})) == [
+        ("user", 6, "hm?"),
+        ("assistant", "x"),
+    ]
+
+
 def test_messages_take_images_of_the_column():
     part = {"type": "image"}
     column = [FILES[5], FILES[6]]
@@ -129,6 +153,15 @@ def test_messages_take_images_of_the_column():
         ({"image": "gone.png", "question": "x"}, "'gone.png' not found"),
         ({"image": "http://example.org/a.png", "question": "x"}, "nothing is downloaded"),
         ({"messages": []}, "messages is not a list of turns"),
+        ({"conversations": []}, "conversations is not a list of turns; give [{'from': 'human', 'value': ...}, ...]"),
+        ({"conversations": "[{]"}, "conversations is not valid JSON"),
+        ({"conversations": ["x"]}, "conversations has a turn without 'from' and 'value'"),
+        ({"conversations": [{"from": "human"}]}, "conversations has a turn without 'from' and 'value'"),
+        (
+            {"conversations": [{"from": "cat", "value": "x"}]},
+            "conversations has a turn from 'cat'; known are human, gpt",
+        ),
+        ({"conversations": [{"from": "human", "value": ""}]}, "the user message has no content"),
         ({"messages": "[{]"}, "messages is not valid JSON"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'role'"),
         ({"messages": [{"role": "user", "content": None}]}, "no content"),

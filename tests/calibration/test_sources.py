@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.calibration.kit import file_of, picture, refused
-from vlmcompress.data.provenance import data_hash
+from vlmcompress.data.provenance import data_hash, notes, provenance
 from vlmcompress.data.sources import PROMPTS, bundled, load_samples
 
 
@@ -79,11 +80,42 @@ def test_choice_depends_on_ids_and_seed_only(tmp_path):
     assert ids(load_samples(tmp_path / "a.parquet", samples=None, seed=0)) == [f"r{i}" for i in range(20)]
 
 
-def test_fewer_than_asked_are_all_used_and_said(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        found = load_samples(parquet(tmp_path / "a.parquet", rows(3)), samples=5, seed=0)
+def test_fewer_than_asked_are_all_used_and_said(tmp_path):
+    path = parquet(tmp_path / "a.parquet", rows(3))
+    found = load_samples(path, samples=5, seed=0)
     assert sorted(ids(found)) == ["r0", "r1", "r2"]
-    assert "3 samples, 5 were asked for" in caplog.text
+    facts = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, asked=5)
+    assert (facts["samples"], facts["asked"]) == (3, 5)
+    assert notes(facts) == ["a.parquet has 3 samples, 5 were asked for; all are used"]
+    enough = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, asked=3)
+    assert "asked" not in enough and "prompts" not in enough and notes(enough) == []
+
+
+def test_prompts_for_images_without_questions_are_said(tmp_path):
+    for name in "abcde":
+        (tmp_path / f"{name}.png").write_bytes(file_of(picture(8, 6)))
+    found = load_samples(tmp_path, samples=5, seed=0)
+    facts = provenance(found, [{"modality": torch.ones(1, 2)}] * 5, tmp_path)
+    asked = facts["prompts"]
+    assert sum(asked.values()) == 5 and set(asked) == {sample.question for sample in found} <= set(PROMPTS)
+    (line,) = notes(facts)
+    assert line.startswith(
+        f"{tmp_path.name} has images without questions; each gets one of {len(asked)} prompts, like '"
+    )
+
+
+def test_conversations_in_every_kind_of_file(tmp_path):
+    (tmp_path / "a.png").write_bytes(file_of(picture(8, 6)))
+    turns = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "cat"}]
+    table = [{"id": "1", "image": "a.png", "conversations": turns}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(table[0]) + "\n")
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    for path in (tmp_path / "a.jsonl", tmp_path / "a.json", parquet(tmp_path / "a.parquet", table)):
+        (sample,) = load_samples(path, samples=1, seed=0)
+        assert (sample.id, sample.question, sample.answer, len(sample.images)) == ("1", "what?", "cat", 1)
+    text = [{"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "cat"}]}]
+    (tmp_path / "t.json").write_text(json.dumps(text))
+    assert load_samples(tmp_path / "t.json", samples=1, seed=0, text=True)[0].answer == "cat"
 
 
 def test_missing_and_repeated_ids(tmp_path):
@@ -124,8 +156,16 @@ def test_folders_without_images(tmp_path):
         ("a.jsonl", "\n\n", "no samples"),
         ("a.jsonl", '{"image": [], "question": "x"}\n{"image": \n', "line 2 is not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1 is a list"),
-        ("a.jsonl", '{"picture": 1, "q": 2}\n', "needs a column image and question or messages; found: picture, q"),
-        ("a.jsonl", '{"question": "x"}\n', "needs a column image and question or messages; found: question"),
+        (
+            "a.jsonl",
+            '{"picture": 1, "q": 2}\n',
+            "needs columns image and question, or messages, or conversations; found: picture, q",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "x"}\n',
+            "needs columns image and question, or messages, or conversations; found: question",
+        ),
         ("a.jsonl", '{"image": [], "question": "x"}\n{"image": []}\n', "a.jsonl line 2: question is missing"),
         ("a.json", "{}", "not a list of rows"),
         ("a.json", "[", "not valid JSON"),

@@ -18,6 +18,7 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.bench.images import dead_leaves, stamp
+from vlmcompress.common import hub
 from vlmcompress.data.samples import Sample
 from vlmcompress.data.sources import PROMPTS, bundled, load_samples
 from vlmcompress.errors import UserError
@@ -74,7 +75,11 @@ def open_prompts(
     Raises:
         UserError: the data are missing or broken, or have no image at all.
     """
-    source = data or (None if sizes else bundled(baseline, "test") or bundled(candidate, "test"))
+    source = (
+        hub.local(data, "dataset", splits=hub.TEST)
+        if data
+        else (None if sizes else bundled(baseline, "test") or bundled(candidate, "test"))
+    )
     if source is None:
         return Prompts("generated images (dead leaves)", (), sizes or (DEFAULT_SIZE,), seed)
     samples = load_samples(source, samples=None, seed=seed, check_images=False)
@@ -82,7 +87,7 @@ def open_prompts(
     if not with_images:
         raise UserError(f"{source}: no row has an image; give --images with some, or --sizes for generated ones")
     random.Random(seed).shuffle(with_images)
-    return Prompts(str(source), with_images, sizes, seed)
+    return Prompts(hub.shown(source), with_images, sizes, seed)
 
 
 def _part(image: Image.Image) -> dict[str, Any]:

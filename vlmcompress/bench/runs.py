@@ -13,7 +13,7 @@ from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import About, Plan, serve
-from vlmcompress.common import json_files
+from vlmcompress.common import hub, json_files
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side, sides
@@ -89,7 +89,7 @@ def plan(
     """What `run` will do, checked before any engine is started.
 
     Args:
-        candidate, baseline: checkpoint folders.
+        candidate, baseline: checkpoint folders, or ids on the Hub.
         load: `closed:8` or `rate:2.5`; see `load.parse`.
         requests: of one burst; None: enough for the load.
         data: folder of images, `.jsonl` or `.parquet`; None: see `prompts.open_prompts`.
@@ -103,7 +103,10 @@ def plan(
     for name, value in (("requests", requests), ("out-tokens", out_tokens), ("repeats", repeats)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
-    paths: dict[SideName, Path] = {"baseline": sides.checkpoint(baseline), "candidate": sides.checkpoint(candidate)}
+    paths: dict[SideName, Path] = {
+        "baseline": sides.checkpoint(hub.local(baseline)),
+        "candidate": sides.checkpoint(hub.local(candidate)),
+    }
     arrival = parse_load(load)
     return Plan(
         paths=paths,

@@ -6,7 +6,7 @@ Schema 1, one JSON object:
 |---|---|
 | schema_version | 1 |
 | created_by | versions of vlmcompress and of the packages that shape the result |
-| model | family, source name, hashes of the source's config and of its safetensors headers |
+| model | family, name (on the Hub: id and commit), hashes of the source's config and of its safetensors headers |
 | recipe, seed | the recipe as resolved |
 | calibration | what data statistics came from (hash, counts, tokens by modality), or null |
 | errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds |

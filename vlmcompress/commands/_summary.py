@@ -54,7 +54,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
     read = "Weights and statistics were read" if plan.allocation else "Nothing was read but headers"
     return "\n".join(
         [
-            f"Recipe for {plan.recipe.model} ({plan.source.spec.family})",
+            f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})",
             table(settings),
             f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}",
             *([table(rows)] if plan.rows else []),

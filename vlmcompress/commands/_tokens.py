@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import hub
 from vlmcompress.common.text import size as size_text
 from vlmcompress.common.text import table
 from vlmcompress.errors import UserError, did_you_mean
@@ -24,7 +25,9 @@ def tokens(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     sizes = [_size(text) for text in args.image_size]
     chosen = [parse(text) for text in args.reduce]
-    found = planning.plan(args.model, sizes, args.question, chosen, CACHE_BYTES.get(args.kv_cache))
+    found = planning.plan(
+        hub.local(args.model, weights="none"), sizes, args.question, chosen, CACHE_BYTES.get(args.kv_cache)
+    )
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
     data = {"ok": True, "model": str(args.model), **found.to_dict()}
@@ -84,14 +87,15 @@ def inspect(args: argparse.Namespace) -> Outcome:
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
     chosen = [parse(text) for text in args.reduce]
-    family = spec_for(read_config(args.model))
+    model = hub.local(args.model)
+    family = spec_for(read_config(model))
     for one in chosen:
         if reason := refusal(family, one.method):
             raise UserError(f"--reduce {one}: {reason}")
         if "query" in one.module.NEEDS and not args.question.strip():
             raise UserError(f"--reduce {one}: '{one.method}' looks at the question; add --question")
     images = [open_image(Path(name), "--image") for name in args.image]
-    vlm = load(args.model)
+    vlm = load(model)
     inputs = encode_prompt(Sample("prompt", images, args.question, origin="the prompt"), vlm)
     layouts = [vlm.spec.layout(vlm.processor, *image.size, len(images)) for image in images]
     found = [(str(one), decide(vlm, inputs, layouts, one)) for one in chosen]

@@ -28,6 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     """Exit code, data, text. 2 when the folder is broken, 1 when what an engine answers is not what it should be."""
     from vlmcompress.commands import _summary as summary
+    from vlmcompress.common import hub
     from vlmcompress.errors import UserError
 
     if args.engine is None:
@@ -36,7 +37,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
                 raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
         from vlmcompress.diagnosis.files import diagnose
 
-        checks = diagnose(Path(args.out), Path(args.source) if args.source else None)
+        checks = diagnose(Path(args.out), hub.local(args.source, weights="headers") if args.source else None)
     else:
         checks = _asked(args)
     fine = all(check.ok for check in checks)

@@ -66,6 +66,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def reducing(name: str, reduce: str, model: str) -> engines.Engine:
     """The engine of that name with a reducer on the model. UserError where they do not go together."""
+    from vlmcompress.common import hub
     from vlmcompress.models import read_config, spec_for
     from vlmcompress.recipe.reducer import parse
     from vlmcompress.reduction import refusal
@@ -75,7 +76,7 @@ def reducing(name: str, reduce: str, model: str) -> engines.Engine:
         raise UserError(
             f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
         )
-    if reason := refusal(spec_for(read_config(model)), chosen.method):
+    if reason := refusal(spec_for(read_config(hub.local(model, weights="none"))), chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     from vlmcompress.engines.hf import ENGINE
 

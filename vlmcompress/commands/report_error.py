@@ -63,9 +63,10 @@ def _found(args: argparse.Namespace) -> list[LayerErrors]:
 
         return [layer_errors.read(folder) for folder in folders]
     from vlmcompress.calibration import statistics_folder as statistics
+    from vlmcompress.common import hub
     from vlmcompress.diagnosis import measured_errors as stored_errors
 
-    seen, model = statistics.read(Path(args.stats)), Path(args.model)
+    seen, model = statistics.read(Path(args.stats)), hub.local(args.model)
     if not model.is_dir():
         raise UserError(f"{model} is not a folder; give the original that the statistics are of")
     return [stored_errors.measure(folder, seen, model) for folder in folders]

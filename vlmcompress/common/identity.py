@@ -6,6 +6,8 @@ import hashlib
 from importlib import metadata
 from pathlib import Path
 
+from vlmcompress.common import hub
+
 _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
 
 
@@ -21,14 +23,14 @@ def versions() -> dict[str, str]:
 
 
 def source_identity(source: Path) -> dict:
-    """Name and hashes of the original: of its config and of the headers (names, shapes, places) of its weights."""
+    """Name (on the Hub: id and commit) of the original, hashes of its config and of its headers (names, shapes, places)."""
     headers = hashlib.sha256()
     for file in sorted(source.glob("*.safetensors")):
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             headers.update(stream.read(min(length, file.stat().st_size)))
     return {
-        "source": source.resolve().name,
+        **hub.facts(source),
         "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "headers_sha256": headers.hexdigest(),
     }

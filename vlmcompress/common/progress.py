@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
+
+from vlmcompress.common.text import duration
 
 Progress = Callable[[str, int, int], None]
 """Called with (label, done, total)."""
@@ -10,3 +14,61 @@ Progress = Callable[[str, int, int], None]
 
 def silent(_label: str, _done: int, _total: int) -> None:
     """No progress shown."""
+
+
+class ProgressBar:
+    """A bar with the time left on stderr; where that is no terminal, a line every half minute instead.
+
+    Call it with (label, done, total).
+
+    Args:
+        clock: gives seconds, counted from anywhere.
+    """
+
+    WIDTH = 28
+    PERIOD = 0.1  # seconds between two drawings
+    LINES = 30.0  # seconds between two lines
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shown = sys.stderr.isatty()
+        self._clock, self._said = clock, clock()
+        self._label = ""
+        self._start = self._last = 0.0
+        self._first = 0
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        if total <= 0:
+            return
+        now = self._clock()
+        if label != self._label:
+            self.close()
+            self._label, self._start, self._first, self._last = label, now, done, float("-inf")
+        if not self._shown:
+            self._line(now, label, done, total)
+            return
+        if now - self._last < self.PERIOD and done < total:
+            return
+        self._last = now
+        filled = self.WIDTH * done // total
+        bar = "#" * filled + "-" * (self.WIDTH - filled)
+        sys.stderr.write(f"\r\x1b[K{label:<28.28} [{bar}] {done / total:4.0%}  {self._time_left(now, done, total)}")
+        sys.stderr.flush()
+
+    def _line(self, now: float, label: str, done: int, total: int) -> None:
+        if now - self._said >= self.LINES:
+            self._said = now
+            time_left = self._time_left(now, done, total)
+            print(f"{label}: {done / total:.0%}{f', {time_left}' if time_left else ''}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the line of the current bar."""
+        if self._shown and self._label:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+        self._label = ""
+
+    def _time_left(self, now: float, done: int, total: int) -> str:
+        passed, steps = now - self._start, done - self._first
+        if done >= total:
+            return f"in {duration(passed)}"
+        return f"{duration(passed / steps * (total - done))} left" if steps > 0 and passed > 1 else ""

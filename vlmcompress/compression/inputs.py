@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.common import identity
+from vlmcompress.common import hub, identity
+from vlmcompress.common.notes import note
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.data import bundled, encode, load_mixed, provenance
-from vlmcompress.data.provenance import token_counts
+from vlmcompress.data import bundled, encode, load_mixed, provenance, refuse_missing
+from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
+from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import Chosen, calibrated
 from vlmcompress.statistics.balance import weighed
@@ -63,17 +65,47 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
         needed: what needs them, for the message that says that they are missing.
     """
     settings = recipe.calibrate
-    source = settings.data or (bundled(vlm.path, "calibration") if needed else None)
-    if source is None:
-        if needed:
-            raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
+    named = _source(recipe, vlm.path, needed)
+    if named is None:
         return Inputs(vlm, [], None)
-    samples, texts = load_mixed(source, settings.text, samples=settings.samples, seed=recipe.seed)
+    source = hub.local(named, "dataset")
+    mixed = hub.local(settings.text, "dataset") if settings.text else None
+    samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
     batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
-    text = (texts, settings.text) if settings.text else None
-    origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor, text=text)
+    text = (texts, mixed) if mixed else None
+    asked = settings.samples // 2 * 2 if mixed else settings.samples
+    more: dict[str, Any] = {"processor": vlm.processor, "text": text, "asked": asked}
+    origin = provenance(samples, batches, source, seed=recipe.seed, **more)
     check_balance(recipe, origin["tokens"], source)
+    for line in notes(origin):
+        note(line)
     return Inputs(vlm, batches, origin)
+
+
+def needing(work: Plan) -> str | None:
+    """What of a recipe needs calibration data, in words; None: nothing."""
+    if work.needs_data:
+        return f"scheme '{work.recipe.scheme}'"
+    tokens = work.visual_tokens
+    return f"reducer '{tokens.reducer.method}'" if tokens and tokens.learns else None
+
+
+def refuse_without_data(work: Plan) -> None:
+    """Refuse a plan whose calibration data are needed and not named, or named and not there, as its run will."""
+    settings = work.recipe.calibrate
+    for named in (settings.data, settings.text):
+        if named is not None and hub.parse(named, "dataset") is None:
+            refuse_missing(Path(named))
+    if not work.statistics or (work.visual_tokens and work.visual_tokens.counted):
+        _source(work.recipe, work.recipe.model, needing(work))
+
+
+def _source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
+    """Where calibration samples are; None where there are none and nothing needs them."""
+    source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
+    if source is None and needed:
+        raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
+    return source
 
 
 def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:

@@ -19,7 +19,15 @@ from vlmcompress.common import folders
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import allocate
 from vlmcompress.compression.blocks import compress, solve_blocks
-from vlmcompress.compression.inputs import Inputs, Result, check_balance, fingerprint, read_inputs
+from vlmcompress.compression.inputs import (
+    Inputs,
+    Result,
+    check_balance,
+    fingerprint,
+    needing,
+    read_inputs,
+    refuse_without_data,
+)
 from vlmcompress.compression.reducer import counter, settled
 from vlmcompress.compression.write import write_checkpoint
 from vlmcompress.planning import plan, reuse
@@ -43,6 +51,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     out = recipe.out
     folders.check(recipe.model, out, overwrite=overwrite, mark=MANIFEST)
     work = plan.build(recipe)
+    refuse_without_data(work)
     if work.statistics:
         folders.check_apart(work.statistics.folder, out, "statistics")
         reuse.verify(work.statistics, recipe)
@@ -69,12 +78,11 @@ def _inputs(work: Plan) -> Inputs:
     """The model, with calibration samples where they are to be run or learnt from, and where statistics come from."""
     recipe, tokens = work.recipe, work.visual_tokens
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    learns = f"reducer '{tokens.reducer.method}'" if tokens and tokens.learns else None
     if work.statistics:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
-        samples = read_inputs(recipe, vlm, learns).batches if tokens and tokens.counted else []
+        samples = read_inputs(recipe, vlm, needing(work)).batches if tokens and tokens.counted else []
         return Inputs(vlm, samples, work.statistics.origin)
-    inputs = read_inputs(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else learns)
+    inputs = read_inputs(recipe, vlm, needing(work))
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 
 

@@ -4,7 +4,7 @@ from vlmcompress.data.encode import encode, encode_prompt, render
 from vlmcompress.data.mix import load_mixed
 from vlmcompress.data.provenance import data_hash, provenance
 from vlmcompress.data.samples import Sample
-from vlmcompress.data.sources import bundled, load_samples
+from vlmcompress.data.sources import bundled, load_samples, refuse_missing
 
 __all__ = [
     "Sample",
@@ -15,5 +15,6 @@ __all__ = [
     "load_mixed",
     "load_samples",
     "provenance",
+    "refuse_missing",
     "render",
 ]

@@ -22,15 +22,14 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from vlmcompress.common import json_files
+from vlmcompress.common.hub import IMAGES
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
 MAX_PIXELS = 178_956_970  # where Pillow, by default, refuses
 MAX_BYTES = 1 << 30
 """Of an image's file: as much as the pixels of the largest take."""
-SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif"}
-)
+SUFFIXES = frozenset(IMAGES)
 _PILLOW_LIMIT = threading.Lock()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.common import hub
 from vlmcompress.data.encode import ANSWER, TEXT, VISION, chat_template
 from vlmcompress.data.samples import Sample
 
@@ -27,31 +29,55 @@ def provenance(
     seed: int | None = None,
     processor: Any = None,
     text: tuple[Sequence[Sample], str | Path] | None = None,
+    asked: int | None = None,
 ) -> dict[str, Any]:
     """Facts about calibration data, ready for JSON.
 
     Args:
         samples: what `load_samples` gave.
         batches: what `encode` made of them, and of those of text.
-        source: where they came from; only the last part of the path is kept.
+        source: where they came from; only the last part of the path is kept, or an id on the Hub with its commit.
         seed: of the choice of samples.
         processor: its chat template's hash is recorded.
         text: samples of text alone that were mixed in, and where they came from; `sha256` is of the others.
+        asked: how many samples were wanted; recorded where there are fewer.
+
+    `prompts` counts the questions that we asked about images without any.
     """
     facts: dict[str, Any] = {
-        "source": Path(source).name,
+        **_source(source),
         "sha256": data_hash(samples),
         "samples": len(batches),
         "images": sum(len(sample.images) for sample in samples),
         **token_counts(batches),
     }
     if text is not None:
-        facts["text"] = {"source": Path(text[1]).name, "sha256": data_hash(text[0]), "samples": len(text[0])}
+        facts["text"] = {**_source(text[1]), "sha256": data_hash(text[0]), "samples": len(text[0])}
+    if asked is not None and len(batches) < asked:
+        facts["asked"] = asked
+    if prompts := Counter(sample.question for sample in samples if sample.prompted):
+        facts["prompts"] = dict(sorted(prompts.items()))
     if seed is not None:
         facts["seed"] = seed
     if processor is not None:
         facts["chat_template_sha256"] = hashlib.sha256(chat_template(processor).encode()).hexdigest()
     return facts
+
+
+def notes(facts: dict[str, Any]) -> list[str]:
+    """What people should know of calibration data that `provenance` describes, a line each."""
+    lines = []
+    if "asked" in facts:
+        lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
+    if prompts := facts.get("prompts"):
+        like = f"'{next(iter(prompts))}'"
+        many = f"one of {len(prompts)} prompts, like {like}" if len(prompts) > 1 else f"the prompt {like}"
+        lines.append(f"{facts['source']} has images without questions; each gets {many}")
+    return lines
+
+
+def _source(path: str | Path) -> dict[str, str]:
+    return hub.identity(path) or {"source": Path(path).name}
 
 
 def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """One row of a data set, whatever its dialect, to one `Sample`.
 
 Columns: `image` (or `images`): nothing, a path, bytes, `{"bytes": ..., "path": ...}` as the `datasets` library stores
-an image, or a list of those. `question` and, if known, `answer`; or `messages` in OpenAI's style. Optional `id`, `family`.
+an image, or a list of those. `question` and, if known, `answer`; or `messages` in OpenAI's style; or `conversations` as
+LLaVA and ShareGPT have them, turns `{"from": "human", "value": ...}`. Optional `id`, `family`.
 
 Which image goes where: a content part that brings its image shows that one; a part without takes the next of the image
 column. Where no part does so, the column's images take the places of the `<image>` marks in the texts, as LLaVA's data
@@ -23,6 +24,7 @@ from vlmcompress.errors import UserError
 
 MARK = "<image>"
 ROLES = ("system", "developer", "user", "assistant")
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # others as in ROLES
 Part = dict[str, Any]  # {"type": "text", "text": ...} or {"type": "image"}; while reading, the latter has a "source"
 
 
@@ -39,6 +41,7 @@ class Sample:
         messages: all turns before the answer, for transformers' chat templates: each `content` is a list of
             `{"type": "image"}` and `{"type": "text", "text": ...}`. None: the images, then the question.
         origin: where it was read, e.g. `data.jsonl line 3`, for messages to the user.
+        prompted: the question is ours, as the data have none.
     """
 
     id: str
@@ -48,6 +51,7 @@ class Sample:
     family: str | None = None
     messages: list[dict[str, Any]] | None = None
     origin: str = ""
+    prompted: bool = False
 
     @property
     def name(self) -> str:
@@ -80,6 +84,8 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path, 
     values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
     column = [_source(value, folder, origin) for value in values]
     messages = row.get("messages")
+    if messages is None and row.get("conversations") is not None:
+        messages = _messages(row["conversations"], origin)
     turns = _question(row, origin) if messages is None else _turns(messages, folder, origin)
     _bind(turns, column, origin)
     sources = [part.pop("source") for turn in turns for part in turn["content"] if part["type"] == "image"]
@@ -120,17 +126,38 @@ def _question(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     return [*turns, {"role": "assistant", "content": [_text(str(answer))]}]
 
 
+def _messages(conversations: Any, origin: str) -> list[Any]:
+    """LLaVA's or ShareGPT's turns in OpenAI's style; turns in that style already stay."""
+    turns = _parsed(conversations, "conversations", origin)
+    named = [turn for turn in turns if isinstance(turn, dict)]
+    if len(named) < len(turns) or not all({"from", "value"} <= turn.keys() or "role" in turn for turn in named):
+        raise UserError(f"{origin}: conversations has a turn without 'from' and 'value'; write both, or drop the row")
+    found = [
+        {"role": SPEAKERS.get(str(turn["from"]), turn["from"]), "content": turn["value"]} if "from" in turn else turn
+        for turn in named
+    ]
+    if strangers := [turn["role"] for turn in found if turn["role"] not in ROLES]:
+        raise UserError(f"{origin}: conversations has a turn from '{strangers[0]}'; known are human, gpt and system")
+    return found
+
+
+def _parsed(turns: Any, column: str, origin: str) -> list[Any]:
+    """A list of turns, which may come as JSON text."""
+    if isinstance(turns, str):
+        try:
+            turns = json_files.parse(turns)
+        except ValueError as error:
+            raise UserError(f"{origin}: {column} is not valid JSON ({error}); give a list of turns") from error
+    if not isinstance(turns, list) or not turns:
+        style = "{'from': 'human', 'value': ...}" if column == "conversations" else "{'role': 'user', 'content': ...}"
+        raise UserError(f"{origin}: {column} is not a list of turns; give [{style}, ...]")
+    return turns
+
+
 def _turns(messages: Any, folder: Path, origin: str) -> list[dict[str, Any]]:
     """OpenAI-style messages to turns; each image part has its own image, or None, under `source`."""
-    if isinstance(messages, str):
-        try:
-            messages = json_files.parse(messages)
-        except ValueError as error:
-            raise UserError(f"{origin}: messages is not valid JSON ({error}); give a list of turns") from error
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{origin}: messages is not a list of turns; give [{{'role': 'user', 'content': ...}}, ...]")
     turns = []
-    for message in messages:
+    for message in _parsed(messages, "messages", origin):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise UserError(f"{origin}: a message has no 'role' among {', '.join(ROLES)}")
         content = message.get("content")

@@ -1,4 +1,4 @@
-"""Read calibration or evaluation samples from a folder of images, JSON lines, parquet, or a saved data set.
+"""Read calibration or evaluation samples from a folder of images, JSON lines, parquet, a saved data set, or the Hub.
 
 Selection: of the rows, the `samples` with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the
 data the choice does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without
@@ -14,11 +14,11 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files
+from vlmcompress.common import hub, json_files
 from vlmcompress.common.messages import reason
 from vlmcompress.data.images import MAX_PIXELS, SUFFIXES
 from vlmcompress.data.samples import Sample, to_sample
@@ -36,9 +36,9 @@ PROMPTS = (
     "What would somebody ask about this image? Ask and answer.",
     "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
 )
-READ = ("image", "images", "question", "answer", "messages", "family", "text")
-COLUMNS = "needs a column image and question or messages"
-TEXT_COLUMNS = "needs a column messages, question or text"
+READ = ("image", "images", "question", "answer", "messages", "conversations", "family", "text")
+COLUMNS = "needs columns image and question, or messages, or conversations"
+TEXT_COLUMNS = "needs a column messages, conversations, question or text"
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class _Table:
     ids: list[Any]  # one per row; None where the data has none
     rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
     row_name: Callable[[int], str]
+    prompted: bool = False  # whether the questions are ours
 
 
 def load_samples(
@@ -65,7 +66,8 @@ def load_samples(
     """Read and choose samples.
 
     Args:
-        source: folder of images, `.jsonl` / `.json` / `.parquet` file, or folder written by `Dataset.save_to_disk`.
+        source: folder of images, `.jsonl` / `.json` / `.parquet` file, folder written by `Dataset.save_to_disk`, or an id on
+            the Hub (see `hub.local`).
         samples: how many to take; all where there are fewer. None: all, in the source's order.
         seed: of the choice.
         max_pixels: images with more are refused.
@@ -74,14 +76,12 @@ def load_samples(
     """
     if samples is not None and samples < 1:
         raise UserError(f"samples is {samples}; take at least 1")
-    path = Path(source)
+    path = hub.local(source, "dataset")
     table = _open(path, text)
     if not table.ids:
         raise UserError(f"{path} has no samples; give data with at least one row")
     identities = _unique(table.ids)
     chosen = _choose(identities, samples, seed)
-    if samples is not None and len(chosen) < samples:
-        log.warning("%s has %d samples, %d were asked for; all are used", table.name, len(chosen), samples)
     ascending = sorted(chosen)
     rows = dict(zip(ascending, table.rows(ascending), strict=True))
     if text:
@@ -96,6 +96,8 @@ def load_samples(
         )
         for index in chosen
     ]
+    if table.prompted:
+        found = [replace(sample, prompted=True) for sample in found]
     if shown := [sample for sample in found if text and sample.images]:
         raise UserError(f"{shown[0].name} shows an image; give a file of text alone, images belong into the data")
     if check_images:
@@ -107,7 +109,7 @@ def load_samples(
 
 def ids(source: str | Path) -> list[str | None]:
     """The ids that the rows of a source give, in its order; None for a row without."""
-    return [None if value is None or value == "" else str(value) for value in _open(Path(source)).ids]
+    return [None if value is None or value == "" else str(value) for value in _open(hub.local(source, "dataset")).ids]
 
 
 def bundled(model_path: str | Path, split: str) -> Path | None:
@@ -138,9 +140,10 @@ def _open(path: Path, text: bool = False) -> _Table:
     """What `path` holds, with the columns that samples are made of."""
     table = _read(path)
     have = set(table.columns)
-    if text and not have & {"messages", "question", "text"} and table.ids:
+    if text and not have & {"messages", "conversations", "question", "text"} and table.ids:
         raise UserError(f"{path} {TEXT_COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
-    if not text and not ("messages" in have or (have & {"image", "images"} and "question" in have)) and table.ids:
+    asked = have & {"messages", "conversations"} or (have & {"image", "images"} and "question" in have)
+    if not text and not asked and table.ids:
         raise UserError(f"{path} {COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
     return table
 
@@ -150,8 +153,7 @@ def _read(path: Path) -> _Table:
         if path.is_dir():
             saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
             return _saved_dataset(path) if saved else _folder(path)
-        if not path.exists():
-            raise UserError(f"{path} does not exist; give a folder of images, a .jsonl or .parquet file, or a data set")
+        refuse_missing(path)
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty; give data with at least one row")
         readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
@@ -160,6 +162,12 @@ def _read(path: Path) -> _Table:
         return readers[path.suffix.lower()](path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
+
+
+def refuse_missing(path: Path) -> None:
+    """Raise `UserError` where there is nothing."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a folder of images, a .jsonl or .parquet file, or a data set")
 
 
 def _folder(path: Path) -> _Table:
@@ -185,7 +193,7 @@ def _folder(path: Path) -> _Table:
     def rows(indices: list[int]) -> list[dict[str, Any]]:
         return [{"image": names[index], "question": _prompt(names[index])} for index in indices]
 
-    return _Table(path.name, path, ("image", "question"), list(names), rows, lambda index: names[index])
+    return _Table(path.name, path, ("image", "question"), list(names), rows, lambda index: names[index], True)
 
 
 def _prompt(name: str) -> str:

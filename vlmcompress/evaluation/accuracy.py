@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vlmcompress.common import hub
 from vlmcompress.engines.base import Answer, Engine, Progress, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import tasks
@@ -71,7 +72,7 @@ def evaluate_all(
     """Compare each of several candidates with one baseline, which is asked once.
 
     Args:
-        candidates: checkpoint folders, or names that the engine's server knows.
+        candidates: checkpoint folders or ids on the Hub, or names that the engine's server knows.
         baseline: the same, or a report (folder or `results.json`) of an earlier evaluation.
         suites: see `tasks.load_suite`; None is the default suite.
         data: local copy of the suite's data.
@@ -79,11 +80,11 @@ def evaluate_all(
     Raises:
         UserError: a checkpoint, suite or data is missing, the engine fails, or the two answered different questions.
     """
-    for path in candidates if how.engine.local else ():
-        sides.checkpoint(path)
+    if how.engine.local:
+        candidates = [sides.checkpoint(hub.local(path)) for path in candidates]
     recorded = _recorded(baseline)
     if recorded is None and how.baseline_engine.local:
-        sides.checkpoint(baseline)
+        baseline = sides.checkpoint(hub.local(baseline))
     original = Path(recorded.baseline.path) if recorded else baseline
     settings = replace(how.settings, seed=how.seed)
     loaded = [

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import json_files
+from vlmcompress.common import hub, json_files
 from vlmcompress.data.images import LazyImages
 from vlmcompress.data.sources import bundled
 from vlmcompress.errors import UserError
@@ -83,7 +83,10 @@ def encoded(value: Mapping[str, Any]) -> bytes | Path:
 
 def _locate(name: str, source: str, split: str, data: str | None, pretrained: str | None) -> Path:
     root = os.environ.get(VARIABLE)
-    path = Path(data) if data else Path(root, name) if root else pretrained and bundled(pretrained, split)
+    if data:
+        path = hub.local(data, "dataset", whole=split)
+    else:
+        path = Path(root, name) if root else pretrained and bundled(pretrained, split)
     if not path:
         raise UserError(
             f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common import hub
 from vlmcompress.data import sources
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError, did_you_mean
@@ -179,6 +180,7 @@ def _custom(path: Path) -> Any:
     """Plain data as a task; each row is one conversation."""
     from vlmcompress.evaluation.conversations import Conversations
 
+    path = hub.local(path, "dataset", splits=hub.TEST)
     samples = sources.load_samples(path, samples=None, seed=0, check_images=False)
     without = next((sample for sample in samples if not (sample.answer or "").strip()), None)
     if without is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models, targets
+from vlmcompress.common import hub
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
@@ -197,7 +198,7 @@ def _calibration(plan: Plan) -> list[Finding]:
         known = plan.statistics.facts["calibration"]
         return [Finding("calibration", True, f"statistics of {known['samples']} samples of '{known['source']}'")]
     if data is not None:
-        there = Path(data).exists()
+        there = Path(data).exists() or hub.parse(data, "dataset") is not None
         return [
             Finding(
                 "calibration", there, data if there else f"{data} does not exist; name a folder or file with --calib"

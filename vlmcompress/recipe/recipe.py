@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from vlmcompress import targets
-from vlmcompress.common import yaml_files
+from vlmcompress.common import hub, yaml_files
 from vlmcompress.common.registry import Registry
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
@@ -42,7 +42,8 @@ class Calibrate(_Frozen):
     """Where statistics come from.
 
     Attributes:
-        data: folder of images, .jsonl, .parquet or data set folder; None: the images bundled with a demo model.
+        data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
+            bundled with a demo model.
         text: file of samples without images that are mixed in, one for each of the data.
         samples: how many; with `text` both together.
         max_length: longest sample in tokens; None: the model's context.
@@ -153,7 +154,7 @@ class Recipe(_Frozen):
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""
-        data = self.model_dump(mode="json", exclude={"options", "reduce"})
+        data = self.model_dump(mode="json", exclude={"options", "reduce"}) | {"model": hub.shown(self.model)}
         reduce = self.reduce.plain() if self.reduce else None
         return data | {"options": dataclasses.asdict(self.options), "reduce": reduce}
 
@@ -170,13 +171,20 @@ class Resolved:
         return self.origins.get(key, DEFAULT)
 
 
-def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse: bool = True) -> Resolved:
+def resolve(
+    given: Mapping[str, Any],
+    file: str | Path | None = None,
+    *,
+    refuse: bool = True,
+    weights: Literal["values", "headers"] = "values",
+) -> Resolved:
     """The recipe that the command line (or a caller) and a recipe file ask for.
 
     Args:
         given: nested values that were given; a key that is absent was not given, a value that is falsy was.
         file: a recipe file, or the name of a bundled one.
         refuse: raise `UserError` for what the target cannot run.
+        weights: what of a model on the Hub is fetched; see `hub.local`.
     """
     layers: list[Layer] = [("command line", given)]
     if file is not None:
@@ -207,7 +215,8 @@ def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse:
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
         targets.refuse(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.vision_formats)
-    return Resolved(recipe, origins)
+    model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
+    return Resolved(recipe.model_copy(update={"model": model}), origins)
 
 
 def _reducer(given: Any, origins: Mapping[str, str]) -> Any:

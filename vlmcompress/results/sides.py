@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from vlmcompress import __version__
 from vlmcompress.checkpoint import card, manifest, reducer_block
+from vlmcompress.common import hub
 from vlmcompress.errors import UserError
 from vlmcompress.models._read import read_json, shards
 from vlmcompress.results import Calibration, Made, Side
@@ -27,8 +28,8 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
     made = _made(path, record) if record else None
     own, attached = _carried(path), engine.get("reduce") or ""
     return Side(
-        name=path.resolve().name + (f" with {attached}" if attached != own and attached else ""),
-        path=str(path),
+        name=hub.facts(path)["source"] + (f" with {attached}" if attached != own and attached else ""),
+        path=hub.shown(path),
         weight_bytes=_weight_bytes(path),
         scheme=made.scheme if made else "",
         reducer=attached or own,

@@ -1,0 +1,133 @@
+"""Repositories of the Hugging Face Hub where a folder could stand: `org/name[@revision]`, and for data also `:PATH` in it.
+
+`local` turns such a name into a folder of huggingface_hub's own cache, after fetching what is needed and not there: of a
+model its safetensors files, configuration, tokenizer and processor; of a data set one table or its images. Pickles are
+never fetched, Python code only on request. A path that exists is that path, whatever it looks like.
+
+An id is an explicit wish to fetch it; nothing else may reach out. `only_ids` therefore tells all libraries that they are
+offline, and `local` alone lifts that while it works, unless the user has set HF_HUB_OFFLINE: then the cache must do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from vlmcompress.common._hub_files import (
+    IMAGES,
+    TABLES,
+    TEST,
+    TRAIN,
+    Choice,
+    DataFiles,
+    Kind,
+    ModelFiles,
+    Repository,
+    SplitFiles,
+    Weights,
+)
+
+__all__ = ["IMAGES", "TEST", "TRAIN", "Repository", "facts", "identity", "local", "only_ids", "parse", "shown"]
+
+OFFLINE = "HF_HUB_OFFLINE"
+
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_ID = re.compile(rf"(?P<id>{_NAME}/{_NAME})(@(?P<revision>[\w./-]+))?(:(?P<part>[^:\0]+))?", re.ASCII)
+_CACHED = re.compile(
+    r"(models|datasets)--(?P<id>[\w.-]+?--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})(/(?P<rest>.+))?$"
+)
+_ours = False  # whether OFFLINE is set by `only_ids` and not by the user
+
+
+def only_ids() -> None:
+    """Let no library fetch anything by itself, in this process or its children; ids given to `local` still work."""
+    global _ours
+    if OFFLINE not in os.environ and "TRANSFORMERS_OFFLINE" not in os.environ:
+        os.environ[OFFLINE] = "1"
+        _ours = True
+
+
+def parse(name: str | Path, kind: Kind = "model") -> Repository | None:
+    """The repository that a name means; None for a path: one that exists, or that cannot be an id."""
+    text = os.fspath(name)
+    found = _ID.fullmatch(text)
+    if found is None or os.path.lexists(text) or (kind == "model" and found["part"]):
+        return None
+    if kind == "dataset" and not found["part"] and PurePosixPath(found["id"]).suffix.lower() in (*TABLES, *IMAGES):
+        return None
+    return Repository(found["id"], kind, found["revision"], found["part"])
+
+
+def local(
+    name: str | Path,
+    kind: Kind = "model",
+    *,
+    weights: Weights = "values",
+    code: bool = False,
+    splits: Sequence[str] = TRAIN,
+    whole: str | None = None,
+) -> Path:
+    """The folder or file that a name stands for; what an id names is fetched first, as far as the cache lacks it.
+
+    Args:
+        name: a path, or `org/name[@revision]`; of data also `org/name[@revision]:PATH`.
+        weights: "none": without weight files; "headers": they may be stand-ins that hold true headers and no values, in a
+            folder that this process removes when it ends.
+        code: fetch a model's Python files, too.
+        splits: of data in several tables, that whose name begins with the first of these that there is.
+        whole: instead, the folder with all tables of this split, as `evaluation.local_data` reads it.
+
+    Raises:
+        UserError: there is no such repository, access is not granted, or it is neither cached nor reachable.
+    """
+    repository = parse(name, kind)
+    if repository is None:
+        return Path(name)
+    from vlmcompress.common._hub_fetch import Fetch
+
+    choose: Choice
+    if kind == "model":
+        choose = ModelFiles(repository, weights, code)
+    else:
+        choose = SplitFiles(repository, whole) if whole else DataFiles(repository, splits)
+    with _reaching_out():
+        return Fetch(repository, choose).run()
+
+
+def identity(path: str | Path) -> dict[str, str] | None:
+    """`{"source": "org/name", "revision": commit}` of a path in the Hub's cache, with what it is in there; else None."""
+    found = _CACHED.search(os.path.abspath(path))
+    if found is None:
+        return None
+    source = found["id"].replace("--", "/", 1)
+    return {"source": f"{source}:{found['rest']}" if found["rest"] else source, "revision": found["commit"]}
+
+
+def shown(path: str | Path) -> str:
+    """A path as people and commands know it: `org/name@commit` for one in the Hub's cache."""
+    found = identity(path)
+    if found is None:
+        return str(path)
+    source, _, rest = found["source"].partition(":")
+    return f"{source}@{found['revision']}" + (f":{rest}" if rest else "")
+
+
+def facts(path: str | Path) -> dict[str, str]:
+    """What a manifest says of a source: its id and commit, or the last part of its path; nothing of this machine."""
+    return identity(path) or {"source": Path(path).resolve().name}
+
+
+@contextlib.contextmanager
+def _reaching_out() -> Iterator[None]:
+    """Lift the offline mode that `only_ids` set."""
+    from huggingface_hub import constants
+
+    kept = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = kept and not _ours
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = kept
