@@ -26,11 +26,11 @@ from vlmcompress.recipe import Recipe
 INTRO = """\
 # Recipe keys
 
-A recipe says everything that decides what `vlmcompress quantize` writes. It is a YAML file, and each of its keys can also
-be given on the command line: `--set options.group_size=64` sets the key `group_size` below `options`, and the most used keys
-have a flag of their own (`--scheme`, `--target`, `--reduce`, ...). Where several places name a key, the first of these wins:
-command line, recipe file, what the target decides, default. `--dry-run` shows every key with its value and where that came
-from. An unknown key or a value of the wrong type is refused in one line before anything is read.
+A recipe says everything that decides what `vlmcompress quantize` writes. It is a YAML file, and each of its keys can
+also be given on the command line: `--set options.group_size=64` sets the key `group_size` below `options`, and the most
+used keys have a flag of their own (`--scheme`, `--target`, `--reduce`, ...). Where several places name a key, the first
+of these wins: command line, recipe file, what the target decides, default. `--dry-run` shows every key with its value
+and where that came from. An unknown key or a value of the wrong type is refused in one line before anything is read.
 
 ```yaml
 # 4 bits for an A100, half of each image's tokens, calibrated on one's own questions
