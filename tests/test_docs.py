@@ -172,7 +172,9 @@ def test_bundled_recipes_in_commands_exist():
 
 
 def test_rows_of_data_are_read(tmp_path):
-    found = [json.loads(line) for _, block in fenced("json") for line in block.splitlines() if line.startswith('{"image"')]
+    found = [
+        json.loads(line) for _, block in fenced("json") for line in block.splitlines() if line.startswith('{"image"')
+    ]
     for row in found:
         image = tmp_path / row["image"]
         image.parent.mkdir(exist_ok=True)
