@@ -45,7 +45,8 @@ RECIPES: dict[str, dict] = {
 
 def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
     """Compress `model` in these ways and ask all of them the same questions."""
-    from vlmcompress import engines, pipeline
+    from vlmcompress import engines
+    from vlmcompress.compression.quantize import quantize
     from vlmcompress.evaluation.accuracy import Ask, evaluate_all
     from vlmcompress.recipe import resolve
 
@@ -53,7 +54,7 @@ def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -
     for index, given in enumerate(RECIPES[name] for name in names):
         outs.append(folder / f"{model}-{index}")
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **given}).recipe
-        manifests.append(pipeline.quantize(recipe).manifest)
+        manifests.append(quantize(recipe).manifest)
     rows = []
     how = Ask(engines.get("vllm"), engines.get("vllm"), limit=limit)
     for name, manifest, found in zip(names, manifests, evaluate_all(outs, source, [None], None, how), strict=True):

@@ -161,9 +161,9 @@ def run_stock(vlm, rows: list[dict], method: str) -> None:
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """The part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
-    from vlmcompress.blocks import compress
-    from vlmcompress.resume import LayerStore
-    from vlmcompress.solve import Method
+    from vlmcompress.blocks.solve import Method
+    from vlmcompress.blocks.store import LayerStore
+    from vlmcompress.compression.blocks import compress
 
     module = quantizers.REGISTRY.get(method)
     groups = models.resolve(vlm.model, vlm.spec)
@@ -200,7 +200,7 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
     elif contender.startswith("stock"):
         run_stock(vlm, rows, contender)
     elif contender == "gradients":
-        from vlmcompress.calibration.sensitivity import gradients
+        from vlmcompress.calibration.gradient_pass import gradients
 
         gradients(vlm, rows)
     else:

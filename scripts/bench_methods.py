@@ -38,11 +38,13 @@ import teacher_forcing
 import torch
 from plant_outliers import drawn, most_visual, plant, write
 
-from vlmcompress import calibrate, models, pipeline
-from vlmcompress.calibration import Sample, bundled, encode, load_samples
+from vlmcompress import models
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.compression import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.models import VLM
 from vlmcompress.recipe import resolve
-from vlmcompress.terminal import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "methods.json"
@@ -168,7 +170,7 @@ class Bench:
         elif setting.recipe["options"].get("objective", "gram") == "gram":  # the others run the model themselves
             given["calibrate"] = {"stats": str(self.statistics(seed))}
         start = time.process_time()
-        manifest = pipeline.quantize(resolve(given).recipe, overwrite=True).manifest
+        manifest = quantize(resolve(given).recipe, overwrite=True).manifest
         facts = {"seconds": round(time.process_time() - start, 2), "bytes": manifest["size"]["weights_after"]}
         facts["bytes_before"] = manifest["size"]["weights_before"]
         return teacher_forcing.load_quantized(out, self.vlm), facts

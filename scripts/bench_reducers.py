@@ -41,11 +41,11 @@ import torch
 from reduced_answers import Asker
 
 from vlmcompress import models
-from vlmcompress.calibration import Sample, bundled, encode, load_samples
-from vlmcompress.chosen import Chosen, choose
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.data import Sample, bundled, encode, load_samples
+from vlmcompress.recipe.reducer import Chosen, choose
 from vlmcompress.reduction import refusal
-from vlmcompress.reduction.thresholds import learn
-from vlmcompress.terminal import quiet_libraries
+from vlmcompress.reduction.learning import learn
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "eval" / "demo"

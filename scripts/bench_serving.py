@@ -37,13 +37,13 @@ import serving_table
 from serving_burst import WARM_UP, burst, state, warm_up
 from serving_model import ROOT, SIDE, Variant, prepare
 
-from vlmcompress import sides
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.serving import ALWAYS, FLAGS
-from vlmcompress.chosen import parse as parse_reducer
+from vlmcompress.commands._terminal import Progress
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
-from vlmcompress.terminal import Progress
+from vlmcompress.recipe.reducer import parse as parse_reducer
+from vlmcompress.results import sides
 
 RESULTS = ROOT / "eval/serving.json"
 METHOD = "dart"

@@ -34,16 +34,17 @@ import torch
 from plant_outliers import drawn, most_visual, plant
 from torch import Tensor
 
-from vlmcompress import _yaml, models
-from vlmcompress.balance import check_balance
-from vlmcompress.blocks import compress
-from vlmcompress.calibration import bundled, encode, load_samples
-from vlmcompress.calibration.encode import encode_prompt
+from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.common import yaml_files as _yaml
+from vlmcompress.compression.blocks import compress
+from vlmcompress.data import bundled, encode, load_samples
+from vlmcompress.data.encode import encode_prompt
 from vlmcompress.models import VLM
 from vlmcompress.quantizers import REGISTRY
-from vlmcompress.resume import LayerStore
-from vlmcompress.solve import Method
-from vlmcompress.terminal import quiet_libraries
+from vlmcompress.statistics.balance import check_balance
 
 KINDS = ("image", "text")
 Batch = tuple[list[int], dict[str, Tensor]]  # numbers of the questions, and their model inputs

@@ -10,7 +10,7 @@ seen next to all other choices of k. Rankings:
 
     luq        least entropy of k-means clusters first (LUQ), `reverse` the other way round
     qvlm       least entropy given the block before first
-    error      least predicted increase of the answer's loss first (`vlmcompress.predict`)
+    error      least predicted increase of the answer's loss first (`vlmcompress.blocks.predict`)
     late       the last blocks first
 
 The last line is one JSON object. No engine takes part: vLLM's CPU build has no kernel for 2 bits.
@@ -28,20 +28,23 @@ from pathlib import Path
 import torch
 from teacher_forcing import encode_questions, measure, pack, predictions
 
-from vlmcompress import allocate, models, plan, statistics
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration import bundled, load_samples
-from vlmcompress.models import VLM
+from vlmcompress import models
+from vlmcompress.blocks.solve import LayerResult, Method, apply, solve_layer
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.compression import allocate
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.data import bundled, load_samples
+from vlmcompress.models import VLM, decoder_blocks
+from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
-from vlmcompress.solve import LayerResult, Method, apply, solve_layer
-from vlmcompress.terminal import quiet_libraries
 
 LOW, HIGH = 2, 4
 MEASURES = ("exact", "nll", "kl")
 
 
 def solved(
-    vlm: VLM, blocks: Sequence, stats: statistics.Statistics, balance: str
+    vlm: VLM, blocks: Sequence, stats: statistics_folder.Statistics, balance: str
 ) -> dict[tuple[int, int], LayerResult]:
     """(block, bits) -> what becomes of it."""
     found = {}
@@ -54,7 +57,7 @@ def solved(
     return found
 
 
-def rankings(model: Path, stats: statistics.Statistics, folder: Path, balance: str) -> dict[str, list[int]]:
+def rankings(model: Path, stats: statistics_folder.Statistics, folder: Path, balance: str) -> dict[str, list[int]]:
     """Name -> blocks, those that lose their bits first at the front."""
     entropy = stats.facts["entropy"]
     blocks = range(len(entropy["luq"]))
@@ -104,8 +107,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         given = {"model": str(args.model), "out": str(Path(temporary, "stats")), "scheme": "none", "seed": args.seed}
         calibrate(resolve(given | {"calibrate": {"samples": args.samples}}).recipe, needs=None)
-        stats = statistics.read(Path(temporary, "stats"))
-        blocks = decoder_blocks(vlm)
+        stats = statistics_folder.read(Path(temporary, "stats"))
+        blocks = decoder_blocks(vlm.model, vlm.spec)
         results = solved(vlm, blocks, stats, args.balance)
         orders = rankings(args.model, stats, Path(temporary), args.balance)
     entropy = stats.facts["entropy"]

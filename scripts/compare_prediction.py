@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
-from vlmcompress import allocate, models, quantizers, statistics
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import bundled, encode, load_samples
+from vlmcompress import models, quantizers
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.compression import allocate
+from vlmcompress.data import bundled, encode, load_samples
+from vlmcompress.models import decoder_blocks
 from vlmcompress.quantizers import REGISTRY
-from vlmcompress.stats import MODALITIES
-from vlmcompress.terminal import quiet_libraries
+from vlmcompress.statistics.inputs import MODALITIES
 
 ANSWER = 1 + MODALITIES.index("answer")
 WIDTHS = (2, 3, 4)
@@ -52,12 +54,12 @@ def spearman(a: list[float], b: list[float]) -> float:
     return round(float(torch.corrcoef(ranks)[0, 1]), 3)
 
 
-def rows(vlm: models.VLM, stats: statistics.Statistics, batches: list[dict]) -> list[dict]:
+def rows(vlm: models.VLM, stats: statistics_folder.Statistics, batches: list[dict]) -> list[dict]:
     """One for each group and width."""
     rtn, original, found = REGISTRY.get("rtn"), answers(vlm.model, batches), []
-    read, plain = allocate.reader(vlm.path), statistics.Statistics(stats.folder, {**stats.facts})
+    read, plain = allocate.reader(vlm.path), statistics_folder.Statistics(stats.folder, {**stats.facts})
     del plain.facts["gradients"]
-    for layer, groups in enumerate(decoder_blocks(vlm)):
+    for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         loaded, _ = stats.load(layer)
         for group in groups:
             fisher, scale = allocate.predictor_of(group, loaded[group.name], stats, read, "off", 64)
@@ -99,7 +101,7 @@ def main() -> None:
     batches = [
         b for b in encode(load_samples(source, samples=args.samples, seed=1), vlm) if (b["modality"] == ANSWER).any()
     ]
-    found = rows(vlm, statistics.read(args.stats), batches)
+    found = rows(vlm, statistics_folder.read(args.stats), batches)
     summary: dict[str, Any] = {"model": args.model.resolve().name, "samples": len(batches)}
     for key in ("predicted", "relative"):
         by = {str(bits): [row for row in found if row["bits"] == bits] for bits in WIDTHS} | {"all": found}

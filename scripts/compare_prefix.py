@@ -50,7 +50,7 @@ def outputs(vlm, batches: list[dict]) -> list[dict]:
 
 def distance(now: list[dict], original: list[dict]) -> dict[str, float]:
     """Relative squared error of the output by modality, over all samples; mean KL over answer tokens."""
-    from vlmcompress.stats import MODALITIES
+    from vlmcompress.statistics.inputs import MODALITIES
 
     result = {}
     for code, name in enumerate(MODALITIES, start=1):
@@ -69,13 +69,17 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
     import torch
 
     from vlmcompress import models, quantizers
-    from vlmcompress.blocks import compress, solve_blocks
-    from vlmcompress.calibrate import decoder_blocks
-    from vlmcompress.resume import LayerStore
-    from vlmcompress.solve import Method
+    from vlmcompress.blocks.solve import Method
+    from vlmcompress.blocks.store import LayerStore
+    from vlmcompress.compression.blocks import compress, solve_blocks
+    from vlmcompress.models import decoder_blocks
 
     vlm, module = models.load(folder), quantizers.REGISTRY.get(scheme)
-    blocks, method, began = decoder_blocks(vlm), Method(module, module.Options(**options)), time.perf_counter()
+    blocks, method, began = (
+        decoder_blocks(vlm.model, vlm.spec),
+        Method(module, module.Options(**options)),
+        time.perf_counter(),
+    )
     with tempfile.TemporaryDirectory() as place, torch.no_grad():
         store = LayerStore(Path(place) / "store", "compare", resume=False)
         if stats is None:
@@ -96,9 +100,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the calibration samples")
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), choices=list(SCHEMES))
     args = parser.parse_args()
-    from vlmcompress import models, statistics, terminal
-    from vlmcompress.calibrate import calibrate
-    from vlmcompress.calibration import bundled, encode, load_samples
+    from vlmcompress import models
+    from vlmcompress.calibration import statistics_folder
+    from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.compression.calibrate import calibrate
+    from vlmcompress.data import bundled, encode, load_samples
     from vlmcompress.recipe import resolve
 
     terminal.quiet_libraries()
@@ -111,7 +117,7 @@ def main() -> int:
         given = {"model": str(args.model), "out": f"{place}/stats", "scheme": "none", "seed": args.seed}
         began = time.perf_counter()
         calibrate(resolve(given | {"calibrate": {"data": str(data), "samples": args.samples}}).recipe)
-        collecting, stats = time.perf_counter() - began, statistics.read(Path(place) / "stats")
+        collecting, stats = time.perf_counter() - began, statistics_folder.read(Path(place) / "stats")
         for name in args.schemes:
             for prefix, source in (("float", stats), ("quantized", None)):
                 model, seconds, recorded = compress(args.model, *SCHEMES[name], batches, source)
@@ -124,7 +130,7 @@ def main() -> int:
     for row in rows:
         figures = [f"{row[name]:.3e}" for name in columns]
         table.append((row["scheme"], row["prefix"], row["seconds"], *figures, f"{row['recorded']['vision']:.3e}"))
-    print(terminal.table(table, indent=""))
+    print(table(table, indent=""))
     print(
         json.dumps(
             {"model": args.model.name, "samples": args.samples, "calibrate_seconds": round(collecting, 2), "rows": rows}

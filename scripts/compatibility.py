@@ -43,7 +43,9 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from tests.models.inputs import images
-    from vlmcompress import doctor, models, pipeline
+    from vlmcompress import models
+    from vlmcompress.compression.quantize import quantize
+    from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
     from vlmcompress.recipe import resolve
 
@@ -51,7 +53,7 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
         recipe = resolve(
             {"model": str(source), "out": str(out), "scheme": scheme, "calibrate": {"data": str(data)}}
         ).recipe
-        pipeline.quantize(recipe)
+        quantize(recipe)
     except UserError as error:
         return str(error)
     failed = [f"{check.name}: {check.detail}" for check in doctor.diagnose(out, source) if not check.ok]

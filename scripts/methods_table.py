@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.calibration import Sample
+from vlmcompress.data import Sample
 from vlmcompress.evaluation.compare import compare
 
 BEYOND = 1.96

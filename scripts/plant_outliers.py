@@ -31,11 +31,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vlmcompress import atomic, models
-from vlmcompress.calibration import bundled, encode, load_samples
+from vlmcompress import models
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.common import folders
+from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 Batch = dict[str, Tensor]
 CARD = """\
@@ -136,7 +138,7 @@ def write(vlm: VLM, changed: list[str], out: Path, facts: dict) -> None:
     names = models.disk_names(vlm.model, models.tensor_headers(vlm.path))
     new = {names[name]: vlm.model.get_parameter(name).detach().contiguous() for name in changed}
     shards = models.shards(vlm.path)
-    with atomic.new_folder(out) as tree:
+    with folders.new_folder(out) as tree:
         for file in sorted(path for path in vlm.path.iterdir() if path.is_file() and path not in shards):
             shutil.copyfile(file, tree / file.name)
         for shard in shards:
@@ -175,7 +177,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     args = parser.parse_args()
     check_factor(args.factor)
-    atomic.check(args.model, args.out, overwrite=False)
+    folders.check(args.model, args.out, overwrite=False, mark=MANIFEST)
     data = args.calib or bundled(args.model, "calibration")
     if data is None:
         raise UserError("no calibration data; name some with --calib FOLDER or FILE")

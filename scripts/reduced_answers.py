@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.calibration import Sample, encode
-from vlmcompress.calibration.encode import ANSWER
-from vlmcompress.chosen import Chosen
+from vlmcompress.data import Sample, encode
+from vlmcompress.data.encode import ANSWER
 from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reduction import attach
 
 PER_BATCH = 48

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlmcompress import models
-from vlmcompress.chosen import Chosen, parse
 from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen, parse
 from vlmcompress.reduction import attach, refusal
 
 SIDE = 32  # tokens down and across: 1,024 together

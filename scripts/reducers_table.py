@@ -19,7 +19,7 @@ import reducers_speed
 import torch
 from torch import Tensor
 
-from vlmcompress.calibration import Sample
+from vlmcompress.data import Sample
 from vlmcompress.evaluation.compare import compare
 
 BEYOND = 1.96

@@ -16,9 +16,9 @@ from watching import watching
 from vlmcompress.bench import client, counters, measure, memory
 from vlmcompress.bench.load import Load
 from vlmcompress.bench.prompts import Prompts
-from vlmcompress.chosen import parse as parse_reducer
 from vlmcompress.engines.vllm.launch import Server
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse as parse_reducer
 from vlmcompress.results import State
 
 

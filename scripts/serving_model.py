@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcompress import carried
-from vlmcompress.calibration.sources import bundled
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.data.sources import bundled
+from vlmcompress.recipe.reducer import parse
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "eval/demo/demo-llava"  # whose tokenizer and chat template it has
@@ -106,7 +106,7 @@ def _with_reducer(full: Path, reduce: str, folder: Path) -> None:
     for file in full.iterdir():
         if file.is_file() and file.name != "config.json":
             os.link(file, folder / file.name)
-    config = carried.write(json.loads((full / "config.json").read_text()), parse(reduce))
+    config = reducer_block.write(json.loads((full / "config.json").read_text()), parse(reduce))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 

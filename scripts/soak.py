@@ -40,10 +40,10 @@ from transformers import AutoConfig
 
 from vlmcompress.bench import counters
 from vlmcompress.bench.serving import FLAGS
-from vlmcompress.calibration.sources import bundled, load_samples
+from vlmcompress.commands._terminal import Progress
+from vlmcompress.data.sources import bundled, load_samples
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
-from vlmcompress.terminal import Progress
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 32  # tokens of the KV cache

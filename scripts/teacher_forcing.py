@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.calibration import Sample, encode
-from vlmcompress.calibration.encode import ANSWER, VISION
+from vlmcompress.data import Sample, encode
+from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.models import VLM
 
 MEASURES = ("exact", "nll", "kl", "path", "logit")

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import torch
 
-from vlmcompress import checkpoint, exporters, manifest, models, tensorfile
+from vlmcompress import models
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import write as checkpoint
+from vlmcompress.checkpoint.layer_targets import targets
+from vlmcompress.common import tensor_files
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
 
@@ -27,17 +31,17 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
     """The arguments of `checkpoint.write` but for `out`."""
     model = models.skeleton(source)
     spec = models.spec_for(models.read_config(source))
-    entries = {entry.name: entry for file in models.shards(source) for entry in tensorfile.read_entries(file)}
+    entries = {entry.name: entry for file in models.shards(source) for entry in tensor_files.read_entries(file)}
     names = models.disk_names(model, entries)
     chosen = {name: scheme for group in models.resolve(model, spec) for name in group.linears if scheme}
     chosen |= {name: vision for group in models.vision_linears(model, spec) for name in group.linears if vision}
     quantized = {}
     for name, one in chosen.items():
-        weight = tensorfile.read_tensor(entries[names[f"{name}.weight"]])
+        weight = tensor_files.read_tensor(entries[names[f"{name}.weight"]])
         static = one.activations is not None and not one.activations.dynamic
         result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16)
         quantized[name] = (result, one, torch.tensor(0.05) if static else None)
-    groups = exporters.targets(chosen, names, spec)
+    groups = targets(chosen, names, spec)
     ignore = models.ignore_patterns(model, spec, set(chosen), names)
     attention = [f"{layer}.self_attn" for layer in models.decoder_layers(model, spec)]
     recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
@@ -45,6 +49,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "source": source,
         "quantized": quantized,
         "names": names,
+        "exporter": compressed_tensors,
         "quantization_config": compressed_tensors.quantization_config(groups, ignore, kv_cache=kv_cache),
         "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
         "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},

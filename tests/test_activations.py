@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlmcompress import manifest, pipeline
+from vlmcompress.blocks.solve import Method, solve_layer
+from vlmcompress.checkpoint import manifest
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import fp8_static, int8
 from vlmcompress.recipe import resolve
 from vlmcompress.report import error_text
-from vlmcompress.reservoir import Reservoir
-from vlmcompress.solve import Method, solve_layer
-from vlmcompress.stats import MODALITIES, SAMPLE, GroupStats
+from vlmcompress.statistics.inputs import MODALITIES, SAMPLE, GroupStats
+from vlmcompress.statistics.reservoir import Reservoir
 
 DEMO = Path(__file__).parents[1] / "eval" / "demo" / "demo-llava"
 
@@ -122,12 +123,12 @@ def test_whose_maxima():
 def test_smoothquant_of_the_demo_model(tmp_path):
     """The manifest says whose the maxima are, and errors are those of INT8 inputs: several times those of the weights."""
     given = {"model": str(DEMO), "out": str(tmp_path / "out"), "scheme": "int8", "calibrate": {"samples": 12}}
-    made = pipeline.quantize(resolve(given).recipe).manifest
+    made = quantize(resolve(given).recipe).manifest
     assert len(made["maxima"]) == 16 and all(
         sum(shares.values()) == pytest.approx(1) for shares in made["maxima"].values()
     )
     assert min(min(error.values()) for error in made["errors"].values()) > 1e-5
-    from vlmcompress import layer_errors
+    from vlmcompress.diagnosis import layer_errors
 
     found = layer_errors.read(tmp_path / "out")
     assert "Largest inputs, by channel: " in error_text.text(found, None, 1)

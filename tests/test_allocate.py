@@ -14,9 +14,16 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from tests import calibration_rows, tiny
-from vlmcompress import allocate, check, cli, doctor, manifest, models, pipeline, plan, statistics
-from vlmcompress.calibrate import KINDS, calibrate
+from vlmcompress import cli, models
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.checkpoint import manifest
+from vlmcompress.common.progress import silent
+from vlmcompress.compression import allocate
+from vlmcompress.compression.calibrate import KINDS, calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
+from vlmcompress.planning import check, plan
 from vlmcompress.recipe import resolve
 
 DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -57,7 +64,7 @@ def decoder_bits(out: Path, source: Path) -> float:
 @pytest.mark.parametrize("scheme", ["gptq", "awq"])
 def test_a_budget_is_kept_to_the_byte_and_loads(world, tmp_path, scheme):
     out = tmp_path / "out"
-    done = pipeline.quantize(recipe(world, out, {"budget": 3.9}, scheme))
+    done = quantize(recipe(world, out, {"budget": 3.9}, scheme))
     found = done.manifest["allocation"]
     assert decoder_bits(out, world / "llava") == pytest.approx(found["bits"], abs=1e-4)
     assert 3.5 < found["bits"] <= 3.9
@@ -76,16 +83,16 @@ def test_the_least_predicted_error_of_all_that_fit(world):
     """Oracle: no single change of a group to another width that fits predicts less; and it beats a width for all."""
     given = recipe(world, None, {"budget": 3.9})
     work = plan.build(given)
-    assert work.undecided and work.room
-    found = allocate.planned(work, progress=pipeline.silent).allocation
+    assert work.undecided and work.budget
+    found = allocate.planned(work, progress=silent).allocation
     errors = {(one["block"], one["group"]): one["predicted"] for one in found["groups"]}
     chosen = {(one["block"], one["group"]): one["width"] for one in found["groups"]}
-    sizes = work.room.sizes
-    assert sum(sizes[key][name] for key, name in chosen.items()) == found["bytes"] <= work.room.budget
+    sizes = work.budget.sizes
+    assert sum(sizes[key][name] for key, name in chosen.items()) == found["bytes"] <= work.budget.nbytes
     for key, name in chosen.items():
         for other, error in errors[key].items():
             if error < errors[key][name]:
-                assert found["bytes"] - sizes[key][name] + sizes[key][other] > work.room.budget
+                assert found["bytes"] - sizes[key][name] + sizes[key][other] > work.budget.nbytes
     assert found["predicted"] == pytest.approx(sum(errors[key][name] for key, name in chosen.items()))
     three = found["uniform"]["3"]
     assert three["bits"] <= 3.9 and found["predicted"] < three["predicted"]
@@ -93,11 +100,11 @@ def test_the_least_predicted_error_of_all_that_fit(world):
 
 @pytest.mark.parametrize("bits", [{"max_size": "1.6MB", "among": [4, "fp8", "bf16"]}, {"max_size": "1.38MB"}])
 def test_the_size_of_the_whole(world, tmp_path, bits):
-    done = pipeline.quantize(recipe(world, tmp_path / "out", bits))
+    done = quantize(recipe(world, tmp_path / "out", bits))
     written = done.manifest["size"]["weights_after"]
     limit = float(bits["max_size"].removesuffix("MB")) * 1e6
     assert 0.97 * limit < written <= limit
-    dry = allocate.planned(plan.build(recipe(world, None, bits)), progress=pipeline.silent)
+    dry = allocate.planned(plan.build(recipe(world, None, bits)), progress=silent)
     assert dry.bytes_after == written
     _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
@@ -105,8 +112,8 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
 
 @pytest.mark.parametrize("by", ["luq", "luq-reverse", "qvlm"])
 def test_rankings_by_entropy(world, tmp_path, by):
-    done = pipeline.quantize(recipe(world, tmp_path / "out", {"budget": 3.9, "by": by, "among": [2, 4]}))
-    found, entropy = done.manifest["allocation"], statistics.read(world / "stats").facts["entropy"]
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9, "by": by, "among": [2, 4]}))
+    found, entropy = done.manifest["allocation"], statistics_folder.read(world / "stats").facts["entropy"]
     mean = {}
     for one in found["groups"]:
         mean.setdefault(one["block"], []).append(int(one["width"]))
@@ -120,8 +127,8 @@ def test_rankings_by_entropy(world, tmp_path, by):
 def test_without_statistics_they_are_collected_first(world, tmp_path):
     """The same widths as with statistics of the same data, solved behind quantized blocks; nothing is left behind."""
     out = tmp_path / "out"
-    done = pipeline.quantize(recipe(world, out, {"budget": 3.9}, stats=False))
-    with_stats = allocate.planned(plan.build(recipe(world, None, {"budget": 3.9})), progress=pipeline.silent)
+    done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
+    with_stats = allocate.planned(plan.build(recipe(world, None, {"budget": 3.9})), progress=silent)
     widths = [
         [one["width"] for one in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
     ]
@@ -132,24 +139,24 @@ def test_without_statistics_they_are_collected_first(world, tmp_path):
 
 def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
     """A balance by gradients needs them for its own sake, too; those of the statistics serve it."""
-    from vlmcompress.calibration import sensitivity
+    from vlmcompress.calibration import gradient_pass as sensitivity
 
     calls, real = [], sensitivity.gradients
     monkeypatch.setattr(sensitivity, "gradients", lambda *args: calls.append(1) or real(*args))
     given = {"options": {"group_size": 32, "balance": "auto"}}
-    done = pipeline.quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **given))
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **given))
     assert done.manifest["allocation"]["unit"] == "nats" and calls == [1]
 
 
 def test_a_data_free_scheme_has_widths_from_data(world, tmp_path):
-    done = pipeline.quantize(recipe(world, tmp_path / "out", {"budget": 4.0}, "rtn", stats=False))
+    done = quantize(recipe(world, tmp_path / "out", {"budget": 4.0}, "rtn", stats=False))
     assert len({one["width"] for one in done.manifest["allocation"]["groups"]}) > 1
 
 
 def test_interrupted_and_resumed(world, tmp_path):
     """Killed after the statistics were collected: the second run keeps them, and its files are those of an unbroken run."""
     whole, out = tmp_path / "whole", tmp_path / "broken"
-    pipeline.quantize(recipe(world, whole, {"budget": 3.9}, stats=False))
+    quantize(recipe(world, whole, {"budget": 3.9}, stats=False))
     command = [
         sys.executable,
         "-m",
@@ -164,7 +171,7 @@ def test_interrupted_and_resumed(world, tmp_path):
     command += ["--set", "options.group_size=32", "--set", "bits.budget=3.9", "--calib", str(world / "calib.jsonl")]
     command += ["--samples", "4"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    hidden = tmp_path / ".broken.statistics" / statistics.NAME
+    hidden = tmp_path / ".broken.statistics" / statistics_folder.NAME
     while not hidden.exists() and run.poll() is None:
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
@@ -172,9 +179,7 @@ def test_interrupted_and_resumed(world, tmp_path):
     assert hidden.exists() and not out.exists()
     kept = hidden.stat().st_mtime_ns
     seen = []
-    pipeline.quantize(
-        recipe(world, out, {"budget": 3.9}, stats=False), resume=True, progress=lambda *what: seen.append(what[0])
-    )
+    quantize(recipe(world, out, {"budget": 3.9}, stats=False), resume=True, progress=lambda *what: seen.append(what[0]))
     assert "predicting" in seen and seen.index("predicting") < seen.index("calibrating")
     assert not hidden.exists() and kept
     for path in whole.glob("*.safetensors"):
@@ -238,15 +243,15 @@ def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
     calibrate(resolve(given).recipe, needs={"gram"})
     bare = {"calibrate": {"stats": str(tmp_path / "bare")}}
     with pytest.raises(UserError, match="bits.by luq needs entropy, which .*bare lacks; calibrate again"):
-        allocate.planned(plan.build(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=pipeline.silent)
+        allocate.planned(plan.build(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
     with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):
         plan.build(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))
 
 
 def test_widths_follow_the_target(world):
-    assert list(plan.build(recipe(world, None, {"budget": 6}, target="cpu")).room.widths) == ["4", "int8"]
-    assert list(plan.build(recipe(world, None, {"budget": 6}, target="h100")).room.widths) == ["2", "3", "4", "8"]
-    assert list(plan.build(recipe(world, None, {"budget": 6})).room.widths) == ["2", "3", "4", "8"]
+    assert list(plan.build(recipe(world, None, {"budget": 6}, target="cpu")).budget.widths) == ["4", "int8"]
+    assert list(plan.build(recipe(world, None, {"budget": 6}, target="h100")).budget.widths) == ["2", "3", "4", "8"]
+    assert list(plan.build(recipe(world, None, {"budget": 6})).budget.widths) == ["2", "3", "4", "8"]
 
 
 def test_check_and_dry_run(world, tmp_path, capsys):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmcompress import atomic
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.common import folders
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ def place(tmp_path):
 def ours(out: Path, text: str) -> None:
     """An existing output of ours."""
     out.mkdir(parents=True)
-    (out / atomic.MANIFEST).write_text(text)
+    (out / MANIFEST).write_text(text)
 
 
 def run_killed(place, at: str) -> None:
@@ -37,7 +38,7 @@ def run_killed(place, at: str) -> None:
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from vlmcompress import atomic
+from vlmcompress.common import folders
 calls = 0
 def stop(*args, original={at}, **more):
     global calls
@@ -47,8 +48,8 @@ def stop(*args, original={at}, **more):
     return original(*args, **more)
 {at} = stop
 out = Path({str(out)!r})
-atomic.check(Path({str(source)!r}), out, overwrite=True)
-with atomic.new_folder(out) as tree:
+folders.check(Path({str(source)!r}), out, overwrite=True, mark="vlmcompress.json")
+with folders.new_folder(out) as tree:
     (tree / "vlmcompress.json").write_text("new")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
@@ -57,8 +58,8 @@ with atomic.new_folder(out) as tree:
 
 def test_appears_when_done(place):
     source, out = place
-    atomic.check(source, out, overwrite=False)
-    with atomic.new_folder(out) as tree:
+    folders.check(source, out, overwrite=False, mark=MANIFEST)
+    with folders.new_folder(out) as tree:
         (tree / "sub").mkdir()
         (tree / "sub" / "a").write_text("x")
         assert not out.exists()
@@ -77,7 +78,7 @@ def _umask() -> int:
 def test_nothing_is_left_of_a_failure(place, error):
     _, out = place
     out = out.parent / "new" / "folders" / "out"
-    with pytest.raises(error), atomic.new_folder(out) as tree:
+    with pytest.raises(error), folders.new_folder(out) as tree:
         (tree / "a").write_text("x")
         raise error("stop")
     assert not list(out.parents[2].iterdir())
@@ -86,7 +87,7 @@ def test_nothing_is_left_of_a_failure(place, error):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_full_is_a_user_error(place, number):
     _, out = place
-    with pytest.raises(UserError, match="no space left"), atomic.new_folder(out):
+    with pytest.raises(UserError, match="no space left"), folders.new_folder(out):
         raise OSError(number, os.strerror(number))
     assert not list(out.parent.iterdir())
 
@@ -95,33 +96,33 @@ def test_exists(place):
     source, out = place
     ours(out, "old")
     with pytest.raises(UserError, match="--overwrite"):
-        atomic.check(source, out, overwrite=False)
-    atomic.check(source, out, overwrite=True)
-    (out / atomic.MANIFEST).rename(out / "thesis.txt")
+        folders.check(source, out, overwrite=False, mark=MANIFEST)
+    folders.check(source, out, overwrite=True, mark=MANIFEST)
+    (out / MANIFEST).rename(out / "thesis.txt")
     with pytest.raises(UserError, match="not ours to overwrite"):
-        atomic.check(source, out, overwrite=True)
+        folders.check(source, out, overwrite=True, mark=MANIFEST)
 
 
 @pytest.mark.parametrize("out", ["source", "source/out", "source/../source/deep/out", "."])
 def test_source_is_safe(place, out):
     source, _ = place
     with pytest.raises(UserError, match="source model"):
-        atomic.check(source, source.parent / out, overwrite=True)
+        folders.check(source, source.parent / out, overwrite=True, mark=MANIFEST)
 
 
 def test_a_symlink_to_the_source_is_seen_through(place):
     source, out = place
     out.symlink_to(source)
     with pytest.raises(UserError, match="source model"):
-        atomic.check(source, out, overwrite=True)
+        folders.check(source, out, overwrite=True, mark=MANIFEST)
 
 
 def test_unwritable(place):
     source, out = place
     out.parent.joinpath("file").write_text("")
     with pytest.raises(UserError, match="not a folder you can write to"):
-        atomic.check(source, out.parent / "file" / "out", overwrite=False)
-    with pytest.raises(UserError, match="cannot write"), atomic.new_folder(Path("/proc/none/out")):
+        folders.check(source, out.parent / "file" / "out", overwrite=False, mark=MANIFEST)
+    with pytest.raises(UserError, match="cannot write"), folders.new_folder(Path("/proc/none/out")):
         pass
 
 
@@ -130,31 +131,31 @@ def test_without_permission(place):
     source, out = place
     out.parent.chmod(0o500)
     with pytest.raises(UserError, match="not a folder you can write to"):
-        atomic.check(source, out, overwrite=False)
+        folders.check(source, out, overwrite=False, mark=MANIFEST)
 
 
 def test_overwrite_keeps_the_old_until_the_new_is_whole(place):
     _, out = place
     ours(out, "old")
-    with pytest.raises(RuntimeError), atomic.new_folder(out) as tree:
-        (tree / atomic.MANIFEST).write_text("new")
+    with pytest.raises(RuntimeError), folders.new_folder(out) as tree:
+        (tree / MANIFEST).write_text("new")
         raise RuntimeError
-    assert (out / atomic.MANIFEST).read_text() == "old"
-    with atomic.new_folder(out) as tree:
-        (tree / atomic.MANIFEST).write_text("new")
-        assert (out / atomic.MANIFEST).read_text() == "old"
-    assert (out / atomic.MANIFEST).read_text() == "new"
+    assert (out / MANIFEST).read_text() == "old"
+    with folders.new_folder(out) as tree:
+        (tree / MANIFEST).write_text("new")
+        assert (out / MANIFEST).read_text() == "old"
+    assert (out / MANIFEST).read_text() == "new"
     assert os.listdir(out.parent) == ["out"]
 
 
-@pytest.mark.parametrize("at", ["os.fsync", "os.rename", "atomic.shutil.rmtree"])
+@pytest.mark.parametrize("at", ["os.fsync", "os.rename", "folders.shutil.rmtree"])
 def test_killed_while_replacing(place, at):
     """Killed before, between and after the two renames: the next run finds a whole folder and removes the rest."""
     source, out = place
     ours(out, "old")
     run_killed(place, at)
-    atomic.check(source, out, overwrite=True)
-    assert (out / atomic.MANIFEST).read_text() == ("new" if at == "atomic.shutil.rmtree" else "old")
+    folders.check(source, out, overwrite=True, mark=MANIFEST)
+    assert (out / MANIFEST).read_text() == ("new" if at == "folders.shutil.rmtree" else "old")
     assert os.listdir(out.parent) == ["out"]
 
 
@@ -165,14 +166,14 @@ def test_only_our_leftovers_are_removed(place):
     (out.parent / ".other.vlmcompress-x").mkdir()
     (out.parent / ".other.vlmcompress-x" / "lock").write_text("")
     assert len(os.listdir(out.parent)) == 3
-    atomic.check(source, out, overwrite=False)
+    folders.check(source, out, overwrite=False, mark=MANIFEST)
     assert sorted(os.listdir(out.parent)) == [".other.vlmcompress-x", ".out.vlmcompress-mine"]
 
 
 def test_a_running_writer_is_left_alone(place):
     source, out = place
-    with atomic.new_folder(out) as tree:
+    with folders.new_folder(out) as tree:
         with pytest.raises(UserError, match="another run"):
-            atomic.check(source, out, overwrite=False)
+            folders.check(source, out, overwrite=False, mark=MANIFEST)
         assert tree.is_dir()
     assert out.is_dir()

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from vlmcompress import carried, cli
-from vlmcompress.chosen import parse
+from vlmcompress import cli
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.recipe.reducer import parse
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "eval" / "demo" / "demo-llava")
@@ -140,7 +141,7 @@ def bench_of_nothing(folder: Path) -> list[str]:
 
 def tampered(folder: Path) -> str:
     """A checkpoint whose reducer is of a version to come."""
-    config = carried.write(json.loads(Path(DEMO, "config.json").read_text()), parse("dart:0.5"))
+    config = reducer_block.write(json.loads(Path(DEMO, "config.json").read_text()), parse("dart:0.5"))
     (folder / "tampered").mkdir()
     (folder / "tampered" / "config.json").write_text(json.dumps(config | {"vlmcompress": {"schema": 99}}))
     return str(folder / "tampered")

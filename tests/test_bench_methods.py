@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress import models, pipeline
-from vlmcompress.calibration import Sample, bundled, encode, load_samples
+from vlmcompress import models
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Settings
 from vlmcompress.evaluation.scoring import normalise
@@ -56,7 +57,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """demo-llava at 2 bits without calibration, which answers many questions wrongly."""
     out = tmp_path_factory.mktemp("methods") / "rtn-2"
     given = {"model": str(DEMO / "demo-llava"), "out": str(out), "scheme": "rtn"}
-    pipeline.quantize(resolve(given | {"options": {"bits": 2, "group_size": -1}}).recipe)
+    quantize(resolve(given | {"options": {"bits": 2, "group_size": -1}}).recipe)
     return out
 
 
@@ -106,7 +107,7 @@ def test_activations_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
     original = models.load(DEMO / "demo-llava")
     assert teacher_forcing.round_activations(original.model) == []
     given = {"model": str(DEMO / "demo-llava"), "out": str(tmp_path / "int8"), "scheme": "int8"}
-    pipeline.quantize(resolve(given | {"calibrate": {"samples": 2}}).recipe)
+    quantize(resolve(given | {"calibrate": {"samples": 2}}).recipe)
     vlm = teacher_forcing.load_quantized(tmp_path / "int8", original)
     hooks = teacher_forcing.round_activations(vlm.model)
     assert len(hooks) == 28

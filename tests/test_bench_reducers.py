@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vlmcompress import models
-from vlmcompress.calibration import Sample, bundled, load_samples
-from vlmcompress.calibration.encode import encode_prompt
-from vlmcompress.chosen import Chosen, parse
+from vlmcompress.data import Sample, bundled, load_samples
+from vlmcompress.data.encode import encode_prompt
 from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen, parse
 from vlmcompress.reduction import attach
 
 ROOT = Path(__file__).parents[1]

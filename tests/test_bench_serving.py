@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from vlmcompress import carried, terminal
 from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.counters import Counters
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.commands import _terminal as terminal
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -34,9 +35,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reduced_checkpoint_has_the_weights_of_the_full_one(work: Path) -> None:
     reduced, full = prepare(QUARTER, work, 1), prepare(FULL, work, 1)
     assert (reduced / "model.safetensors").samefile(full / "model.safetensors")
-    found = carried.read(json.loads((reduced / "config.json").read_text()))
+    found = reducer_block.read(json.loads((reduced / "config.json").read_text()))
     assert found is not None and str(found.reducer) == "dart:0.25"
-    assert carried.read(json.loads((full / "config.json").read_text())) is None
+    assert reducer_block.read(json.loads((full / "config.json").read_text())) is None
     with safe_open(full / "model.safetensors", "pt") as weights:
         assert any(name.startswith("vision_tower.vision_model.") for name in weights.keys())  # noqa: SIM118
 

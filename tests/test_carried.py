@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from vlmcompress import carried, counts
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.errors import UserError
-from vlmcompress.reducers import REGISTRY
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.reducers import REGISTRY, TokenCounter
 
 PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
 
@@ -17,36 +17,36 @@ PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration
 @pytest.mark.parametrize("method", REGISTRY.names())
 def test_what_is_written_is_read(method):
     reducer = parse({"dymu": "dymu:thresholds=[0.9, 0.8]"}.get(method, method))
-    config = json.loads(json.dumps(carried.write(PLAIN, reducer)))
+    config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer)))
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
-    assert carried.read(config) == carried.Carried("llava", reducer)
-    assert carried.write(config, parse("random:0.5")) == carried.write(PLAIN, parse("random:0.5"))
+    assert reducer_block.read(config) == reducer_block.Carried("llava", reducer)
+    assert reducer_block.write(config, parse("random:0.5")) == reducer_block.write(PLAIN, parse("random:0.5"))
 
 
 def counter():
-    return counts.Counter(14, (4, 16), (0.5,) * 14, (0.0,) * 14, (1.0,) * 14, 9.0, 1.5)
+    return TokenCounter(14, (4, 16), (0.5,) * 14, (0.0,) * 14, (1.0,) * 14, 9.0, 1.5)
 
 
 def test_a_count_from_pixels_is_carried():
     reducer = parse("dymu:thresholds=[0.9, 0.8]")
-    config = json.loads(json.dumps(carried.write(PLAIN, reducer, counter())))
-    assert carried.read(config) == carried.Carried("llava", reducer, counter())
+    config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer, counter())))
+    assert reducer_block.read(config) == reducer_block.Carried("llava", reducer, counter())
     config["vlmcompress"]["count"]["buckets"] = [16, 4]
     with pytest.raises(UserError, match="count.buckets should be ascending"):
-        carried.read(config)
+        reducer_block.read(config)
     with pytest.raises(UserError, match="'dart' takes none"):
-        carried.read(carried.write(PLAIN, parse("dart"), counter()))
+        reducer_block.read(reducer_block.write(PLAIN, parse("dart"), counter()))
 
 
 @pytest.mark.parametrize("text", ["dymu", "dymu:thresholds=x.json", "dymu:thresholds=[0.9, 0.8],vtu=true"])
 def test_what_is_for_a_model_in_memory_is_not_carried(text):
     with pytest.raises(UserError, match="has no thresholds|has vtu"):
-        carried.write(PLAIN, parse(text))
+        reducer_block.write(PLAIN, parse(text))
 
 
 def test_nothing_is_carried():
-    assert carried.read(PLAIN) is None
-    assert carried.read({"model_type": "llava"}) is None
+    assert reducer_block.read(PLAIN) is None
+    assert reducer_block.read({"model_type": "llava"}) is None
 
 
 @pytest.mark.parametrize(
@@ -76,19 +76,19 @@ def test_nothing_is_carried():
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(change, text):
-    config = carried.write(PLAIN, parse("dart:0.5"))
+    config = reducer_block.write(PLAIN, parse("dart:0.5"))
     block = config["vlmcompress"]
     for key, value in change.items():
         into = config if key in config else block
         into[key] = value
     with pytest.raises(UserError) as caught:
-        carried.read(config)
+        reducer_block.read(config)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_key_of_the_block_is_missing():
-    config = carried.write(PLAIN, parse("dart:0.5"))
+    config = reducer_block.write(PLAIN, parse("dart:0.5"))
     del config["vlmcompress"]["reduce"]
     with pytest.raises(UserError, match="'reduce' is missing"):
-        carried.read(config)
+        reducer_block.read(config)

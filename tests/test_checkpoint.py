@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.tiny import build
-from vlmcompress import checkpoint, manifest, tensorfile
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import write as checkpoint
+from vlmcompress.common import tensor_files
+from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 
@@ -81,11 +84,13 @@ def test_shards(source, out):
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {
-        entry.name: file.name for file in files for entry in sorted(tensorfile.read_entries(file), key=lambda e: e.name)
+        entry.name: file.name
+        for file in files
+        for entry in sorted(tensor_files.read_entries(file), key=lambda e: e.name)
     }
-    assert index["metadata"]["total_size"] == sum(e.spec.nbytes for f in files for e in tensorfile.read_entries(f))
+    assert index["metadata"]["total_size"] == sum(e.spec.nbytes for f in files for e in tensor_files.read_entries(f))
     for file in files:
-        sizes = [entry.spec.nbytes for entry in tensorfile.read_entries(file)]
+        sizes = [entry.spec.nbytes for entry in tensor_files.read_entries(file)]
         assert sum(sizes) <= 200_000 or len(sizes) == 1
     whole = out.with_name("whole")
     rtn.write(out, whole, W4)
@@ -122,7 +127,7 @@ def test_an_odd_dtype_survives(source, tmp_path):
     tensors[name] = torch.full_like(tensors[name], float("nan"), dtype=torch.float32)
     save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
     rtn.write(odd, tmp_path / "out", W4)
-    assert bytes(tensorfile.to_bytes(load(tmp_path / "out")[name])) == bytes(tensorfile.to_bytes(tensors[name]))
+    assert bytes(tensor_files.to_bytes(load(tmp_path / "out")[name])) == bytes(tensor_files.to_bytes(tensors[name]))
 
 
 def test_progress_ends_at_the_total(source, out):
@@ -201,10 +206,10 @@ def test_a_wrong_shape_is_a_defect(source, out):
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("1GiB", 2**30), (77, 77), ("9B", 9)])
 def test_sizes(text, size):
-    assert checkpoint.parse_size(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "inf", "1e400GB", "nan"])
 def test_no_sizes(text):
     with pytest.raises(UserError):
-        checkpoint.parse_size(text)
+        parse_size(text)

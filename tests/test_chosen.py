@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vlmcompress import reducers
-from vlmcompress.chosen import parse, read
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse, read
 
 
 @pytest.mark.parametrize(

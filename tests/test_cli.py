@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from vlmcompress import cli, terminal
+from vlmcompress import cli
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.common.text import duration, size
 from vlmcompress.errors import GateError, UserError
 
 
@@ -147,8 +149,8 @@ def test_list(capfd):
 
 
 def test_list_reducers_says_what_their_modules_say(capfd):
-    from vlmcompress.chosen import parse
     from vlmcompress.engines.vllm.plugin import FAMILIES, refusal
+    from vlmcompress.recipe.reducer import parse
     from vlmcompress.reducers import REGISTRY
 
     assert cli.main(["list", "reducers", "--json"]) == 0
@@ -245,9 +247,9 @@ def test_progress_only_on_a_terminal(capsys, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.2, "8 s"), (185, "3:05 min"), (7800, "2:10 h")])
 def test_duration(seconds, text):
-    assert terminal.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (7591168, "7.59 MB"), (1.5e12, "1.5 TB")])
 def test_size(count, text):
-    assert terminal.size(count) == text
+    assert size(count) == text

@@ -9,9 +9,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests import tiny
 from tests.reduction.reduction_data import picture
-from vlmcompress import carried, plan
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
-from vlmcompress.pipeline import quantize
+from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction.carrying import attach_carried
 
@@ -33,7 +34,7 @@ def written(given, folder, **more):
 def test_the_checkpoint_carries_thresholds_and_counts(given):
     given, folder = given
     out = written(given, folder)
-    found = carried.read(json.loads((out / "config.json").read_text()))
+    found = reducer_block.read(json.loads((out / "config.json").read_text()))
     assert len(found.reducer.options.thresholds) == 2 and found.count.buckets[-1] == 16
     model, processor = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
     inputs = processor(text="<image>what?", images=picture(9), return_tensors="pt").to(model.dtype)
@@ -44,14 +45,14 @@ def test_the_checkpoint_carries_thresholds_and_counts(given):
     again = written(
         {**given, "reduce": {"method": "dymu", "thresholds": list(found.reducer.options.thresholds)}}, folder
     )
-    block = carried.read(json.loads((again / "config.json").read_text()))
+    block = reducer_block.read(json.loads((again / "config.json").read_text()))
     assert block.count == found.count and block.reducer.options.thresholds == found.reducer.options.thresholds
 
 
 def test_transformers_need_no_counts(given):
     given, folder = given
     out = written(given, folder, engine="transformers")
-    found = carried.read(json.loads((out / "config.json").read_text()))
+    found = reducer_block.read(json.loads((out / "config.json").read_text()))
     assert found.count is None and found.reducer.options.thresholds
 
 

@@ -10,8 +10,16 @@ import statistics
 import pytest
 import torch
 
-from vlmcompress import counts
 from vlmcompress.errors import UserError
+from vlmcompress.reducers import TokenCounter, fit_counter, read_counter
+from vlmcompress.reducers._counter import features
+
+
+def r2(counter: TokenCounter, pictures: list[torch.Tensor], counts: list[int]) -> float:
+    """Share of the counts' variance that the regression explains."""
+    y = torch.tensor(counts).double()
+    said = torch.tensor([counter.predict(one) for one in pictures]).double()
+    return 1 - float(((y - said) ** 2).sum() / ((y - y.mean()) ** 2).sum().clamp(min=1e-12))
 
 
 def drawn(number: int, side: int = 24) -> torch.Tensor:
@@ -63,18 +71,18 @@ def slow(pixels: torch.Tensor, side: int) -> list[float]:
 def test_statistics(size):
     pixels = torch.randn(3, *size, generator=torch.Generator().manual_seed(0))
     pixels[:, :8, :8] = 0.2
-    assert counts.features(pixels, 4).tolist() == pytest.approx(slow(pixels, 4), abs=1e-9)
+    assert features(pixels, 4).tolist() == pytest.approx(slow(pixels, 4), abs=1e-9)
 
 
 def test_the_type_does_not_matter():
     pixels = drawn(9)
-    assert torch.equal(counts.features(pixels, 4), counts.features(pixels.bfloat16(), 4))
-    assert torch.equal(counts.features(pixels, 4), counts.features(pixels.double(), 4))
+    assert torch.equal(features(pixels, 4), features(pixels.bfloat16(), 4))
+    assert torch.equal(features(pixels, 4), features(pixels.double(), 4))
 
 
 def test_ridge_is_least_squares_of_the_penalized_problem():
-    found = counts.fit(PICTURES, TRUE, 4, 36, penalty=2.0, within=0.5)
-    x = torch.stack([counts.features(one, 4) for one in PICTURES])
+    found = fit_counter(PICTURES, TRUE, 4, 36, penalty=2.0, within=0.5)
+    x = torch.stack([features(one, 4) for one in PICTURES])
     z = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=1e-6)
     y = torch.tensor(TRUE).double()
     rows = torch.cat([z, 2.0**0.5 * torch.eye(z.shape[1]).double()])
@@ -83,11 +91,11 @@ def test_ridge_is_least_squares_of_the_penalized_problem():
     assert found.weights == pytest.approx(weights.tolist(), abs=1e-8) and found.bias == pytest.approx(y.mean().item())
     for one, row in zip(PICTURES, z, strict=True):
         assert found.predict(one) == pytest.approx(float(row @ weights + y.mean()), abs=1e-6)
-    assert counts.r2(found, PICTURES, TRUE) > 0.95
+    assert r2(found, PICTURES, TRUE) > 0.95
 
 
 def test_counts_are_buckets_and_mostly_enough():
-    found = counts.fit(PICTURES, TRUE, 4, 36, least=6, within=0.8)
+    found = fit_counter(PICTURES, TRUE, 4, 36, least=6, within=0.8)
     assert found.buckets[0] == 6 and found.buckets[-1] == 36 and len(found.buckets) == 15
     given = [found.count(one) for one in PICTURES]
     assert set(given) <= set(found.buckets)
@@ -100,15 +108,15 @@ def test_counts_are_buckets_and_mostly_enough():
 
 
 def test_flat_pictures_alone_are_no_problem():
-    found = counts.fit([drawn(0)] * 3, [5, 5, 5], 4, 36)
+    found = fit_counter([drawn(0)] * 3, [5, 5, 5], 4, 36)
     assert found.predict(drawn(0)) == pytest.approx(5)
     with pytest.raises(ValueError, match="at least one"):
-        counts.fit([], [], 4, 36)
+        fit_counter([], [], 4, 36)
 
 
 def test_what_is_written_is_read():
-    found = counts.fit(PICTURES, TRUE, 4, 36)
-    assert counts.read(json.loads(json.dumps(found.plain())), "count") == found
+    found = fit_counter(PICTURES, TRUE, 4, 36)
+    assert read_counter(json.loads(json.dumps(found.plain())), "count") == found
 
 
 @pytest.mark.parametrize(
@@ -132,9 +140,9 @@ def test_what_is_written_is_read():
     ],
 )
 def test_bad_blocks(change, message):
-    plain = counts.fit(PICTURES, TRUE, 4, 36).plain() | change
+    plain = fit_counter(PICTURES, TRUE, 4, 36).plain() | change
     with pytest.raises(UserError, match=message) as caught:
-        counts.read(plain, "count")
+        read_counter(plain, "count")
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="should be a mapping"):
-        counts.read([1], "count")
+        read_counter([1], "count")

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.tiny import build
-from vlmcompress import doctor, manifest, models
+from vlmcompress import models
+from vlmcompress.checkpoint import manifest
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 
 LAYER = "language_model.model.layers.0.self_attn.q_proj"

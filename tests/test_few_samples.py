@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress import cli, manifest, numerics, terminal
+from vlmcompress import cli, numerics
+from vlmcompress.blocks.solve import LayerResult, warnings
+from vlmcompress.checkpoint import manifest
+from vlmcompress.commands import _terminal as terminal
 from vlmcompress.quantizers import gptq, solve
-from vlmcompress.solve import LayerResult, warnings
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 DEMO = Path(__file__).parents[1] / "eval" / "demo" / "demo-llava"
 

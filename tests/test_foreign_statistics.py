@@ -15,11 +15,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests import calibration_rows, tiny
-from vlmcompress import arguments, cli, models, pipeline, statistics, terminal
-from vlmcompress.calibrate import KINDS, calibrate, decoder_blocks, gram_bytes
+from vlmcompress import cli, models
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.commands import _arguments as arguments
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression.calibrate import KINDS, calibrate, gram_bytes
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
+from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +87,13 @@ def other_data(folder: Path) -> list[str]:
 
 
 def other_version(folder: Path) -> list[str]:
-    path = folder / "llava-stats" / statistics.NAME
+    path = folder / "llava-stats" / statistics_folder.NAME
     edit(path, created_by=json.loads(path.read_text())["created_by"] | {"transformers": "4.0.0"})
     return []
 
 
 def later_schema(folder: Path) -> list[str]:
-    edit(folder / "llava-stats" / statistics.NAME, schema_version=3)
+    edit(folder / "llava-stats" / statistics_folder.NAME, schema_version=3)
     return []
 
 
@@ -110,23 +115,23 @@ def no_folder(folder: Path) -> list[str]:
 
 
 def no_json(folder: Path) -> list[str]:
-    (folder / "llava-stats" / statistics.NAME).write_text("[1")
+    (folder / "llava-stats" / statistics_folder.NAME).write_text("[1")
     return []
 
 
 def no_blocks(folder: Path) -> list[str]:
-    path = folder / "llava-stats" / statistics.NAME
+    path = folder / "llava-stats" / statistics_folder.NAME
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "blocks"}))
     return []
 
 
 def only_maxima(folder: Path) -> list[str]:
-    edit(folder / "llava-stats" / statistics.NAME, needs=["absmax"])
+    edit(folder / "llava-stats" / statistics_folder.NAME, needs=["absmax"])
     return []
 
 
 def no_ranges(folder: Path) -> list[str]:
-    edit(folder / "llava-stats" / statistics.NAME, kv_cache=False)
+    edit(folder / "llava-stats" / statistics_folder.NAME, kv_cache=False)
     return ["--kv-cache", "fp8"]
 
 
@@ -147,7 +152,7 @@ REFUSED = {
     later_schema: r"schema 3, this vlmcompress reads 2",
     damaged: r"layer-0001.safetensors is damaged",
     cut: r"layer-0001.safetensors is missing or of another size",
-    no_folder: r"has no statistics.json; give a folder written by",
+    no_folder: r"has no statistics_folder.json; give a folder written by",
     no_json: r"statistics.json is not readable",
     no_blocks: r"statistics.json has no 'blocks'; calibrate again",
     only_maxima: r"hold absmax and the scheme needs absmean, gram, too",
@@ -165,8 +170,8 @@ def test_statistics_are_not_written_into_or_over(spoiled, out, message):
     (spoiled / "llava-stats").rename(spoiled / "x" / "stats")
     chosen = recipe(spoiled, spoiled / out, "fp8", calibrate={"stats": str(spoiled / "x" / "stats")})
     with pytest.raises(UserError, match=message):
-        pipeline.quantize(chosen, overwrite=True)
-    assert statistics.read(spoiled / "x" / "stats")
+        quantize(chosen, overwrite=True)
+    assert statistics_folder.read(spoiled / "x" / "stats")
 
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
@@ -205,7 +210,7 @@ def test_no_room(world, tmp_path, monkeypatch):
     calibrate(recipe(world, stats))
     written = sum(path.stat().st_size for path in stats.glob("*.safetensors"))
     vlm = models.load(world / "llava")
-    assert 0.4 * written < gram_bytes(vlm, decoder_blocks(vlm), 3) < written
+    assert 0.4 * written < gram_bytes(vlm, decoder_blocks(vlm.model, vlm.spec), 3) < written
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: full)
     with pytest.raises(UserError, match=r"need about .* has 1 kB left; choose another folder or leave out Gram"):
@@ -215,7 +220,7 @@ def test_no_room(world, tmp_path, monkeypatch):
 
 def test_a_full_disk(tmp_path):
     """What safetensors reports as text is an error that names the file, and the block does not count as finished."""
-    store = statistics.Collected(tmp_path / "store", "x", resume=False)
+    store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
     stats = GroupStats(256)
     stats.update(torch.ones(1, 256))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -236,9 +241,9 @@ def test_the_names_of_statistics():
 
 def test_only_statistics_are_overwritten(world, tmp_path):
     stats = tmp_path / "stats"
-    pipeline.quantize(recipe(world, stats, "fp8"))
+    quantize(recipe(world, stats, "fp8"))
     with pytest.raises(UserError, match="not ours to overwrite"):
         calibrate(recipe(world, stats), overwrite=True)
     calibrate(recipe(world, tmp_path / "other"), needs=("absmax",))
     calibrate(recipe(world, tmp_path / "other"), needs=("absmean",), overwrite=True)
-    assert statistics.read(tmp_path / "other").facts["needs"] == ["absmean"]
+    assert statistics_folder.read(tmp_path / "other").facts["needs"] == ["absmean"]

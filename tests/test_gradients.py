@@ -12,13 +12,16 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from tests.calibration.kit import file_of, picture, refused
-from vlmcompress import calibration, cli, models, pipeline, statistics
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress import calibration, cli, models
+from vlmcompress.blocks.solve import Method, solve_layer
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
-from vlmcompress.resume import LayerStore
-from vlmcompress.sensitivity import Gradient, Gradients, sensitivities
-from vlmcompress.solve import Method, solve_layer
+from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +79,11 @@ def test_they_are_kept_with_the_statistics(world):
     vlm = models.load(world / "model")
     batches = calibration.encode(calibration.load_samples(world / "calib.jsonl", samples=128, seed=0), vlm)
     expected = gradients(vlm, batches)
-    kept = statistics.read(world / "stats")
+    kept = statistics_folder.read(world / "stats")
     assert kept.gradients == expected and kept.facts["needs"] == ["absmax", "absmean", "gradient", "gram"]
-    weights = sensitivities(expected, [{g.name: g.linears for g in groups} for groups in decoder_blocks(vlm)])
+    weights = sensitivities(
+        expected, [{g.name: g.linears for g in groups} for groups in decoder_blocks(vlm.model, vlm.spec)]
+    )
     for layer in range(len(kept.facts["blocks"])):
         stats, _ = kept.load(layer)
         assert {name: one.sensitivity for name, one in stats.items()} == {
@@ -95,7 +100,7 @@ def test_quantize(world, tmp_path, scheme, balance):
     for form, data in (("stored", None), ("sequential", "calib")):
         work = recipe(world, tmp_path / form, scheme, data, options={**options, "balance": balance})
         stores[form] = first_block(work, tmp_path)
-    stats, _ = statistics.read(world / "stats").load(0)
+    stats, _ = statistics_folder.read(world / "stats").load(0)
     for group, one in stats.items():
         sensitivity = one.sensitivity
         if balance == "mbq":
@@ -106,10 +111,10 @@ def test_quantize(world, tmp_path, scheme, balance):
     module = work.method
     plain = Method(module, module.Options(**options))
     others = {(0, g): Method(module, module.Options(**options, balance=w)) for g, w in weights.items()}
-    groups = decoder_blocks(vlm)[0]
+    groups = decoder_blocks(vlm.model, vlm.spec)[0]
     linears = {name: vlm.model.get_parameter(f"{name}.weight") for group in groups for name in group.linears}
     expected = solve_layer(groups, linears, stats, Method(module, plain.options, others), torch.bfloat16)
-    off = solve_layer(groups, linears, statistics.read(world / "stats").load(0)[0], plain, torch.bfloat16)
+    off = solve_layer(groups, linears, statistics_folder.read(world / "stats").load(0)[0], plain, torch.bfloat16)
     for found in stores.values():
         assert all(torch.equal(found.weights[name].q, weight.q) for name, weight in expected.weights.items())
         assert not all(torch.equal(found.weights[name].q, weight.q) for name, weight in off.weights.items())
@@ -124,7 +129,7 @@ def first_block(work, tmp_path: Path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pipeline.quantize(work, progress=stop)
+        quantize(work, progress=stop)
     mark = (folder / "fingerprint").read_text()
     return LayerStore(folder, mark, resume=True).load(0)
 
@@ -132,17 +137,17 @@ def first_block(work, tmp_path: Path):
 def test_whole_checkpoints(world, tmp_path):
     """To the end, and the same bytes after an interruption, whose gradients are not computed again."""
     work = recipe(world, tmp_path / "out", "gptq", options={"group_size": 64, "balance": "auto"})
-    pipeline.quantize(work)
+    quantize(work)
     again = recipe(world, tmp_path / "again", "gptq", options={"group_size": 64, "balance": "auto"})
     first_block(again, tmp_path)
     kept = tmp_path / ".again.resume" / "gradients.json"
-    assert Gradients.from_dict(json.loads(kept.read_text())) == statistics.read(world / "stats").gradients
+    assert Gradients.from_dict(json.loads(kept.read_text())) == statistics_folder.read(world / "stats").gradients
     labels = set()
-    pipeline.quantize(again, resume=True, progress=lambda label, _done, _total: labels.add(label))
+    quantize(again, resume=True, progress=lambda label, _done, _total: labels.add(label))
     assert "calibrating" in labels and "measuring sensitivity" not in labels
     names = ("model.safetensors", "config.json")
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "again" / n).read_bytes() for n in names)
-    pipeline.quantize(recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "balance": "mbq"}))
+    quantize(recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "balance": "mbq"}))
 
 
 def test_calibrate_goes_on_after_the_pass(world, tmp_path):
@@ -156,19 +161,19 @@ def test_calibrate_goes_on_after_the_pass(world, tmp_path):
         calibrate(work, needs=needs, progress=stop)
     calibrate(work, needs=needs, resume=True, progress=lambda label, _done, _total: labels.add(label))
     assert "measuring sensitivity" not in labels
-    assert statistics.read(tmp_path / "stats").gradients == statistics.read(world / "stats").gradients
+    assert statistics_folder.read(tmp_path / "stats").gradients == statistics_folder.read(world / "stats").gradients
 
 
 def test_without_answers(world, tmp_path):
     """All that can be had is collected when nothing is asked for, and what can't is refused when it is."""
     command = ["calibrate", str(world / "model"), "--calib", str(world / "silent.jsonl"), "-o", str(tmp_path / "all")]
     assert cli.main(command) == 0
-    assert "gradient" not in statistics.read(tmp_path / "all").facts["needs"]
+    assert "gradient" not in statistics_folder.read(tmp_path / "all").facts["needs"]
     work = recipe(world, tmp_path / "asked", data="silent")
     refused(lambda: calibrate(work, needs=("absmax", "gradient")), "no calibration sample has an answer")
     for balance in ("auto", "mbq"):
         work = recipe(world, tmp_path / "out", "gptq", "silent", options={"group_size": 64, "balance": balance})
-        refused(lambda work=work: pipeline.quantize(work), "no answer tokens", "options.balance")
+        refused(lambda work=work: quantize(work), "no answer tokens", "options.balance")
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
 
 
@@ -178,7 +183,7 @@ def test_statistics_without_gradients_are_refused(world, tmp_path):
     given = given.model_copy(
         update={"calibrate": given.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})}
     )
-    refused(lambda: pipeline.quantize(given), "the scheme needs gradient, too; calibrate again")
+    refused(lambda: quantize(given), "the scheme needs gradient, too; calibrate again")
 
 
 def test_tokens_are_weighed_by_running_the_model(world, tmp_path):
@@ -186,24 +191,24 @@ def test_tokens_are_weighed_by_running_the_model(world, tmp_path):
     found = {}
     for tokens in ("off", "vlmq"):
         work = recipe(world, tmp_path / tokens, "gptq", options={"bits": 3, "group_size": 64, "tokens": tokens})
-        found[tokens] = load_file(pipeline.quantize(work).out / "model.safetensors")
+        found[tokens] = load_file(quantize(work).out / "model.safetensors")
     differ = {
         n for n, q in found["off"].items() if n.endswith("weight_packed") and not torch.equal(q, found["vlmq"][n])
     }
     assert {name.split(".layers.")[1].split("_proj")[0] for name in differ} >= {f"1.self_attn.{x}" for x in "qkvo"}
     assert not any(".layers.0." in name for name in differ)
     stored = recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "tokens": "vlmq"})
-    refused(lambda: pipeline.quantize(stored), "leave out the statistics or use tokens 'off'")
+    refused(lambda: quantize(stored), "leave out the statistics or use tokens 'off'")
     shared = recipe(
         world, tmp_path / "shared", "gptq", options={"group_size": 64, "tokens": "vlmq"}, bits={"budget": 4.5}
     )
-    refused(lambda: pipeline.quantize(shared), "use options.tokens off")
+    refused(lambda: quantize(shared), "use options.tokens off")
 
 
 def test_damaged(world, tmp_path):
     calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "gradient"))
-    path = tmp_path / "stats" / statistics.NAME
+    path = tmp_path / "stats" / statistics_folder.NAME
     facts = json.loads(path.read_text())
     for broken in (None, [], {"loss": 1.0, "samples": 1}, {"loss": 1.0, "samples": 1, "blocks": [{"x": {"y": 1}}]}):
         path.write_text(json.dumps(facts | {"gradients": broken}))
-        refused(lambda: statistics.read(tmp_path / "stats"), "is not readable; calibrate again")
+        refused(lambda: statistics_folder.read(tmp_path / "stats"), "is not readable; calibrate again")

@@ -1,4 +1,8 @@
-"""Which part may import which: algorithms know only torch, the engine and llm-compressor stay where they belong."""
+"""What the contract of floors in pyproject.toml cannot say of imports, and how long files and functions may be.
+
+`lint-imports` (in `scripts/test`) keeps imports going down from floor to floor. Here: no circle between files, algorithms know
+only torch, the engine and llm-compressor stay where they belong, private modules stay within their package.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +10,79 @@ import ast
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "vlmcompress").rglob("*.py"))
+PACKAGE = ROOT / "vlmcompress"
+FILES = sorted(PACKAGE.rglob("*.py"))
+GRAPH = grimp.build_graph("vlmcompress", include_external_packages=True)
+MODULES = sorted(name for name in GRAPH.modules if name.startswith("vlmcompress"))
 PURE = {"torch", *sys.stdlib_module_names}
+KNOWN = ("numerics", "statistics", "common.registry")
+"""What algorithms may import of the package, beside their own folder."""
 
 
-def imported(path: Path) -> set[str]:
-    """Dotted names of every module that a file imports, wherever the statement stands."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def inside(path: Path, *folders: str) -> bool:
-    return any(path.is_relative_to(ROOT / "vlmcompress" / folder) for folder in folders)
+def imports(module: str) -> set[str]:
+    """What a module imports, wherever the statement stands."""
+    return GRAPH.find_modules_directly_imported_by(module)
 
 
 def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_dependencies(path):
-    for name in imported(path):
-        where = f"{path.relative_to(ROOT)} imports {name}"
-        if below(name, "vllm"):
-            assert inside(path, "engines/vllm"), where
-        if below(name, "llmcompressor"):
-            assert inside(path, "calibration") or path.name in ("pipeline.py", "modifiers.py"), where
-        assert not below(name, "eval", "tests", "scripts"), where
-        if inside(path, "quantizers", "reducers", "allocation") or path.stem in (
-            "numerics",
-            "balance",
-            "stats",
-            "kv_range",
-            "reservoir",
-        ):
-            pure = {"numerics", "balance", "stats", "reservoir", "registry", path.parent.name}  # and each other
-            allowed = below(name, *(f"vlmcompress.{module}" for module in pure))
-            assert name.split(".")[0] in PURE or allowed, where
-        if path.stem == "predict":
-            allowed = below(name, "vlmcompress.numerics", "vlmcompress.quantizers", "vlmcompress.stats")
-            assert name.split(".")[0] in PURE or allowed, where
-        if inside(path, "models", "exporters", "targets"):
-            assert not below(name, "vlmcompress.pipeline", "vlmcompress.cli", "vlmcompress.calibration"), where
-        if path.name not in ("cli.py", "__main__.py"):
-            assert not below(name, "vlmcompress.cli"), where
+def test_the_root_holds_the_door_and_the_ground():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {
+        "__init__", "__main__", "cli", "errors", "modifiers", "numerics"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("library", [("vllm", ("engines.vllm",)), ("llmcompressor", ("calibration", "modifiers"))])
+def test_where_a_library_may_be_imported(library):
+    name, homes = library
+    found = GRAPH.find_modules_that_directly_import(name)
+    assert found and all(below(module, *(f"vlmcompress.{home}" for home in homes)) for module in found), found
+
+
+@pytest.mark.parametrize("folder", ["quantizers", "reducers", "allocation", "statistics"])
+def test_algorithms_know_only_torch(folder):
+    for module in MODULES:
+        if below(module, f"vlmcompress.{folder}"):
+            for name in imports(module):
+                own = below(name, f"vlmcompress.{folder}", *(f"vlmcompress.{known}" for known in KNOWN))
+                error = name == "vlmcompress.errors"  # what a user is told
+                assert own or error or name.split(".")[0] in PURE, f"{module} imports {name}"
+
+
+def test_private_modules_stay_within_their_package():
+    for module in MODULES:
+        for name in imports(module):
+            package, _, last = name.rpartition(".")
+            private = name.startswith("vlmcompress.") and last.startswith("_") and not last.startswith("__")
+            door = module == "vlmcompress.cli" and package == "vlmcompress.commands"
+            assert not private or door or below(module, package), f"{module} imports {name}"
+
+
+def test_no_circle_between_files():
+    """Removing, again and again, what imports nothing that is left, removes everything."""
+    left = {module: {name for name in imports(module) if name in MODULES} for module in MODULES}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"in circles, or above one: {sorted(left)}"
+
+
+def test_nothing_imports_what_is_not_installed():
+    for module in MODULES:
+        assert not any(below(name, "eval", "tests", "scripts") for name in imports(module)), module
 
 
 @pytest.mark.parametrize("folder", ["vlmcompress", "tests", "eval", "scripts"])
 def test_files_and_functions_are_short(folder):
     for path in sorted((ROOT / folder).rglob("*.py")):
         text = path.read_text()
-        assert text.count("\n") <= 300, f"{path.relative_to(ROOT)} has more than 300 lines"
+        assert text.count("\n") <= 400, f"{path.relative_to(ROOT)} has more than 400 lines"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path.relative_to(ROOT)}: {node.name} is over 60 lines"

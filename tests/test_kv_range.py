@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlmcompress import cli, kv_range, models, pipeline, terminal
-from vlmcompress.balance import MODALITIES
-from vlmcompress.calibrate import calibrate
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress import cli, models
 from vlmcompress.calibration.sequential import alike
-from vlmcompress.kv_range import BINS, KVRange
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.recipe import resolve
+from vlmcompress.statistics import kv_range
+from vlmcompress.statistics.balance import MODALITIES
+from vlmcompress.statistics.kv_range import BINS, KVRange
 
 DEMO = Path(__file__).parents[1] / "eval" / "demo" / "demo-llava"
 
@@ -97,7 +100,7 @@ def given(out: Path, scheme: str) -> dict:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("kv") / "out"
-    pipeline.quantize(resolve(given(out, "rtn")).recipe)
+    quantize(resolve(given(out, "rtn")).recipe)
     return out
 
 
@@ -105,7 +108,7 @@ def test_the_demo_models_first_block(checkpoint):
     """The manifest's maxima are those of the first attention's projections of the plain model, keys after RoPE."""
     vlm = models.load(DEMO)
     vlm.model.set_attn_implementation("eager")
-    samples = load_samples(str(pipeline.bundled(DEMO, "calibration")), samples=6, seed=0)
+    samples = load_samples(str(bundled(DEMO, "calibration")), samples=6, seed=0)
     name = f"{models.decoder_layers(vlm.model, vlm.spec)[0]}.self_attn"
     attention, found, mask = vlm.model.get_submodule(name), KVRange(), torch.zeros(1)
     from transformers.models.llama import modeling_llama
@@ -145,7 +148,7 @@ def test_from_statistics(checkpoint, tmp_path):
     """The first block stands behind nothing quantized, so that stored ranges are those of the run without them."""
     calibrate(resolve(given(tmp_path / "stats", "none")).recipe)
     stats = {"calibrate": {"stats": str(tmp_path / "stats")}}
-    found = pipeline.quantize(resolve(given(tmp_path / "out", "rtn") | stats).recipe).manifest["kv_cache"]
+    found = quantize(resolve(given(tmp_path / "out", "rtn") | stats).recipe).manifest["kv_cache"]
     direct = json.loads((checkpoint / "vlmcompress.json").read_text())["kv_cache"]
     first = next(iter(direct))
     assert found.keys() == direct.keys() and found[first] == direct[first]

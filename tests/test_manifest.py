@@ -11,7 +11,9 @@ import pytest
 
 from tests import rtn
 from tests.tiny import build
-from vlmcompress import card, checkpoint, manifest
+from vlmcompress.checkpoint import card, manifest
+from vlmcompress.checkpoint import write as checkpoint
+from vlmcompress.common import identity
 from vlmcompress.errors import UserError
 
 ERRORS = {"a.q_proj": {"text": 0.001, "vision": 0.004}, "a.k_proj": {"text": 0.003, "vision": 0.002}}
@@ -60,13 +62,13 @@ def test_says_what_was_done_and_no_paths(made):
 
 def test_the_source_is_told_by_its_headers(made, tmp_path):
     source, _ = made
-    before = manifest.source_identity(source)
-    assert before == manifest.source_identity(source)
+    before = identity.source_identity(source)
+    assert before == identity.source_identity(source)
     other = build("llava", tmp_path / "llava")
     (other / "config.json").write_bytes((source / "config.json").read_bytes())
-    assert manifest.source_identity(other) == before
+    assert identity.source_identity(other) == before
     (other / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"{}")
-    assert manifest.source_identity(other)["headers_sha256"] != before["headers_sha256"]
+    assert identity.source_identity(other)["headers_sha256"] != before["headers_sha256"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', '{"schema_version": 99}'])

@@ -21,14 +21,15 @@ from transformers import AutoModelForImageTextToText
 
 from tests import tiny
 from vlmcompress import models, modifiers
-from vlmcompress.balance import Sensitivity
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import block_search, encode, load_samples
-from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_search
+from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
+from vlmcompress.models import decoder_blocks
 from vlmcompress.quantizers import mbq
-from vlmcompress.sensitivity import sensitivities
-from vlmcompress.solve import Method
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.gradients import sensitivities
 
 IGNORE = ["re:.*lm_head", "re:.*visual.*"]
 SCHEME = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 32, "strategy": "group"}}}
@@ -114,7 +115,7 @@ def test_tokens_of_another_shape_are_all_alike(monkeypatch):
 def test_mbq_in_a_recipe_finds_what_ours_finds(folder):
     """Oracle: `search_blocks` with the gradients measured beforehand. Norms end divided by its scales."""
     source = models.load(folder / "model")
-    blocks = decoder_blocks(source)
+    blocks = decoder_blocks(source.model, source.spec)
     batches = encode(load_samples(str(folder / "calib.jsonl"), samples=3, seed=0), source)
     names = [{group.name: group.linears for group in groups} for groups in blocks]
     known = sensitivities(gradients(source, batches), names)

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import calibration_rows, tiny
-from vlmcompress import doctor, models, pipeline
+from vlmcompress import models
 from vlmcompress.calibration import sequential
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 
@@ -58,7 +60,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
     """The doctor finds nothing, transformers reloads without a missing key, and the answer's logits stay close."""
     out = tmp_path / "out"
-    result = pipeline.quantize(recipe(world, out, scheme, model, options=SCHEMES[scheme]))
+    result = quantize(recipe(world, out, scheme, model, options=SCHEMES[scheme]))
     failed = [check for check in doctor.diagnose(out, source=world / model) if not check.ok]
     assert not failed, failed
     errors = result.manifest["errors"]
@@ -69,7 +71,7 @@ def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
 
 def test_vision_and_kv_cache(world, tmp_path):
     out = tmp_path / "out"
-    pipeline.quantize(recipe(world, out, "rtn", "qwen", vision="fp8", kv_cache="fp8"))
+    quantize(recipe(world, out, "rtn", "qwen", vision="fp8", kv_cache="fp8"))
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert len(config["config_groups"]) == 2 and config["kv_cache_scheme"]["num_bits"] == 8
     stored = load_file(out / "model.safetensors")
@@ -81,17 +83,17 @@ def test_vision_and_kv_cache(world, tmp_path):
 def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path):
     """Stop in the middle of the second block, go on with `resume`: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
-    pipeline.quantize(recipe(world, whole, "awq"))
+    quantize(recipe(world, whole, "awq"))
 
     def stop(label: str, done: int, total: int) -> None:
         if label == "calibrating" and done > total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pipeline.quantize(recipe(world, halved, "awq"), progress=stop)
+        quantize(recipe(world, halved, "awq"), progress=stop)
     assert not halved.exists()
     assert len(list((tmp_path / ".halved.resume").glob("layer-*.safetensors"))) == 1
-    pipeline.quantize(recipe(world, halved, "awq"), resume=True)
+    quantize(recipe(world, halved, "awq"), resume=True)
     assert weights(halved) == weights(whole)
     assert not (tmp_path / ".halved.resume").exists()
 
@@ -107,7 +109,7 @@ def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
         return solve(groups, weights, stats, *more)
 
     monkeypatch.setattr(sequential, "solve_layer", solve_layer)
-    pipeline.quantize(recipe(world, tmp_path / "out", "gptq", options={"group_size": 64}))
+    quantize(recipe(world, tmp_path / "out", "gptq", options={"group_size": 64}))
     assert len(seen) >= 8  # four groups a block
 
 
@@ -151,7 +153,7 @@ def test_the_block_objective_is_llm_compressors(world, tmp_path):
     for objective in ("gram", "block"):
         out = tmp_path / objective
         work = recipe(world, out, "awq", "qwen", options={"objective": objective})
-        found = pipeline.quantize(work).manifest["errors"]
+        found = quantize(work).manifest["errors"]
         errors[objective] = sum(error["vision"] for error in found.values())
         assert not [check for check in doctor.diagnose(out, source=world / "qwen") if not check.ok]
     assert errors["gram"] == pytest.approx(errors["block"], rel=0.2)
@@ -164,11 +166,11 @@ def test_the_block_objective_is_llm_compressors(world, tmp_path):
 def test_mbq_as_published(world, tmp_path, options):
     """By block output: whole, smoothed otherwise than by Gram matrices, and little worse on the outputs of single layers; with
     8-bit weights most of the error is that of rounding inputs."""
-    found = pipeline.quantize(recipe(world, tmp_path / "out", "mbq", "qwen", options=options)).manifest
+    found = quantize(recipe(world, tmp_path / "out", "mbq", "qwen", options=options)).manifest
     assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "qwen") if not check.ok]
     wide = {key: value for key, value in options.items() if key != "activations"} | {"objective": "gram"}
     wide |= {} if "group_size" in wide else {"group_size": -1, "symmetric": True}
-    other = pipeline.quantize(recipe(world, tmp_path / "gram", "mbq", "qwen", options=wide)).manifest
+    other = quantize(recipe(world, tmp_path / "gram", "mbq", "qwen", options=wide)).manifest
     errors = [sum(error["vision"] for error in each["errors"].values()) for each in (found, other)]
     if options.get("bits") == 8:
         assert errors[1] < errors[0] < 5 * errors[1]
@@ -179,7 +181,7 @@ def test_mbq_as_published(world, tmp_path, options):
 def test_needs_calibration_data(world, tmp_path):
     given = {"model": str(world / "llava"), "out": str(tmp_path / "out"), "scheme": "awq"}
     with pytest.raises(UserError, match="--calib"):
-        pipeline.quantize(resolve(given).recipe)
+        quantize(resolve(given).recipe)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,12 +190,12 @@ def test_balance(world, tmp_path, scheme):
     """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
     plain, balanced = tmp_path / "plain", tmp_path / "balanced"
     given = dict(SCHEMES[scheme])
-    pipeline.quantize(recipe(world, plain, scheme, options=given | {"balance": "off"}))
-    record = pipeline.quantize(recipe(world, balanced, scheme, options=given | {"balance": "ratio"})).manifest
+    quantize(recipe(world, plain, scheme, options=given | {"balance": "off"}))
+    record = quantize(recipe(world, balanced, scheme, options=given | {"balance": "ratio"})).manifest
     assert record["recipe"]["options"]["balance"] == "ratio"
     assert weights(plain) != weights(balanced)
     assert not [check for check in doctor.diagnose(balanced, source=world / "llava") if not check.ok]
-    default = pipeline.quantize(recipe(world, tmp_path / "default", scheme, options=given))
+    default = quantize(recipe(world, tmp_path / "default", scheme, options=given))
     assert weights(default.out) == weights(plain)
 
 
@@ -216,10 +218,10 @@ def test_balance_needs_the_modalities_it_weighs(world, tmp_path, keep, balance, 
     given = {"calibrate": {"data": str(data)}, "options": {"balance": balance, "group_size": 64}}
     work = recipe(world, tmp_path / "out", "gptq", **given)
     if message is None:
-        pipeline.quantize(work)
+        quantize(work)
         return
     with pytest.raises(UserError, match=message):
-        pipeline.quantize(work)
+        quantize(work)
     assert not (tmp_path / "out").exists()
 
 
@@ -232,33 +234,33 @@ def test_infinite_activations_name_the_layer(world, tmp_path):
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     work = recipe(world, tmp_path / "out", "gptq").model_copy(update={"model": model})
     with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj.*sample 0"):
-        pipeline.quantize(work)
+        quantize(work)
     assert not (tmp_path / "out").exists()
 
 
 def test_refusals_write_nothing(world, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(UserError, match="does not divide"):
-        pipeline.quantize(recipe(world, out, "rtn", options={"group_size": 96}))
+        quantize(recipe(world, out, "rtn", options={"group_size": 96}))
     with pytest.raises(UserError, match="fuse"):
-        pipeline.quantize(recipe(world, out, "rtn", skip=["up_proj"]))
+        quantize(recipe(world, out, "rtn", skip=["up_proj"]))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_output_is_untouched(world, tmp_path):
     out = tmp_path / "out"
-    pipeline.quantize(recipe(world, out, "rtn"))
+    quantize(recipe(world, out, "rtn"))
     before = weights(out)
     with pytest.raises(UserError, match="--overwrite"):
-        pipeline.quantize(recipe(world, out, "fp8"))
+        quantize(recipe(world, out, "fp8"))
     assert weights(out) == before
-    pipeline.quantize(recipe(world, out, "fp8"), overwrite=True)
+    quantize(recipe(world, out, "fp8"), overwrite=True)
     assert weights(out) != before
 
 
 def test_skipped_layers_stay(world, tmp_path):
     out = tmp_path / "out"
-    pipeline.quantize(recipe(world, out, "rtn", skip=[r"layers\.0\."]))
+    quantize(recipe(world, out, "rtn", skip=[r"layers\.0\."]))
     source, stored = load_file(world / "llava" / "model.safetensors"), load_file(out / "model.safetensors")
     name = "language_model.model.layers.0.mlp.up_proj.weight"
     assert torch.equal(source[name], stored[name])

@@ -10,11 +10,14 @@ import torch
 from PIL import Image
 
 from tests import tiny
-from vlmcompress import check, estimate, fit, pipeline, plan
+from vlmcompress.checkpoint import sizes as estimate
+from vlmcompress.common.tensor_files import Spec
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import Format, Scheme
+from vlmcompress.planning import check, fit, plan
 from vlmcompress.recipe import resolve
-from vlmcompress.tensorfile import Spec
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, giv
     """Oracle: the manifest of the real run, and the files themselves within the size of their headers."""
     chosen = recipe(models[family], out=str(tmp_path / "out"), **given)
     planned = plan.build(chosen)
-    size = pipeline.quantize(chosen).manifest["size"]
+    size = quantize(chosen).manifest["size"]
     assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
     assert not planned.needs_data
 
@@ -54,7 +57,7 @@ def test_size_with_static_scales(models, tmp_path):
     chosen = recipe(models["llava"], out=out, scheme="fp8-static", kv_cache="fp8", calibrate=data)
     planned = plan.build(chosen)
     assert planned.needs_data
-    assert planned.bytes_after == pipeline.quantize(chosen).manifest["size"]["weights_after"]
+    assert planned.bytes_after == quantize(chosen).manifest["size"]["weights_after"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_output_tensors(scheme, local):
         from vlmcompress.numerics import ActFormat
 
         scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
-    written = estimate.output_tensors(stored, {"m": scheme}, {"m.weight": "a.weight"}, kv_layers=2)
+    written = estimate.output_tensors(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
     assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
 
 

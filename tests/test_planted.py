@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests import tiny
 from vlmcompress import models
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress.data import encode, load_samples
 from vlmcompress.numerics import round_to_nearest, weight_only
 
 ROOT = Path(__file__).parents[1]

@@ -8,9 +8,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import tiny
-from vlmcompress import carried, chosen, cli, doctor, manifest, plan
+from vlmcompress import cli
+from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
-from vlmcompress.pipeline import quantize
+from vlmcompress.planning import plan
+from vlmcompress.recipe import reducer as chosen
 from vlmcompress.recipe import resolve
 
 BASE = {"model": "m", "scheme": "none"}
@@ -100,7 +104,7 @@ def test_a_checkpoint_carries_its_reducer(models, tmp_path, family, scheme):
     out = tmp_path / "out"
     done = quantize(recipe(models[family], reduce="dart:0.25", scheme=scheme, out=str(out)))
     config = json.loads((out / "config.json").read_text())
-    found = carried.read(config)
+    found = reducer_block.read(config)
     assert found is not None and found.reducer == chosen.parse("dart:0.25")
     assert all(name.startswith("Vlmcompress") for name in config["architectures"])
     assert done.manifest["recipe"]["reduce"] == found.reducer.plain() == manifest.read(out)["recipe"]["reduce"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from vlmcompress.kv_range import BINS
+from vlmcompress.blocks.solve import LayerResult
+from vlmcompress.blocks.store import LayerStore
 from vlmcompress.numerics import Format, round_to_nearest
-from vlmcompress.resume import LayerStore
-from vlmcompress.solve import LayerResult
+from vlmcompress.statistics.kv_range import BINS
 
 
 def result() -> LayerResult:

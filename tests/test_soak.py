@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.engines.reduced_cases import reduced
-from vlmcompress.calibration.sources import bundled, load_samples
+from vlmcompress.data.sources import bundled, load_samples
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))

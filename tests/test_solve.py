@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import quantizers
+from vlmcompress.blocks.solve import Method, apply, solve_layer
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
-from vlmcompress.solve import Method, apply, solve_layer
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 WIDTH, INNER, TOKENS = 128, 256, 300
 GATE_UP = Group(0, "gate_up", ("gate", "up"), "norm", "norm", fused=True)

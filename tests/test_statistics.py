@@ -15,15 +15,21 @@ import torch
 from safetensors.torch import load_file
 
 from tests import calibration_rows, tiny
-from vlmcompress import cli, doctor, models, pipeline, statistics, terminal
-from vlmcompress.blocks import solve_blocks
-from vlmcompress.calibrate import calibrate, collect, decoder_blocks
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress import cli, models
+from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.sequential import alike
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import inputs
+from vlmcompress.compression.blocks import solve_blocks
+from vlmcompress.compression.calibrate import calibrate, collect
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
+from vlmcompress.diagnosis import files as doctor
+from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
-from vlmcompress.resume import LayerStore
-from vlmcompress.solve import Method, apply, solve_layer
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 NAMES = ("llava", "qwen2-5-vl")
 
@@ -58,7 +64,7 @@ def observed(folder: Path, batches: list[dict[str, torch.Tensor]]) -> list[dict[
     """The oracle: the plain model runs once over each sample, and hooks add up what its layers get."""
     vlm = models.load(folder)
     vlm.model.set_attn_implementation("eager")  # which is how the pipeline runs it
-    blocks, modality = decoder_blocks(vlm), torch.zeros(1)
+    blocks, modality = decoder_blocks(vlm.model, vlm.spec), torch.zeros(1)
     found: list[dict[str, GroupStats]] = [{} for _ in blocks]
 
     def watch(stats: GroupStats):
@@ -82,7 +88,7 @@ def test_they_are_those_of_the_plain_model(world, model, padded):
     """Bit for bit on the inputs as they are given to the pipeline, where a text gets an image appended that is ignored; to
     the rounding of activations on the samples as they are. Counts are equal in any case."""
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), models.load(world / model))
-    kept = statistics.read(world / f"{model}-stats")
+    kept = statistics_folder.read(world / f"{model}-stats")
     near = {"rtol": 0, "atol": 0} if padded else {"rtol": 3e-2, "atol": 1e-2}
     for layer, expected in enumerate(observed(world / model, alike(batches) if padded else batches)):
         found, _ = kept.load(layer)
@@ -100,8 +106,8 @@ def test_they_are_those_of_the_plain_model(world, model, padded):
 def test_ranges_of_keys_and_values(world, tmp_path):
     """The first block's are those of the sequential run, whose first block stands behind nothing quantized, too."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    pipeline.quantize(stored(world, "qwen2-5-vl", ours, "rtn", kv_cache="fp8"))
-    pipeline.quantize(recipe(world, "qwen2-5-vl", theirs, "rtn", kv_cache="fp8"))
+    quantize(stored(world, "qwen2-5-vl", ours, "rtn", kv_cache="fp8"))
+    quantize(recipe(world, "qwen2-5-vl", theirs, "rtn", kv_cache="fp8"))
     found, expected = (load_file(out / "model.safetensors") for out in (ours, theirs))
     for name in ("k_scale", "v_scale"):
         key = f"model.layers.0.self_attn.{name}"
@@ -109,7 +115,7 @@ def test_ranges_of_keys_and_values(world, tmp_path):
 
 
 def test_the_description(world):
-    facts = json.loads((world / "llava-stats" / statistics.NAME).read_text())
+    facts = json.loads((world / "llava-stats" / statistics_folder.NAME).read_text())
     assert facts["calibration"]["prefix"] == "float" and facts["calibration"]["samples"] == 5
     assert facts["needs"] == ["absmax", "absmean", "gram"] and facts["kv_cache"] is True
     assert "tokenizer.json" in facts["processor"] and len(facts["model"]["weights_sha256"]) == 64
@@ -124,10 +130,10 @@ SCHEMES = {"rtn": {}, "gptq": {"group_size": 64}, "awq": {"group_size": 32}, "in
 def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
     """Byte for byte what `solve_layer` makes of the stored statistics, without the model having been run."""
     chosen = stored(world, "llava", tmp_path / "out", scheme, options=SCHEMES[scheme])
-    result = pipeline.quantize(chosen)
+    result = quantize(chosen)
     assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "llava") if not check.ok]
     assert result.manifest["calibration"]["prefix"] == "float"
-    assert result.manifest["calibration"]["statistics_sha256"] == statistics.read(world / "llava-stats").sha256
+    assert result.manifest["calibration"]["statistics_sha256"] == statistics_folder.read(world / "llava-stats").sha256
     assert all({"text", "vision", "answer"} == set(error) for error in result.manifest["errors"].values())
 
 
@@ -137,10 +143,12 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
     method = Method(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
     kept, store = Memory(), LayerStore(tmp_path / "store", "x", resume=False)
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
-    collect(vlm, decoder_blocks(vlm), batches, kept)
+    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, kept)
     model = models.load(world / "llava").model
-    solve_blocks(model, decoder_blocks(vlm), method, store, statistics.read(world / "llava-stats"))
-    for layer, groups in enumerate(decoder_blocks(vlm)):
+    solve_blocks(
+        model, decoder_blocks(vlm.model, vlm.spec), method, store, statistics_folder.read(world / "llava-stats")
+    )
+    for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
         weights = {name: modules[name].weight for g in groups for name in g.linears}
         expected = solve_layer(groups, weights, kept.stats[layer], method, torch.bfloat16)
@@ -168,14 +176,14 @@ class Memory:
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     """Memory holds the Gram matrices of one block: those of the block before are gone when the next is kept."""
     seen: list[weakref.ref] = []
-    save = statistics.Collected.save
+    save = statistics_folder.Collected.save
 
     def watched(store, layer, stats, kv_scales):
         assert stats and not any(old() is not None for old in seen)
         seen.extend(weakref.ref(one) for one in stats.values())
         save(store, layer, stats, kv_scales)
 
-    monkeypatch.setattr(statistics.Collected, "save", watched)
+    monkeypatch.setattr(statistics_folder.Collected, "save", watched)
     calibrate(recipe(world, "llava", tmp_path / "stats"))
     assert len(seen) == 8  # four groups in each of two blocks
 
@@ -185,15 +193,15 @@ def test_no_forward_pass_and_no_encoding(world, tmp_path, monkeypatch):
         raise AssertionError("the model was run")
 
     monkeypatch.setattr(torch.nn.Linear, "forward", never)
-    monkeypatch.setattr(pipeline, "encode", never)
-    pipeline.quantize(stored(world, "llava", tmp_path / "out", "gptq", options={"group_size": 64}))
+    monkeypatch.setattr(inputs, "encode", never)
+    quantize(stored(world, "llava", tmp_path / "out", "gptq", options={"group_size": 64}))
 
 
 def test_the_forms_agree_on_the_first_block_and_differ_after_it(world, tmp_path):
     float_, quantized = tmp_path / "float", tmp_path / "quantized"
     options = {"group_size": 64}
-    a = pipeline.quantize(stored(world, "llava", float_, "gptq", options=options)).manifest
-    b = pipeline.quantize(recipe(world, "llava", quantized, "gptq", options=options)).manifest
+    a = quantize(stored(world, "llava", float_, "gptq", options=options)).manifest
+    b = quantize(recipe(world, "llava", quantized, "gptq", options=options)).manifest
     assert (a["calibration"]["prefix"], b["calibration"]["prefix"]) == ("float", "quantized")
     first, second = load_file(float_ / "model.safetensors"), load_file(quantized / "model.safetensors")
     same = {name: torch.equal(first[name], second[name]) for name in first if name.endswith("weight_packed")}
@@ -203,9 +211,7 @@ def test_the_forms_agree_on_the_first_block_and_differ_after_it(world, tmp_path)
 
 def test_skipped_layers_need_no_other_statistics(world, tmp_path):
     out = tmp_path / "out"
-    pipeline.quantize(
-        stored(world, "llava", out, "awq", options={"group_size": 32}, skip=[r"layers\.0\.", "down_proj"])
-    )
+    quantize(stored(world, "llava", out, "awq", options={"group_size": 32}, skip=[r"layers\.0\.", "down_proj"]))
     assert not [check for check in doctor.diagnose(out, source=world / "llava") if not check.ok]
 
 
@@ -227,10 +233,10 @@ def test_interrupted_is_uninterrupted(world, tmp_path):
 
     chosen = stored(world, "llava", out, "awq", options={"group_size": 32})
     with pytest.raises(KeyboardInterrupt):
-        pipeline.quantize(chosen, progress=stop)
+        quantize(chosen, progress=stop)
     assert not out.exists() and files(tmp_path / ".out.resume")
-    pipeline.quantize(chosen, resume=True)
-    pipeline.quantize(stored(world, "llava", tmp_path / "whole", "awq", options={"group_size": 32}))
+    quantize(chosen, resume=True)
+    quantize(stored(world, "llava", tmp_path / "whole", "awq", options={"group_size": 32}))
     assert files(out) == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stats", "whole"]
 
@@ -255,12 +261,12 @@ def test_killed(world, tmp_path):
     told = json.loads(done.stdout)
     assert told["calibration"]["tokens"]["vision"] > 0 and told["bytes"] == sum(map(len, files(stats).values()))
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
-    assert {name for name in os.listdir(stats)} == {*files(stats), statistics.NAME}
+    assert {name for name in os.listdir(stats)} == {*files(stats), statistics_folder.NAME}
 
 
 def test_the_same_data_may_be_named_again(world, tmp_path):
     both = {"stats": str(world / "llava-stats"), "data": str(world / "calib.jsonl"), "samples": 5}
-    pipeline.quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate=both))
+    quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate=both))
 
 
 def test_maxima_alone(world, tmp_path):
@@ -269,9 +275,9 @@ def test_maxima_alone(world, tmp_path):
     calibrate(recipe(world, "llava", stats), needs=("absmax",))
     whole = sum(map(len, files(world / "llava-stats").values()))
     assert sum(map(len, files(stats).values())) < whole / 4
-    result = pipeline.quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate={"stats": str(stats)}))
+    result = quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate={"stats": str(stats)}))
     assert all(list(error) == ["weight"] for error in result.manifest["errors"].values())
-    pipeline.quantize(stored(world, "llava", tmp_path / "full", "int8"))
+    quantize(stored(world, "llava", tmp_path / "full", "int8"))
     assert files(tmp_path / "out") == files(tmp_path / "full")
 
 

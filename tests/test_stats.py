@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmcompress import stats as module
-from vlmcompress.stats import MODALITIES, GroupStats, quadratic
+from vlmcompress.statistics import inputs as module
+from vlmcompress.statistics.inputs import MODALITIES, GroupStats, quadratic
 
 WIDTH = 24
 

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmcompress import cli, manifest, pipeline, statistics, terminal
-from vlmcompress.calibrate import calibrate
+from vlmcompress import cli
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.checkpoint import manifest
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis.measured_errors import measure
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.recipe import resolve
-from vlmcompress.stored_errors import measure
 
 DEMO = Path(__file__).parents[1] / "eval" / "demo" / "demo-llava"
 NEEDS = ("gram", "absmax", "absmean")
@@ -37,7 +41,7 @@ def stats(tmp_path_factory) -> Path:
 
 def quantized(out: Path, scheme: str, stats: Path | None, **more) -> Path:
     given = {"model": str(DEMO), "out": str(out), "scheme": scheme} | more
-    return pipeline.quantize(resolve(given | ({"calibrate": {"stats": str(stats)}} if stats else {})).recipe).out
+    return quantize(resolve(given | ({"calibrate": {"stats": str(stats)}} if stats else {})).recipe).out
 
 
 INT8 = Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
@@ -73,7 +77,7 @@ def test_measured_is_recorded(stats, tmp_path, scheme):
     options, near = SCHEMES[scheme]
     out = quantized(tmp_path / "out", scheme, stats, options=options)
     recorded = manifest.read(out)["errors"]
-    found = measure(out, statistics.read(stats), DEMO)
+    found = measure(out, statistics_folder.read(stats), DEMO)
     assert found.errors.keys() == recorded.keys() and len(recorded) == 28
     for name, error in recorded.items():
         within = 0.25 if "up_proj" in name and near > 0.01 else near
@@ -94,7 +98,7 @@ def test_a_data_free_checkpoint_beside_one_that_saw_data(stats, tmp_path, capfd)
 
 def test_skipped_layers_stay_out(stats, tmp_path):
     out = quantized(tmp_path / "out", "awq", stats, skip=["v_proj", "q_proj", "k_proj", r"layers\.0\."])
-    found = measure(out, statistics.read(stats), DEMO)
+    found = measure(out, statistics_folder.read(stats), DEMO)
     assert found.errors.keys() == manifest.read(out)["errors"].keys() and len(found.errors) == 3 * 4
     for name, error in manifest.read(out)["errors"].items():
         assert dict(found.errors[name]) == pytest.approx(error, rel=0.25 if "up_proj" in name else 0.06), name
@@ -105,18 +109,18 @@ def other_model(folder: Path) -> None:
 
 
 def other_statistics(folder: Path) -> None:
-    path = folder / "stats" / statistics.NAME
+    path = folder / "stats" / statistics_folder.NAME
     facts = json.loads(path.read_text())
     path.write_text(json.dumps(facts | {"model": facts["model"] | {"config_sha256": "0" * 64}}))
 
 
 def no_gram(folder: Path) -> None:
-    path = folder / "stats" / statistics.NAME
+    path = folder / "stats" / statistics_folder.NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"needs": ["absmax"]}))
 
 
 def no_statistics(folder: Path) -> None:
-    (folder / "stats" / statistics.NAME).unlink()
+    (folder / "stats" / statistics_folder.NAME).unlink()
 
 
 def no_model(folder: Path) -> None:
@@ -127,7 +131,7 @@ REFUSED = {
     other_model: "was made of another model than",
     other_statistics: "are of another model: sha256 of config is 000000000000",
     no_gram: "have no Gram matrices; calibrate with --needs gram",
-    no_statistics: "has no statistics.json",
+    no_statistics: "has no statistics_folder.json",
     no_model: "is not a folder; give the original",
 }
 

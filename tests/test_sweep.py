@@ -9,11 +9,14 @@ import pytest
 import yaml
 
 from tests import calibration_rows, tiny
-from vlmcompress import allocate, cli, pipeline, plan, sweep
-from vlmcompress.calibrate import calibrate
+from vlmcompress import cli
+from vlmcompress.common.progress import silent
+from vlmcompress.compression import allocate, sweep
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.sweep import Point
 from vlmcompress.errors import UserError
+from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
-from vlmcompress.sweep import Point
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def test_points_are_what_their_recipes_give(world, tmp_path, capsys):
         assert plan.build(resolve(given).recipe).bytes_after == points[name]["nbytes"]
     shared = points["gptq 4 bits g128 auto"]
     given = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **shared["recipe"]}
-    planned = allocate.planned(plan.build(resolve(given).recipe), progress=pipeline.silent)
+    planned = allocate.planned(plan.build(resolve(given).recipe), progress=silent)
     assert planned.bytes_after == shared["nbytes"]
     assert planned.allocation["predicted"] == pytest.approx(shared["error"], rel=1e-6)
     assert shared["bits"] == pytest.approx(planned.allocation["bits"], abs=1e-3)

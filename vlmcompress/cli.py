@@ -17,7 +17,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from vlmcompress import arguments, summary, terminal
+from vlmcompress.commands import _arguments as arguments
+from vlmcompress.commands import _summary as summary
+from vlmcompress.commands import _terminal as terminal
 from vlmcompress.errors import GateError, UserError
 
 Outcome = tuple[int, Any, str]
@@ -41,21 +43,22 @@ def quantize(args: argparse.Namespace) -> Outcome:
 
     resolved = resolve(arguments.given(args), args.recipe)
     if args.dry_run:
-        from vlmcompress import plan
+        from vlmcompress.planning import plan
 
         planned = plan.build(resolved.recipe)
-        if planned.room and planned.statistics:
-            from vlmcompress import allocate, pipeline
+        if planned.budget and planned.statistics:
+            from vlmcompress.common.progress import silent
+            from vlmcompress.compression import allocate
 
-            planned = allocate.planned(planned, progress=pipeline.silent)
+            planned = allocate.planned(planned, progress=silent)
         return OK, {"ok": True, **planned.to_dict(), "origins": resolved.origins}, summary.plan_text(planned, resolved)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")
-    from vlmcompress import pipeline
+    from vlmcompress.compression.quantize import quantize as run
 
     began, progress = time.monotonic(), terminal.Progress()
     try:
-        done = pipeline.quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = run(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
     finally:
         progress.close()
     for line in done.manifest["warnings"]:
@@ -72,7 +75,7 @@ def calibrate(args: argparse.Namespace) -> Outcome:
     arguments.refuse_foreign(given)
     chosen = resolve(given | {"scheme": "none"}).recipe
     needs = arguments.needs(args.needs)
-    from vlmcompress.calibrate import calibrate as run
+    from vlmcompress.compression.calibrate import calibrate as run
 
     began, progress = time.monotonic(), terminal.Progress()
     try:
@@ -88,7 +91,7 @@ def check(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     recipe = resolve(arguments.given(args), args.recipe, refuse=False).recipe
-    from vlmcompress.check import findings
+    from vlmcompress.planning.check import findings
 
     engine = args.engine or recipe.engine
     found = findings(recipe, engine)
@@ -118,8 +121,10 @@ def serve(args: argparse.Namespace) -> Outcome:
 
 def listing(args: argparse.Namespace) -> Outcome:
     """`vlmcompress list`"""
-    from vlmcompress import recipe, settings, targets
-    from vlmcompress.registry import Registry
+    from vlmcompress import targets
+    from vlmcompress.common.registry import Registry
+    from vlmcompress.recipe import layers as settings
+    from vlmcompress.recipe import recipe
 
     def registered(registry: Registry) -> list[dict[str, Any]]:
         return [{"name": name, "about": registry.summary(name)} for name in registry.names()]

@@ -31,15 +31,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.balance import BY_GRADIENT, MODALITIES, Sensitivity, check_balance, shares
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import encode, load_samples
 from vlmcompress.calibration.block_search import BlockSearch, mappings_of
-from vlmcompress.calibration.sensitivity import gradients
+from vlmcompress.calibration.gradient_pass import gradients
 from vlmcompress.calibration.sequential import loader
+from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
-from vlmcompress.models import VLM
-from vlmcompress.sensitivity import sensitivities
+from vlmcompress.models import VLM, decoder_blocks
+from vlmcompress.statistics.balance import BY_GRADIENT, MODALITIES, Sensitivity, check_balance, shares
+from vlmcompress.statistics.gradients import sensitivities
 
 _MASK = "samples need a `loss_mask` of modalities and oneshot use_loss_mask=True; see vlmcompress.modifiers.dataloader"
 
@@ -56,7 +55,7 @@ class MBQModifier(BlockSearch):
 
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
         vlm = _vlm(state.model)
-        groups = [group for block in decoder_blocks(vlm) for group in block]
+        groups = [group for block in decoder_blocks(vlm.model, vlm.spec) for group in block]
         if self.mappings is None:
             self.mappings = mappings_of(groups)
         if self.rho is None:
@@ -70,7 +69,7 @@ class BalancedGPTQModifier(GPTQModifier):
     """GPTQ with the tokens' shares in the Hessian set by a balance: `H = sum_m w_m X_m^T X_m`.
 
     Attributes:
-        balance: "off", "ratio", "auto", "mbq" or {text, vision, answer} weights, see `vlmcompress.balance`.
+        balance: "off", "ratio", "auto", "mbq" or {text, vision, answer} weights, see `vlmcompress.statistics.balance`.
     """
 
     balance: Any = "auto"
@@ -90,7 +89,7 @@ class BalancedGPTQModifier(GPTQModifier):
         if self.balance in BY_GRADIENT:
             vlm = _vlm(state.model)
             known = _sensitivities(vlm, state)
-            groups = [group for block in decoder_blocks(vlm) for group in block]
+            groups = [group for block in decoder_blocks(vlm.model, vlm.spec) for group in block]
             self._sensitivity = {name: known[group.layer, group.name] for group in groups for name in group.linears}
         return super().on_initialize(state, **kwargs)
 
@@ -153,7 +152,7 @@ def _sensitivities(vlm: VLM, state: Any) -> dict[tuple[int, str], Sensitivity]:
             raise UserError(f"gradients are measured sample by sample: one a batch, and {_MASK}")
         batches.append({key: value for key, value in batch.items() if key != "loss_mask"})
         batches[-1]["modality"] = batch["loss_mask"]
-    names = [{group.name: group.linears for group in groups} for groups in decoder_blocks(vlm)]
+    names = [{group.name: group.linears for group in groups} for groups in decoder_blocks(vlm.model, vlm.spec)]
     return sensitivities(gradients(vlm, batches), names)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.bench.images import stamp
-from vlmcompress.calibration.rows import Sample
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 
 KINDS = {"one image": 45, "several images": 20, "text": 15, "later turn": 20}

@@ -9,9 +9,9 @@ import pytest
 
 from vlmcompress.bench.measure import summarise
 from vlmcompress.bench.memory import memory
-from vlmcompress.bench.options import options
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.text import text
+from vlmcompress.commands.bench import options
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun
 

@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import doctor, models, pipeline
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration import block_clip, encode, load_samples
+from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_clip
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
+from vlmcompress.models import decoder_blocks
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.quantizers import qvlm
 from vlmcompress.recipe import resolve
-from vlmcompress.solve import Method
 
 FAMILIES = (
     "llava",
@@ -78,7 +82,7 @@ def test_against_every_combination(world, monkeypatch):
     vlm, modules, batches = loaded(world, "llava")
     monkeypatch.setattr(qvlm, "partition", lambda entropies, depth: [list(range(len(entropies)))])
     options = qvlm.Options(bits=3, group_size=64, grid=2, lowest=0.9, sweeps=9)
-    blocks = decoder_blocks(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
     assert len(blocks) == 2
     groups = [group for own in blocks for group in own]
     before = {name: value.clone() for name, value in vlm.model.state_dict().items()}
@@ -118,15 +122,15 @@ def test_a_checkpoint_with_searched_ranges(world, tmp_path):
         given = {"model": str(world / "llava"), "out": str(out), "scheme": scheme, "calibrate": calib}
         return resolve(given | {"options": {"bits": 3, "group_size": 64} if options is None else options}).recipe
 
-    pipeline.quantize(recipe(tmp_path / "a"))
-    pipeline.quantize(recipe(tmp_path / "b"))
-    pipeline.quantize(recipe(tmp_path / "rtn", "rtn", {"bits": 3, "group_size": 64, "symmetric": False}))
+    quantize(recipe(tmp_path / "a"))
+    quantize(recipe(tmp_path / "b"))
+    quantize(recipe(tmp_path / "rtn", "rtn", {"bits": 3, "group_size": 64, "symmetric": False}))
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "rtn")]
     assert files[0] == files[1] and files[0] != files[2]
     assert not [check for check in doctor.diagnose(tmp_path / "a", source=world / "llava") if not check.ok]
     calibrate(recipe(tmp_path / "stats", "none", {}, data=str(world / "calib.jsonl"), samples=3), needs=("gram",))
     with pytest.raises(UserError, match="searches with the model itself, over several blocks; leave out"):
-        pipeline.quantize(recipe(tmp_path / "c", stats=str(tmp_path / "stats")))
+        quantize(recipe(tmp_path / "c", stats=str(tmp_path / "stats")))
 
 
 @torch.no_grad()
@@ -135,7 +139,7 @@ def test_groups_with_a_width_of_their_own(world):
     vlm, _, batches = loaded(world, "llava")
     options, other = qvlm.Options(bits=4, group_size=64), SCHEMES.get("int8")
     others = {(0, "qkv"): Method(qvlm, replace(options, bits=2)), (1, "down"): Method(other, other.Options())}
-    found = block_clip.search(vlm, decoder_blocks(vlm), batches[:1], Method(qvlm, options, others))
+    found = block_clip.search(vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], Method(qvlm, options, others))
     assert found.others[1, "down"] == others[1, "down"]
     widths = {key: method.options.bits for key, method in found.others.items() if key != (1, "down")}
     assert widths.pop((0, "qkv")) == 2 and set(widths.values()) == {4} and len(widths) == 6

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from tests import tiny
 from vlmcompress import models
-from vlmcompress.balance import Sensitivity
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import block_search, encode, load_samples
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_search
+from vlmcompress.data import encode, load_samples
+from vlmcompress.models import decoder_blocks
 from vlmcompress.quantizers import awq, mbq
-from vlmcompress.solve import Method
+from vlmcompress.statistics.balance import Sensitivity
 
 RHO = {"qkv": 0.4, "o": 0.4, "gate_up": 3.0, "down": 3.0}
 INSPECTED = {"qkv": "self_attn", "o": "self_attn.o_proj", "gate_up": "mlp", "down": "mlp.down_proj"}
@@ -146,7 +147,7 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
         "_compute_best_scale",
         lambda self, *args: (searches.append(self), kept(self, *args))[1],
     )
-    options, blocks = mbq.Options(**PUBLISHED[case]), decoder_blocks(vlm)
+    options, blocks = mbq.Options(**PUBLISHED[case]), decoder_blocks(vlm.model, vlm.spec)
     known = sensitivities(blocks)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
     found = block_search.search_blocks(vlm, blocks, batches, Method(mbq, options), known)
@@ -187,7 +188,7 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
 def test_stock_search_minds_all_tokens(vlm, batches):
     """llm-compressor's own loss counts tokens whose mask is 1, so it must not be shown modalities. Oracle: for the first
     group, the squared error of attention's output over all tokens."""
-    blocks = decoder_blocks(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
     options = awq.Options(group_size=32, objective="block", duo=False, clip=False)
     found = block_search.search_blocks(vlm, blocks, batches, Method(awq, options), {})
     group = blocks[0][0]

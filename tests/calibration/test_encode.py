@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from tests.calibration.kit import picture, refused
-from vlmcompress.calibration.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render
-from vlmcompress.calibration.provenance import provenance
-from vlmcompress.calibration.rows import Sample
+from vlmcompress.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render
+from vlmcompress.data.provenance import provenance
+from vlmcompress.data.samples import Sample
 from vlmcompress.models import VLM
 
 PAIR = (picture(90, 60), picture(50, 70))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import models, statistics
-from vlmcompress.calibrate import calibrate, collect, decoder_blocks
-from vlmcompress.calibration import encode, load_samples
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.entropy import Reservoir, cluster_entropy, conditional_entropy
 from vlmcompress.calibration.sequential import alike
+from vlmcompress.compression.calibrate import calibrate, collect
+from vlmcompress.data import encode, load_samples
+from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
 
 
@@ -109,12 +111,12 @@ def test_a_reservoir_draws_uniformly_whatever_the_batches():
 def test_calibrate_measures_the_plain_model(world, tmp_path):
     """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
     calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
-    found = statistics.read(tmp_path / "stats").facts
+    found = statistics_folder.read(tmp_path / "stats").facts
     assert found["needs"] == ["absmax", "entropy"]
     vlm = models.load(world / "llava")
     vlm.model.set_attn_implementation("eager")
-    seen: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm)]
-    for rows, groups in zip(seen, decoder_blocks(vlm), strict=True):
+    seen: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm.model, vlm.spec)]
+    for rows, groups in zip(seen, decoder_blocks(vlm.model, vlm.spec), strict=True):
         norm = vlm.model.get_submodule(groups[0].smooth)
         assert groups[0].smooth.endswith("input_layernorm")
         norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
@@ -132,15 +134,17 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
 def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
     """Blocks on disk keep their values, the next one is still compared with the block before it."""
     calibrate(recipe(world, tmp_path / "whole"), needs=("absmax", "entropy"))
-    expected = statistics.read(tmp_path / "whole").facts["entropy"]
+    expected = statistics_folder.read(tmp_path / "whole").facts["entropy"]
     vlm = models.load(world / "llava")
-    store = statistics.Collected(tmp_path / "store", "x", resume=False)
+    store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
     store.save_entropy(0, {"luq": -1.0, "qvlm": -1.0})
     batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
-    collect(vlm, decoder_blocks(vlm), batches, store, frozenset({"absmax", "entropy"}))
+    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"}))
     found = store.entropies()
     assert found[0] == {"luq": -1.0, "qvlm": -1.0}
     assert [found[i]["qvlm"] for i in range(1, len(found))] == expected["qvlm"][1:]
     assert [found[i]["luq"] for i in range(1, len(found))] == expected["luq"][1:]
     monkeypatch.setattr("vlmcompress.calibration.sequential.run_oneshot", None)
-    collect(vlm, decoder_blocks(vlm), batches, store, frozenset({"absmax", "entropy"}))  # nothing is left to run
+    collect(
+        vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"})
+    )  # nothing is left to run

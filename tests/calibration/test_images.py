@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.calibration.kit import file_of, picture, refused
-from vlmcompress.calibration.images import LazyImages, from_reference, open_image
+from vlmcompress.data.images import LazyImages, from_reference, open_image
 
 
 def pixels(data: bytes) -> np.ndarray:

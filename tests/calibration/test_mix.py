@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import models, pipeline, statistics, summary
-from vlmcompress.calibrate import calibrate, decoder_blocks
-from vlmcompress.calibration import data_hash, load_mixed, load_samples
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.commands import _summary as summary
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.inputs import read_inputs
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import data_hash, load_mixed, load_samples
 from vlmcompress.errors import UserError
+from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
 
 
@@ -69,7 +74,7 @@ def test_what_is_no_text_is_refused(world, rows, problem):
 def test_statistics_are_those_of_both(world, tmp_path):
     """Gram matrices are sums over samples: those of the mixture are those of the two halves together."""
     calibrate(recipe(world, tmp_path / "both"), needs=("gram",))
-    facts = statistics.read(tmp_path / "both").facts
+    facts = statistics_folder.read(tmp_path / "both").facts
     origin = facts["calibration"]
     assert origin["samples"] == 8 and origin["images"] == 4
     assert origin["text"]["source"] == "text.jsonl" and origin["text"]["samples"] == 4
@@ -77,14 +82,14 @@ def test_statistics_are_those_of_both(world, tmp_path):
         summary.calibrate_result(tmp_path, world / "llava", facts, 1.0)
     )
     vlm = models.load(world / "llava")
-    batches, _ = pipeline.calibration_batches(recipe(world, tmp_path / "x"), vlm, "x")
+    batches = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").batches
     assert ["pixel_values" in batch for batch in batches] == [True] * 4 + [False] * 4
-    found, _ = statistics.read(tmp_path / "both").load(0)
+    found, _ = statistics_folder.read(tmp_path / "both").load(0)
     pooled = {"text": 1.0, "vision": 1.0, "answer": 1.0}
     inputs: list[torch.Tensor] = []
     vlm.model.set_attn_implementation("eager")
     group = found["qkv"]
-    linear = vlm.model.get_submodule(decoder_blocks(vlm)[0][0].linears[0])
+    linear = vlm.model.get_submodule(decoder_blocks(vlm.model, vlm.spec)[0][0].linears[0])
     linear.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0].float()))
     for batch in batches:
         with torch.no_grad():
@@ -98,11 +103,11 @@ def test_statistics_know_their_text(world, tmp_path):
     out = tmp_path / "stats"
     calibrate(recipe(world, out), needs=("gram", "absmean"))
     stored = {"stats": str(out), "samples": None}
-    pipeline.quantize(recipe(world, tmp_path / "same", "awq", **stored))
+    quantize(recipe(world, tmp_path / "same", "awq", **stored))
     (world / "other.jsonl").write_text((world / "text.jsonl").read_text().replace("passage", "message"))
     with pytest.raises(UserError, match=r"other data: sha256 .* for 'text.jsonl' .*; leave out calibrate.text"):
-        pipeline.quantize(recipe(world, tmp_path / "o", "awq", **stored, text=str(world / "other.jsonl")))
+        quantize(recipe(world, tmp_path / "o", "awq", **stored, text=str(world / "other.jsonl")))
     plain = tmp_path / "plain"
     calibrate(recipe(world, plain, text=None, samples=4), needs=("gram", "absmean"))
     with pytest.raises(UserError, match=r"are of no text beside the data; leave out calibrate.text"):
-        pipeline.quantize(recipe(world, tmp_path / "o", "awq", stats=str(plain), samples=None))
+        quantize(recipe(world, tmp_path / "o", "awq", stats=str(plain), samples=None))

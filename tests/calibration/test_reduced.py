@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from tests import calibration_rows, tiny
-from vlmcompress import models, statistics
-from vlmcompress.calibrate import calibrate
-from vlmcompress.calibration import encode, load_samples
-from vlmcompress.calibration.encode import ANSWER, VISION
-from vlmcompress.calibration.reduced import decoder, reduced
-from vlmcompress.chosen import parse
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
+from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.errors import UserError
-from vlmcompress.pipeline import quantize
 from vlmcompress.recipe import resolve
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import attach
 
 
@@ -157,7 +158,7 @@ def test_statistics_are_of_one_reducer(world, built, tmp_path):
     """They are what the model's own layers see behind the attached reducer, and serve recipes with that reducer alone."""
     model, stats = built("llava"), tmp_path / "stats"
     calibrate(recipe(world, model, stats, reduce="uniform:0.5"), needs={"gram", "absmax", "absmean", "gradient"})
-    found = statistics.read(stats)
+    found = statistics_folder.read(stats)
     assert found.reducer == parse("uniform:0.5")
     vlm = models.load(model)
     batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
@@ -194,7 +195,7 @@ def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_pat
     carries = json.loads((tmp_path / "alone" / "config.json").read_text())["vlmcompress"]["reduce"]
     assert len(carries["thresholds"]) == 2 and done.manifest["recipe"]["reduce"]["thresholds"] == carries["thresholds"]
     calibrate(recipe(world, model, stats, **dymu), needs={"absmean", "gram"})
-    found = statistics.read(stats).reducer
+    found = statistics_folder.read(stats).reducer
     assert found is not None and found.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
     given = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
     quantize(recipe(world, model, tmp_path / "out", **given, **dymu))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.calibration.kit import file_of, picture, refused
-from vlmcompress.calibration.rows import Sample, to_sample
+from vlmcompress.data.samples import Sample, to_sample
 
 # Images that tell themselves apart by their width.
 FILES = {width: file_of(picture(width, 4)) for width in (5, 6, 7)}

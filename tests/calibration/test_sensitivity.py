@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.calibration.kit import picture, refused
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import Sample, encode
-from vlmcompress.calibration.sensitivity import answer_loss, gradients
-from vlmcompress.models import VLM, decoder_layers
-from vlmcompress.sensitivity import Gradients, sensitivities
-from vlmcompress.stats import MODALITIES
+from vlmcompress.calibration.gradient_pass import answer_loss, gradients
+from vlmcompress.data import Sample, encode
+from vlmcompress.models import VLM, decoder_blocks, decoder_layers
+from vlmcompress.statistics.gradients import Gradients, sensitivities
+from vlmcompress.statistics.inputs import MODALITIES
 
 NEAR = {"rel": 1e-4, "abs": 1e-12}
 
@@ -53,7 +52,7 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
     """The oracle: transformers' own loss of the answers, a graph that is kept, and sums by the definitions."""
     model = vlm.model
     model.get_input_embeddings().weight.requires_grad_(True)
-    names = [name for groups in decoder_blocks(vlm) for group in groups for name in group.linears]
+    names = [name for groups in decoder_blocks(vlm.model, vlm.spec) for group in groups for name in group.linears]
     magnitudes = {name: {m: [] for m in MODALITIES} for name in names}
     squares = {name: {m: [] for m in MODALITIES} for name in names}
     for batch in batches:
@@ -140,7 +139,7 @@ def test_finite_differences(float32):
     """A step in an output changes the loss by what the gradient says: the squares of all channels of one token, added up."""
     vlm, batches = float32("llava")
     vlm.model.double()
-    batch, name, token, step, total = batches[2], decoder_blocks(vlm)[0][0].linears[1], 3, 0.02, 0.0
+    batch, name, token, step, total = batches[2], decoder_blocks(vlm.model, vlm.spec)[0][0].linears[1], 3, 0.02, 0.0
     linear = vlm.model.get_submodule(name)
     only = torch.where(
         torch.arange(batch["modality"].numel()) == token, 1, batch["modality"] * (batch["modality"] == 3)
@@ -206,7 +205,7 @@ def test_gradients_survive_json(float32):
 def test_every_group_of_every_family_has_a_sensitivity(family, float32):
     """Squares of all modalities, and MBQ's weight for groups in attention and in the MLP alike."""
     vlm, batches = float32(family)
-    blocks = decoder_blocks(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
     found = gradients(vlm, batches)
     weights = sensitivities(found, [{group.name: group.linears for group in groups} for groups in blocks])
     assert weights.keys() == {(group.layer, group.name) for groups in blocks for group in groups}

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.calibration.kit import file_of, picture, refused
-from vlmcompress.calibration.provenance import data_hash
-from vlmcompress.calibration.sources import PROMPTS, bundled, load_samples
+from vlmcompress.data.provenance import data_hash
+from vlmcompress.data.sources import PROMPTS, bundled, load_samples
 
 
 def rows(count: int) -> list[dict]:

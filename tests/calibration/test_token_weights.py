@@ -9,14 +9,13 @@ import torch
 
 from tests.calibration.kit import picture
 from vlmcompress import quantizers
-from vlmcompress.calibrate import decoder_blocks
-from vlmcompress.calibration import Sample, encode
+from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.store import LayerStore
 from vlmcompress.calibration.sequential import BlockModifier, alike, run_oneshot
 from vlmcompress.calibration.token_weights import token_weights
-from vlmcompress.models import VLM, decoder_layers, layer_class
+from vlmcompress.data import Sample, encode
+from vlmcompress.models import VLM, decoder_blocks, decoder_layers, layer_class
 from vlmcompress.numerics import round_to_nearest
-from vlmcompress.resume import LayerStore
-from vlmcompress.solve import Method
 
 GPTQ = quantizers.REGISTRY.get("gptq")
 METHOD = Method(GPTQ, GPTQ.Options(bits=3, group_size=64, tokens="vlmq"))
@@ -60,7 +59,7 @@ def test_against_a_rounded_copy(model, float32):
     """The oracle rounds the blocks before in a copy of the model, takes their output, and differentiates by hand. In Qwen3-VL
     visual features are added between blocks."""
     vlm, batches = float32(model)
-    blocks, paths = decoder_blocks(vlm), decoder_layers(vlm.model, vlm.spec)
+    blocks, paths = decoder_blocks(vlm.model, vlm.spec), decoder_layers(vlm.model, vlm.spec)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
     found = token_weights(vlm, blocks, METHOD, batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
@@ -106,7 +105,7 @@ def by_hand(block, behind, plain, kwargs, which: str) -> torch.Tensor:
 def test_every_family(family, float32):
     """All groups in attention behind the first block have weights with a mean square of 1, and no hook or weight stays."""
     vlm, batches = float32(family)
-    blocks = decoder_blocks(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
     found = token_weights(vlm, blocks, METHOD, batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
@@ -123,7 +122,7 @@ def test_every_family(family, float32):
 def test_the_gram_matrix(float32, tmp_path, monkeypatch):
     """`H = sum_t g_t^2 x_t x_t^T` of the tokens that count; the MLP's is as without weights."""
     vlm, batches = float32("llava")
-    blocks, grams, inputs = decoder_blocks(vlm), {}, {}
+    blocks, grams, inputs = decoder_blocks(vlm.model, vlm.spec), {}, {}
     generator = torch.Generator().manual_seed(0)
     weights = [{(1, "qkv"): torch.rand(batch["modality"].shape[1], generator=generator)} for batch in batches]
 

@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from eval.demo.measure import load_rows, messages
 from tests.engines.reduced_probe import about
 from tests.tiny import build
-from vlmcompress import carried
-from vlmcompress.chosen import Chosen, parse
-from vlmcompress.counts import Counter
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, load
-from vlmcompress.reducers import Grid, Signals, reduce
+from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.reducers import Grid, Signals, TokenCounter, reduce
 from vlmcompress.reduction import attach
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-qwen"
@@ -33,14 +32,14 @@ def chosen(reducer: str | Chosen) -> Chosen:
     return parse(reducer) if isinstance(reducer, str) else reducer
 
 
-def reduced(source: Path, folder: Path, reducer: str | Chosen, counter: Counter | None = None) -> Path:
+def reduced(source: Path, folder: Path, reducer: str | Chosen, counter: TokenCounter | None = None) -> Path:
     """The checkpoint in `source`, with a reducer, in `folder`. Its files are links."""
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
     config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(carried.write(config, chosen(reducer), counter)))
+    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, chosen(reducer), counter)))
     return folder
 
 
@@ -150,7 +149,7 @@ def rows_of(positions: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def reference(
-    vlm: VLM, reducer: str | Chosen, requests: list[dict[str, Any]], tokens: int, counter: Counter | None = None
+    vlm: VLM, reducer: str | Chosen, requests: list[dict[str, Any]], tokens: int, counter: TokenCounter | None = None
 ) -> list[dict[str, Any]]:
     """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
     found, seen = [], []

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.engines.processes import session_ends, session_members
-from vlmcompress import carried
-from vlmcompress.calibration.sources import load_samples
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Run, Settings
 from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo"
 MODEL = DEMO / "demo-llava"
@@ -193,7 +193,7 @@ def test_reduced_answers_count_the_tokens_that_are_left(asked, transformers, tmp
     attached = replace(HF, reduce="uniform:0.5").answer(MODEL, asked[0], media=asked[1], settings=SETTINGS)
     shutil.copytree(MODEL, tmp_path / "reduced")
     config = tmp_path / "reduced" / "config.json"
-    config.write_text(json.dumps(carried.write(json.loads(config.read_text()), parse("uniform:0.5"))))
+    config.write_text(json.dumps(reducer_block.write(json.loads(config.read_text()), parse("uniform:0.5"))))
     found = get("hf").answer(tmp_path / "reduced", asked[0], media=asked[1], settings=SETTINGS)
     assert (
         found.engine["reduce"] == attached.engine["reduce"] == "uniform:0.5" and transformers.engine["reduce"] is None

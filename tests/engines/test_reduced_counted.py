@@ -14,11 +14,11 @@ from transformers import AutoConfig
 
 from tests.engines import reduced_cases as cases
 from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
-from vlmcompress import carried
-from vlmcompress.calibration import bundled, encode, load_samples
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
-from vlmcompress.reduction import thresholds
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.reduction import learning as thresholds
 
 SOURCE = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 
@@ -51,11 +51,11 @@ def test_counts_and_answers_are_those_of_transformers(tmp_path):
 
 def test_without_counts_it_is_refused():
     pytest.importorskip("vllm")
-    from vlmcompress.engines.vllm.plugin._reducing import Reducer
+    from vlmcompress.engines.vllm.plugin._reducer import Reducer
 
     config = AutoConfig.from_pretrained(SOURCE)
     plain = {"model_type": "llava", "architectures": config.architectures}
-    block = carried.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
+    block = reducer_block.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
     given = SimpleNamespace(**{**vars(config), **block, "vision_config": config.vision_config})
     with pytest.raises(UserError, match="'count' is missing"):
         Reducer.of(given)

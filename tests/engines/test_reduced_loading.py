@@ -15,14 +15,14 @@ import torch
 from transformers import AutoConfig
 
 from tests.engines.reduced_cases import reduced
-from vlmcompress import carried
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ PLAIN = json.loads((DEMO / "config.json").read_text())
 
 def config(reducer: str, folder: Path, **block):
     """The demo's config as transformers reads it, with a reducer whose block has been changed."""
-    written = carried.write(PLAIN, parse(reducer))
+    written = reducer_block.write(PLAIN, parse(reducer))
     written["vlmcompress"].update(block)
     (folder / "config.json").write_text(json.dumps(written))
     return AutoConfig.from_pretrained(folder)

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from tests import calibration_rows, tiny
-from vlmcompress import carried, models
-from vlmcompress.chosen import parse
+from vlmcompress import models
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.engines.vllm import conformance, plugin
 from vlmcompress.engines.vllm.conformance import _questions
 from vlmcompress.engines.vllm.conformance._reference import Reference
-from vlmcompress.pipeline import quantize
 from vlmcompress.recipe import resolve
+from vlmcompress.recipe.reducer import parse
 
 pytestmark = pytest.mark.engine
 SCHEMES = {"fp8": {}, "int8": {}, "awq": {"group_size": 32}, "gptq": {"group_size": 64}}
@@ -69,7 +70,7 @@ def written(world: Path, out: Path, family: str, reducer: str, scheme: str) -> P
     given = {"model": str(world / family), "out": str(out), "scheme": scheme, "reduce": reducer}
     calibrate = {"data": str(world / "calib.jsonl"), "samples": 6}
     quantize(resolve(given | {"options": SCHEMES[scheme], "calibrate": calibrate}).recipe)
-    assert carried.read(models.read_config(out)).reducer.method == parse(reducer).method
+    assert reducer_block.read(models.read_config(out)).reducer.method == parse(reducer).method
     return out
 
 
@@ -98,7 +99,7 @@ def check(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -
             wrong[name] = found[name]["error"]
             continue
         reference = Reference(out, "auto")
-        with reference.reduced(carried.read(models.read_config(out))):
+        with reference.reduced(reducer_block.read(models.read_config(out))):
             for question in questions:
                 record, expected = found[name]["rounds"]["all"][question.id], reference.ask(question.messages, 1)
                 gaps = [abs(math.exp(value) - math.exp(expected.first[token])) for token, value in record["best"][0]]

@@ -19,10 +19,10 @@ from PIL import Image
 
 from tests.engines.processes import session_ends
 from tests.tiny import build
-from vlmcompress import carried
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.serve import example, flags, serve
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 
 
 def test_flags(checkpoint: Path) -> None:
@@ -61,8 +61,8 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
 )
 def test_a_reducer_that_would_be_refused(block, plugins, text, tmp_path: Path, monkeypatch) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    config = carried.write(plain, parse("dart:0.5"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {carried.KEY: config[carried.KEY] | block}))
+    config = reducer_block.write(plain, parse("dart:0.5"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {reducer_block.KEY: config[reducer_block.KEY] | block}))
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     with pytest.raises(UserError, match=text):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import build
 from vlmcompress import engines
-from vlmcompress.calibration.rows import Sample
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.accuracy import Ask, evaluate
 from vlmcompress.evaluation.questions import stratified

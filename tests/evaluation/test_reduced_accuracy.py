@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tests.evaluation.echo import Echo, checkpoint, picture, question, write_rows
-from vlmcompress import carried, results
-from vlmcompress.chosen import parse
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.evaluation.accuracy import Ask, evaluate
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.report import findings
 from vlmcompress.report.text import text
+from vlmcompress.results import records as results
 
 
 class _Counting(Echo):
@@ -45,7 +46,7 @@ def asked(tmp_path):
     data = write_rows(tmp_path / "data.jsonl", *rows, {"id": "3", "question": "3?", "answer": "3?"})
     full, less = checkpoint(tmp_path / "full"), checkpoint(tmp_path / "less")
     config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    (less / "config.json").write_text(json.dumps(carried.write(config, parse("dart:0.25"))))
+    (less / "config.json").write_text(json.dumps(reducer_block.write(config, parse("dart:0.25"))))
     return full, less, data
 
 

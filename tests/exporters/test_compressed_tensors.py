@@ -8,10 +8,10 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
 from tests.rtn import SCHEMES
+from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors as ct
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
-from vlmcompress.tensorfile import Spec
 
 MORE = {
     "w3": Scheme(Format("int", 3, 32)),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.models.inputs import QUESTION, images
 from tests.tiny import build
-from vlmcompress import pipeline
+from vlmcompress.compression.quantize import quantize
 from vlmcompress.models import REGISTRY, VLM, load, read_config, spec_for
 from vlmcompress.recipe import resolve
 
@@ -77,7 +77,7 @@ def quantized(
         if not spec_for(read_config(checkpoint(family))).vision_groups:
             given.pop("vision", None)
         given["calibrate"] = {"data": str(samples), "samples": 4}
-        pipeline.quantize(resolve(given).recipe)
+        quantize(resolve(given).recipe)
         return out
 
     return get

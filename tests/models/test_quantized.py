@@ -8,7 +8,8 @@ import transformers
 
 from tests.models.conftest import RECIPES
 from tests.models.inputs import encode
-from vlmcompress import doctor, models
+from vlmcompress import models
+from vlmcompress.diagnosis import files as doctor
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

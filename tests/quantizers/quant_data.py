@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmcompress.balance import Sensitivity
-from vlmcompress.stats import NEEDS, GroupStats
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.inputs import NEEDS, GroupStats
 
 
 def inputs(width: int, tokens: int = 512, seed: int = 0) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from quant_data import inputs, output_error, weight
 from test_gptq import slow_gptq
 
-from vlmcompress.balance import Sensitivity, check_balance
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import REGISTRY, awq, gptq, int8, smooth, solve
-from vlmcompress.stats import MODALITIES, NEEDS, GroupStats
+from vlmcompress.statistics.balance import Sensitivity, check_balance
+from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
 COUNTS = {"text": 120, "vision": 360, "answer": 60}
@@ -50,7 +50,7 @@ def run(name: str, stats: GroupStats, **options) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("balance", ["ratio", {"text": 2.0, "vision": 0.5, "answer": 1.5}, MBQ], ids=str)
 def test_statistics_are_weighted_means_of_the_modalities(balance):
-    """Oracle: the formulas of `vlmcompress.stats`, in float64 from the activations."""
+    """Oracle: the formulas of `vlmcompress.statistics.inputs`, in float64 from the activations."""
     parts = tokens()
     stats = collected(parts).balanced(balance)
     weights = dict.fromkeys(MODALITIES, 1.0) if balance == "ratio" else balance

@@ -10,7 +10,7 @@ from quant_data import inputs, output_error, statistics, weight
 
 from vlmcompress.numerics import Format, decode, encode, find_params
 from vlmcompress.quantizers import gptq, rtn
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 
 def slow_gptq(w, gram, fmt, damp, actorder):

@@ -7,10 +7,10 @@ import torch
 from quant_data import inputs, weight
 from test_balance import MBQ, collected, losses, tokens
 
-from vlmcompress.balance import Sensitivity
+from vlmcompress.blocks.solve import Method
 from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
 from vlmcompress.quantizers import mbq, smooth, solve
-from vlmcompress.solve import Method
+from vlmcompress.statistics.balance import Sensitivity
 
 WIDTH = 128
 

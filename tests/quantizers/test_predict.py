@@ -7,11 +7,11 @@ import torch
 from quant_data import inputs, weight
 
 from vlmcompress import quantizers
-from vlmcompress.balance import Sensitivity
+from vlmcompress.blocks.predict import Predictor, evenly, input_noise
 from vlmcompress.numerics import ActFormat, Format, fake_quantize, find_params
-from vlmcompress.predict import Predictor, evenly, input_noise
 from vlmcompress.quantizers import REGISTRY
-from vlmcompress.stats import MODALITIES, NEEDS, GroupStats
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
 SQUARES = {"text": 0.3, "vision": 0.01, "answer": 2.0}

@@ -10,7 +10,7 @@ from quant_data import inputs, output_error, statistics, weight
 
 from vlmcompress.numerics import Scheme
 from vlmcompress.quantizers import REGISTRY, smooth, solve
-from vlmcompress.stats import NEEDS
+from vlmcompress.statistics.inputs import NEEDS
 
 WIDTH = 256
 SCHEMES = REGISTRY.names()

@@ -10,9 +10,9 @@ from transformers import StaticCache
 
 from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
 from tests.reduction.test_hiding import CASES, given
-from vlmcompress.chosen import parse
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import KeptWhole, attach, refusal
 

@@ -11,13 +11,13 @@ from PIL import Image
 
 from tests.reduction.reduction_data import checkpoint, vlm
 from vlmcompress import cli, reducers
-from vlmcompress.calibration.encode import encode_prompt
-from vlmcompress.calibration.rows import Sample
-from vlmcompress.chosen import parse
+from vlmcompress.data.encode import encode_prompt
+from vlmcompress.data.samples import Sample
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction import capture
-from vlmcompress.reduction._pixels import signals
 from vlmcompress.reduction.picture import Counts
+from vlmcompress.reduction.pixels import signals
 
 
 def noise(*size: int) -> Image.Image:

@@ -19,7 +19,7 @@ from tests.reduction.test_decoding import GREEDY, STEPS, extended
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Signals, pixelprune
 from vlmcompress.reduction import Reduced, attach
-from vlmcompress.reduction._pixels import signals
+from vlmcompress.reduction.pixels import signals
 
 QWEN = ["qwen2-vl", "qwen2-5-vl", "qwen3-vl"]
 

@@ -13,12 +13,13 @@ from torch import nn
 
 from tests.reduction.reduction_data import checkpoint, vlm
 from vlmcompress import cli
-from vlmcompress.calibration.encode import encode_prompt
-from vlmcompress.calibration.rows import Sample
-from vlmcompress.chosen import Chosen, parse
+from vlmcompress.data.encode import encode_prompt
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.models import REGISTRY, decoder_layers
-from vlmcompress.reduction import attach, planning
+from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.reduction import attach
+from vlmcompress.reduction import cost as planning
 
 SIZE = (190, 100)
 

@@ -10,10 +10,11 @@ import torch
 
 from tests.reduction.reduction_data import NONE, ONE, TWO, checkpoint, encode, picture, tiny
 from tests.reduction.reduction_data import vlm as loaded
-from vlmcompress import chosen, cli, counts
+from vlmcompress import cli
 from vlmcompress.errors import UserError
-from vlmcompress.reducers import REGISTRY, Merger, tome
-from vlmcompress.reduction import attach, thresholds
+from vlmcompress.recipe import reducer as chosen
+from vlmcompress.reducers import REGISTRY, Merger, fit_counter, tome
+from vlmcompress.reduction import attach, learning, threshold_file
 
 DYMU = REGISTRY.get("dymu")
 
@@ -52,10 +53,10 @@ def slow_learn(vlm, inputs, keep):
 
 @pytest.mark.parametrize("keep", [0.4, 0.7])
 def test_learnt_as_published(keep, monkeypatch):
-    monkeypatch.setattr(thresholds, "BATCH", 6)
+    monkeypatch.setattr(learning, "BATCH", 6)
     vlm = tiny("llava")
     given = batches(vlm, 11)
-    learnt = thresholds.learn(vlm, given, chosen.parse(f"dymu:{keep}"))
+    learnt = learning.learn(vlm, given, chosen.parse(f"dymu:{keep}"))
     pixels = torch.cat([inputs["pixel_values"] for inputs in given[:-1]])
     slow = slow_learn(vlm, [pixels[:6], pixels[6:]], keep)
     assert learnt.method == "dymu" and learnt.options.keep == keep
@@ -65,35 +66,35 @@ def test_learnt_as_published(keep, monkeypatch):
 def test_one_batch_keeps_the_share_on_average():
     vlm = tiny("llava")
     given = batches(vlm, 10)
-    learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = thresholds.kept(vlm, given, learnt)
+    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
+    kept = learning.kept(vlm, given, learnt)
     assert abs(sum(kept) / 10 - 8) < 0.5 and len(set(kept)) > 1  # an odd row that finds no room merges in no layer
     with attach(vlm, learnt) as attached:
         for inputs, count in zip(given, kept, strict=False):
             vlm.model(**inputs)
             assert [len(unit.reduction.anchor) for unit in attached.seen] == [count]
-    assert thresholds.learn(vlm, [], learnt) == learnt  # nothing is left to learn
+    assert learning.learn(vlm, [], learnt) == learnt  # nothing is left to learn
 
 
 def test_tiles_count_as_pictures():
     vlm = tiny("llava-next")
     given = [encode(vlm, ONE), encode(vlm, TWO)]
-    learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.5"))
-    tiles = [len(thresholds.pictures(vlm, inputs)) for inputs in given]
-    assert tiles[0] < tiles[1] and len(thresholds.kept(vlm, given, learnt)) == sum(tiles)
+    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
+    tiles = [len(learning.pictures(vlm, inputs)) for inputs in given]
+    assert tiles[0] < tiles[1] and len(learning.kept(vlm, given, learnt)) == sum(tiles)
 
 
 def test_a_file_for_one_model(tmp_path):
     vlm, file = tiny("llava"), tmp_path / "new" / "dymu.json"
     given = batches(vlm, 4)
-    learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.5"))
-    kept = thresholds.kept(vlm, given, learnt)
-    content = thresholds.save(file, vlm, learnt, kept, {"source": "here"})
+    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.5"))
+    kept = learning.kept(vlm, given, learnt)
+    content = threshold_file.save(file, vlm, learnt, kept, {"source": "here"})
     assert json.loads(json.dumps(content)) == json.loads(file.read_text()) and content["kept"]["mean"] == sum(kept) / 4
     named = chosen.parse(f"dymu:thresholds={file}")
     with attach(vlm, named) as attached:
         assert attached.options.thresholds == learnt.options.thresholds
-    read = thresholds.learn(vlm, [], chosen.parse(f"dymu:0.9,thresholds={file}"))
+    read = learning.learn(vlm, [], chosen.parse(f"dymu:0.9,thresholds={file}"))
     assert read.options == dataclasses.replace(learnt.options, keep=0.9)
     other = next(vlm.model.model.vision_tower.parameters())
     other += 1
@@ -125,7 +126,7 @@ def test_a_file_for_one_model(tmp_path):
 def test_bad_files(change, message, tmp_path):
     vlm, file = tiny("llava"), tmp_path / "dymu.json"
     learnt = chosen.parse("dymu:thresholds=[0.5, 0.6]")
-    content = thresholds.save(file, vlm, learnt, [16], {})
+    content = threshold_file.save(file, vlm, learnt, [16], {})
     change(content)
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=message) as caught:
@@ -136,9 +137,9 @@ def test_bad_files(change, message, tmp_path):
 def test_what_cannot_be_learnt_or_used(tmp_path):
     vlm = tiny("llava")
     with pytest.raises(UserError, match="have none; name some with --calib"):
-        thresholds.learn(vlm, [encode(vlm, NONE)], chosen.parse("dymu"))
+        learning.learn(vlm, [encode(vlm, NONE)], chosen.parse("dymu"))
     with pytest.raises(UserError, match="keep=0.1: 16 tokens cannot be merged into 2 in 2 layers"):
-        thresholds.learn(vlm, batches(vlm, 1), chosen.parse("dymu:0.1"))
+        learning.learn(vlm, batches(vlm, 1), chosen.parse("dymu:0.1"))
     with pytest.raises(UserError, match="has no thresholds; learn them with `vlmcompress thresholds MODEL"):
         attach(vlm, "dymu")
     with pytest.raises(UserError, match="3 thresholds and 2 layers.*another model's"):
@@ -177,8 +178,8 @@ def test_counts_from_pixels_are_met_exactly():
     """The transformers engine with a counter: what the counter says of each image, whatever the batch."""
     vlm = tiny("llava")
     given = batches(vlm, 12)
-    learnt = thresholds.learn(vlm, given, chosen.parse("dymu:0.6"))
-    counter = thresholds.counter(vlm, given, learnt)
+    learnt = learning.learn(vlm, given, chosen.parse("dymu:0.6"))
+    counter = learning.counter(vlm, given, learnt)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
     inputs = encode(vlm, ONE, TWO, NONE)
     said = [counter.count(pixels) for pixels in inputs["pixel_values"]]
@@ -193,7 +194,7 @@ def test_counts_from_pixels_are_met_exactly():
 
 def test_counts_of_another_model_are_refused():
     vlm = tiny("llava")
-    counter = counts.fit([torch.rand(3, 56, 56)], [9], 14, 16, least=4)
+    counter = fit_counter([torch.rand(3, 56, 56)], [9], 14, 16, least=4)
     learnt = chosen.parse("dymu:thresholds=[0.5, 0.6]")
     for wrong in ({"buckets": (4, 17)}, {"buckets": (3, 16)}, {"patch": 16}):
         with pytest.raises(UserError, match="another model's; this one's encoder merges patches of 14 into 4 to 16"):

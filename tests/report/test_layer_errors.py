@@ -10,7 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vlmcompress import cli, layer_errors, manifest, pipeline, terminal
+from vlmcompress import cli
+from vlmcompress.checkpoint import manifest
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 from vlmcompress.report.charts import heatmap
@@ -50,7 +54,7 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path, Path]:
         "balanced": {"scheme": "gptq", "options": {"balance": "ratio"}},
     }.items():
         given = {"model": str(DEMO), "out": str(folder / name), "calibrate": {"samples": 16}} | more
-        pipeline.quantize(resolve(given).recipe)
+        quantize(resolve(given).recipe)
     return folder / "rounded", folder / "unbalanced", folder / "balanced"
 
 

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from tests.report.conftest import HOSTILE, comparison, make_results, make_samples, make_suite
-from vlmcompress import results as schema
 from vlmcompress.errors import UserError
 from vlmcompress.report import examples, files
 from vlmcompress.report.badge import badge
@@ -24,6 +23,7 @@ from vlmcompress.report.junit import junit
 from vlmcompress.report.markdown import markdown
 from vlmcompress.report.page import page
 from vlmcompress.results import Gate, Results, Rule
+from vlmcompress.results import records as schema
 
 VOID = {"meta", "img", "br"}
 NAMES = {"results.json", "report.md", "report.html", "junit.xml", "badge.json"}

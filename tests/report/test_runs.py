@@ -11,10 +11,11 @@ import pytest
 
 from tests.report.conftest import make_bench, make_results, make_suite
 from tests.report.test_report import NAMES, Balanced
-from vlmcompress import results as schema
+from vlmcompress.commands import report as options
 from vlmcompress.errors import UserError
-from vlmcompress.report import files, options, runs
+from vlmcompress.report import files, runs
 from vlmcompress.results import Results
+from vlmcompress.results import records as schema
 
 ONLY_ACCURACY: dict[str, Any] = {"bench": None, "gate": None}
 ONLY_SPEED: dict[str, Any] = {"suites": [], "samples": [], "pictures": {}, "gate": None}

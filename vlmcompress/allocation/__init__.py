@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vlmcompress.registry import Registry
+from vlmcompress.common.registry import Registry
 
 REGISTRY = Registry("vlmcompress.allocation", "allocation rule")
 

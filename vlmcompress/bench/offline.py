@@ -20,9 +20,9 @@ from typing import Any
 
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import Plan
+from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, offline, runner
 from vlmcompress.errors import UserError
-from vlmcompress.progress import Progress
 from vlmcompress.results import LoadRun
 
 SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst

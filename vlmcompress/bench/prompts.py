@@ -18,8 +18,8 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.bench.images import dead_leaves, stamp
-from vlmcompress.calibration.rows import Sample
-from vlmcompress.calibration.sources import PROMPTS, bundled, load_samples
+from vlmcompress.data.samples import Sample
+from vlmcompress.data.sources import PROMPTS, bundled, load_samples
 from vlmcompress.errors import UserError
 
 DEFAULT_SIZE = (448, 448)

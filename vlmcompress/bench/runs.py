@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import sides
 from vlmcompress.bench import measure, memory
 from vlmcompress.bench.images import parse_size
 from vlmcompress.bench.load import parse as parse_load
@@ -15,9 +14,9 @@ from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import About, Plan, serve
+from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError
-from vlmcompress.progress import Progress
-from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
+from vlmcompress.results import Bench, LoadRun, Memory, Results, Side, sides
 
 TOOL = "vlmcompress's streaming client"
 

@@ -21,10 +21,10 @@ from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.load import Load
 from vlmcompress.bench.prompts import Prompts
 from vlmcompress.bench.schedule import SideName, abba
+from vlmcompress.common.progress import Progress
 from vlmcompress.engines.process import last_words
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
-from vlmcompress.progress import Progress
 from vlmcompress.results import LoadRun, State
 
 FLAGS: dict[State, tuple[str, ...]] = {

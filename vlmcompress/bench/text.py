@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vlmcompress.common.text import size, table
 from vlmcompress.results import Bench, Memory, Ratio
-from vlmcompress.terminal import size, table
 
 SHOWN = {
     "request_throughput": "requests per second",

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
+from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
-from vlmcompress.calibration.sensitivity import accelerated
+from vlmcompress.calibration.gradient_pass import accelerated
+from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import fake_quantize, find_params
-from vlmcompress.progress import Progress, silent
 from vlmcompress.quantizers import qvlm
-from vlmcompress.reservoir import Reservoir
-from vlmcompress.solve import Method
+from vlmcompress.statistics.reservoir import Reservoir
 
 Key = tuple[int, str]
 

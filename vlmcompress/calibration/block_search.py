@@ -28,14 +28,14 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.balance import MODALITIES, Sensitivity
+from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration.sequential import run_oneshot
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import Format, Scheme, fake_quantize, find_params
 from vlmcompress.quantizers import mbq
-from vlmcompress.solve import Method
+from vlmcompress.statistics.balance import MODALITIES, Sensitivity
 
 
 class StockSearch(AWQModifier):

@@ -38,7 +38,7 @@ from pydantic import ConfigDict, PrivateAttr
 from torch import Tensor, nn
 
 from vlmcompress.models import Group
-from vlmcompress.reservoir import Reservoir
+from vlmcompress.statistics.reservoir import Reservoir
 
 CLUSTERS = 100
 TOKENS = 8192

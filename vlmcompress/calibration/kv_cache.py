@@ -11,7 +11,7 @@ from llmcompressor.core import active_session
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 
-from vlmcompress.kv_range import KVRange
+from vlmcompress.statistics.kv_range import KVRange
 
 
 def watch(model: nn.Module, attention: nn.Module, hooks: HooksMixin) -> KVRange:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.balance import Sensitivity
+from vlmcompress.blocks.solve import Method, apply, solve_layer
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.errors import UserError
-from vlmcompress.kv_range import KVRange
 from vlmcompress.models import VLM, Group
-from vlmcompress.solve import Method, apply, solve_layer
-from vlmcompress.stats import NEEDS, GroupStats
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.inputs import NEEDS, GroupStats
+from vlmcompress.statistics.kv_range import KVRange
 
 
 class BlockObserver(Modifier):

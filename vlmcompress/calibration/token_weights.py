@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import round_to_nearest
-from vlmcompress.progress import Progress, silent
-from vlmcompress.solve import Method
 
 Weights = dict[tuple[int, str], Tensor]  # (block, group) -> weight of each token of a sample
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlmcompress.progress import Progress
+from vlmcompress.common.progress import Progress
 
 
 @dataclass(frozen=True)

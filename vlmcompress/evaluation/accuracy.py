@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmcompress import sides
 from vlmcompress.engines.base import Answer, Engine, Progress, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import tasks
@@ -25,7 +24,7 @@ from vlmcompress.evaluation.divergence import divergence
 from vlmcompress.evaluation.journal import Journal, open_journal
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.evaluation.tasks import LoadedSuite
-from vlmcompress.results import FILE, Results, Scored, Side, Suite, load
+from vlmcompress.results import FILE, Results, Scored, Side, Suite, load, sides
 
 EXAMPLES = 24  # samples whose pictures go into the report
 FIRST_TOKENS = 20  # whose probabilities are compared

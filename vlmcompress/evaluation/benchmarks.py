@@ -12,8 +12,8 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from vlmcompress.calibration.images import LazyImages
-from vlmcompress.calibration.rows import MARK
+from vlmcompress.data.images import LazyImages
+from vlmcompress.data.samples import MARK
 from vlmcompress.evaluation import choices, local_data, scoring, vqa
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 
-from vlmcompress.calibration.rows import Sample
+from vlmcompress.data.samples import Sample
 from vlmcompress.evaluation import benchmarks, local_data
 
 SCORING = "Exact match after case folding, collapsing spaces and dropping a final full stop."

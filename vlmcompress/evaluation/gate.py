@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import vlmcompress
-from vlmcompress import _yaml
+from vlmcompress.common import yaml_files as _yaml
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.results import Gate, Results, State, Verdict
 

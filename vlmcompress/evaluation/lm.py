@@ -21,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from PIL import Image
 
-from vlmcompress.calibration.rows import MARK
+from vlmcompress.data.samples import MARK
 from vlmcompress.engines.base import Answer, Request
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.questions import png

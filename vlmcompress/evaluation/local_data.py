@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.calibration.images import LazyImages
-from vlmcompress.calibration.sources import bundled
+from vlmcompress.data.images import LazyImages
+from vlmcompress.data.sources import bundled
 from vlmcompress.errors import UserError
 
 VARIABLE = "VLMCOMPRESS_DATA"

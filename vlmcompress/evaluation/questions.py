@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from vlmcompress.calibration.rows import Sample
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 
 WITHOUT_FAMILY = "other"

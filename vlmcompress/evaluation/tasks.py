@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.calibration import sources
-from vlmcompress.calibration.rows import Sample
+from vlmcompress.data import sources
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.evaluation import catalogue, questions
 

@@ -1,18 +1,21 @@
 """Checkpoint formats. One file per format: pure maps from a solver's result to stored tensors, plus its config block.
 
-An exporter is a module with
+A recipe's `format` names the file. An exporter is a module with
 
-    FORMAT: str                                               what config.json calls the format
-    layout(qt, scheme, input_scale=None) -> {local name: Spec}          types and shapes, without computing anything
+    FORMAT: str                                     `quant_method` in config.json
+    storage(scheme) -> str                          how it stores a scheme; UserError: it cannot
+    shapes(scheme, rows, columns) -> {local name: shape}        ValueError: not a layer of this shape
+    specs(scheme, rows, columns, dtype) -> {local name: Spec}   the same with types; scales have `dtype`
+    layout(qt, scheme, input_scale=None) -> {local name: Spec}  of what `tensors` returns, without computing it
     tensors(qt, scheme, input_scale=None) -> {local name: Tensor}       what is stored for one linear layer
+    dequantized(stored, scheme, shape) -> Tensor    the weight that an engine computes with, read back
     quantization_config(groups, ignore, kv_cache=False) -> dict         the `quantization_config` block
+    group_of(config, layer) -> str | None           which of its groups a layer belongs to
+    scheme_of(group) -> Scheme                      what a group says: the inverse of `quantization_config`
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
 
-from vlmcompress.exporters._layers import misread, targets
-from vlmcompress.registry import Registry
-
-__all__ = ["REGISTRY", "misread", "targets"]
+from vlmcompress.common.registry import Registry
 
 REGISTRY = Registry("vlmcompress.exporters", "format")

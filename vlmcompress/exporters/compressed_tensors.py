@@ -25,9 +25,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 
+from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, dequantize
-from vlmcompress.tensorfile import Spec
 
 FORMAT = "compressed-tensors"
 
@@ -83,17 +83,27 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
     return found
 
 
-def dtypes(scheme: Scheme) -> dict[str, str]:
-    """Stored types of the tensors that have a fixed one; scales keep the type that they were made in."""
-    if storage(scheme) != "pack-quantized":
-        return {"weight": "F8_E4M3" if scheme.weights.kind == "float" else "I8"}
-    return {"weight_packed": "I32", "weight_shape": "I64", "weight_zero_point": "I32"}
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of what is stored for a layer of `rows` outputs and `columns` inputs.
+
+    Args:
+        dtype: safetensors' name of the type of scales, which keep the type that they were made in.
+
+    Raises:
+        ValueError: as `shapes`.
+    """
+    if storage(scheme) == "pack-quantized":
+        types = {"weight_packed": "I32", "weight_shape": "I64", "weight_zero_point": "I32"}
+    else:
+        types = {"weight": "F8_E4M3" if scheme.weights.kind == "float" else "I8"}
+    types |= dict.fromkeys(("weight_scale", "input_scale"), dtype)
+    return {name: Spec(types[name], shape) for name, shape in shapes(scheme, rows, columns).items()}
 
 
 def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
     """Local names, types and shapes of what `tensors` returns, without computing it."""
-    types = dtypes(scheme) | dict.fromkeys(("weight_scale", "input_scale"), Spec.of(qt.scale).dtype)
-    return {name: Spec(types[name], shape) for name, shape in shapes(scheme, *qt.q.shape).items()}
+    rows, columns = qt.q.shape
+    return specs(scheme, rows, columns, Spec.of(qt.scale).dtype)
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:

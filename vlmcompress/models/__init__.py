@@ -18,7 +18,8 @@ from vlmcompress.models._load import (
 )
 from vlmcompress.models._names import disk_module, disk_names, linear_names, memory_names, tied_names
 from vlmcompress.models._read import read_config, shards, tensor_headers
-from vlmcompress.models._resolve import decoder_layers, layer_class, resolve, vision_linears
+from vlmcompress.models._resolve import decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
+from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
 
 __all__ = [
@@ -29,7 +30,9 @@ __all__ = [
     "LinearGroup",
     "ModelSpec",
     "Piece",
+    "Source",
     "all_specs",
+    "decoder_blocks",
     "decoder_layers",
     "disk_module",
     "disk_names",

@@ -12,11 +12,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
+from vlmcompress.common.registry import Registry
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models._names import disk_names
 from vlmcompress.models._read import read_config, tensor_headers
 from vlmcompress.models._spec import ModelSpec
-from vlmcompress.registry import Registry
 
 REGISTRY = Registry("vlmcompress.models", "model family")
 

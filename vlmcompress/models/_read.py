@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from vlmcompress.common.tensor_files import INDEX, SINGLE, read_entries
 from vlmcompress.errors import UserError
-from vlmcompress.tensorfile import INDEX, SINGLE, read_entries
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

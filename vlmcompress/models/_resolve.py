@@ -54,6 +54,14 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
     return [f"{path}.{name}" for name, _ in blocks.named_children()]
 
 
+def decoder_blocks(model: nn.Module, spec: ModelSpec) -> list[list[Group]]:
+    """The groups of linear layers of each decoder block, in order."""
+    blocks: list[list[Group]] = [[] for _ in decoder_layers(model, spec)]
+    for group in resolve(model, spec):
+        blocks[group.layer].append(group)
+    return blocks
+
+
 def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGroup, ...]) -> list[Group]:
     """The groups of one block whose layers it has."""
     linears = _linears(model, block)

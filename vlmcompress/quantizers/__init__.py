@@ -4,7 +4,7 @@ A scheme is pure mathematics over weights and calibration statistics: no model, 
 layers that read the same input (q/k/v; gate/up; ...). A module of this folder has
 
     Options                                   frozen dataclass: the recipe's `options`, checked when made (ValueError)
-    NEEDS: frozenset[str]                     statistics it needs (see `vlmcompress.stats`); empty: needs no data
+    NEEDS: frozenset[str]                     statistics it needs (see `vlmcompress.statistics.inputs`); empty: needs no data
     scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
     quantize(weight, stats, options, scale_dtype, prepared) -> QTensor
 
@@ -21,7 +21,7 @@ and, where the method has such a step,
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 
 `smooth` and `solve` below run these for a group whatever a module has. A module whose Options have a `balance` (see
-`vlmcompress.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
+`statistics.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vlmcompress.common.registry import Registry
 from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.registry import Registry
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 REGISTRY = Registry("vlmcompress.quantizers", "scheme")
 

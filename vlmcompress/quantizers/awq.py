@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.balance import check_balance
 from vlmcompress.numerics import Format, QTensor, Scheme, fake_quantize, find_params, round_to_nearest, weight_only
-from vlmcompress.stats import GroupStats, quadratic
+from vlmcompress.statistics.balance import check_balance
+from vlmcompress.statistics.inputs import GroupStats, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
@@ -47,7 +47,7 @@ _ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in 
 class Options:
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: weight magnitudes join in;
     `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"; `balance`: see
-    `vlmcompress.balance`."""
+    `vlmcompress.statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128

@@ -29,7 +29,7 @@ from vlmcompress.numerics import (
     quantize_with,
     round_to_nearest,
 )
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"absmax"})
 

@@ -17,7 +17,7 @@ damping). Where there are fewer than inputs, H is singular: inputs that the toke
 damping alone says. That and damping beyond `damp` (ten times more until H can be factorized) are warned of; the larger the
 damping, the closer to rounding to nearest.
 
-`balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`vlmcompress.balance`).
+`balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`statistics.balance`).
 `tokens: vlmq` weighs single tokens instead, in attention's layers (`calibration.token_weights`): H is then the Gram matrix of
 rows multiplied by their weights.
 """
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.balance import check_balance
 from vlmcompress.numerics import QTensor, Scheme, decode, encode, find_params, round_to_nearest, weight_only
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.balance import check_balance
+from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram"})
 PREPARED_BY = ("damp", "actorder", "balance")
@@ -41,7 +41,7 @@ PREPARED_BY = ("damp", "actorder", "balance")
 @dataclass(frozen=True)
 class Options:
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
-    update; `actorder`: "static" or null; `balance`: see `vlmcompress.balance`; `tokens`: "off"
+    update; `actorder`: "static" or null; `balance`: see `statistics.balance`; `tokens`: "off"
     or "vlmq"."""
 
     bits: int = 4

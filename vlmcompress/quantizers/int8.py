@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.balance import check_balance
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.balance import check_balance
+from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"absmax"})
 
@@ -29,7 +29,7 @@ NEEDS = frozenset({"absmax"})
 @dataclass(frozen=True)
 class Options:
     """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers;
-    `balance`: see `vlmcompress.balance`."""
+    `balance`: see `vlmcompress.statistics.balance`."""
 
     alpha: float = 0.5
     balance: Any = "off"

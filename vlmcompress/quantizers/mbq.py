@@ -16,7 +16,7 @@ with the mean over all tokens, and the one taken has the least error `D` (see `o
 `mae` (the paper's choice) and `mse` are as published: D is the error of the output of the module that the layers are in (q/k/v:
 attention, gate/up: MLP, the others themselves), run again for each candidate (`calibration.block_search`). `gram` is ours: it
 needs no forward computation beyond the statistics. Prompt tokens count in neither, as in the authors' code, but for
-the last, from which the answer's first is read (`vlmcompress.balance` says why); their two forms weigh the modalities
+the last, from which the answer's first is read (`statistics.balance` says why); their two forms weigh the modalities
 differently (by tokens in mae, by means in mse). No clipping, no error feedback.
 
 16-bit activations: groups with zero points. 8-bit ones, as published: symmetric weights with one scale per row, and the
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.quantizers import awq
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram", "absmean"})
 

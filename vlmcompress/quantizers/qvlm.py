@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, round_to_nearest, weight_only
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram"})
 JOINT = True  # ranges come from a search over runs of blocks

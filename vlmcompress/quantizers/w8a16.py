@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
-from vlmcompress.stats import GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 

@@ -28,11 +28,25 @@ float32 whatever the dtype, keeps raster order, and returns all tokens untouched
 
 from __future__ import annotations
 
+from vlmcompress.common.registry import Registry
 from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reducers._layerwise import Merger
 from vlmcompress.reducers._run import merge, missing, reduce, too_small
-from vlmcompress.registry import Registry
 
-__all__ = ["REGISTRY", "Grid", "Merger", "Reduction", "Signals", "merge", "missing", "reduce", "too_small"]
+__all__ = [
+    "REGISTRY",
+    "Grid",
+    "Merger",
+    "Reduction",
+    "Signals",
+    "TokenCounter",
+    "fit_counter",
+    "merge",
+    "missing",
+    "read_counter",
+    "reduce",
+    "too_small",
+]
 
 REGISTRY = Registry("vlmcompress.reducers", "reducer")

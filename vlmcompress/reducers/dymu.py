@@ -25,7 +25,7 @@ from vlmcompress.reducers.tome import join, match
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})
 COUNT = "adaptive"
-SERVED = True  # to an exact count, said from the pixels before the encoder runs (`vlmcompress.counts`)
+SERVED = True  # to an exact count, said from the pixels before the encoder runs (`vlmcompress.reducers._counter`)
 
 
 @dataclass(frozen=True)

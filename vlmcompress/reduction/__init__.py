@@ -18,62 +18,11 @@ continues them only while the reducer that filled them is attached. Methods that
 words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer too.
 """
 
-from __future__ import annotations
-
-from types import ModuleType
-from typing import Any
-
-from vlmcompress.chosen import Chosen, choose
-from vlmcompress.counts import Counter
-from vlmcompress.models import VLM
-from vlmcompress.reducers import REGISTRY
-from vlmcompress.reduction import thresholds
+from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reduction._attach import Attachment, KeptWhole
-from vlmcompress.reduction._blocks import Blocks
-from vlmcompress.reduction._early import Early
-from vlmcompress.reduction._generating import Generating
-from vlmcompress.reduction._inside import Inside
-from vlmcompress.reduction._merging import Merging
-from vlmcompress.reduction._pixels import Pixels
-from vlmcompress.reduction._support import check, check_counter, refusal
-from vlmcompress.reduction._units import Reduced
-from vlmcompress.reduction._views import Views
+from vlmcompress.reduction.attaching import attach
 from vlmcompress.reduction.carrying import attach_carried
+from vlmcompress.reduction.support import check, refusal
+from vlmcompress.reduction.units import Reduced
 
-__all__ = ["Attachment", "Chosen", "KeptWhole", "Reduced", "attach", "attach_carried", "refusal"]
-
-
-def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: Counter | None = None) -> Attachment:
-    """Reduce the visual tokens of `vlm` from now on.
-
-    Args:
-        vlm: the model; one reducer at a time (ValueError).
-        method: name of a reducer, or one with its options (`vlmcompress.chosen`).
-        options: its `Options`, or a mapping of them; default: its defaults.
-        counter: says how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
-
-    UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image of which
-    the share is no token is kept whole, with one warning (`KeptWhole`) for all such images.
-    """
-    if isinstance(method, str):
-        ready = isinstance(options, REGISTRY.get(method).Options)
-        method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
-    check(vlm, method.method, method.options)
-    method = thresholds.known(vlm, method)
-    if counter:
-        check_counter(vlm.model.config, method, counter)
-        return Merging(vlm, method.module, method.options, counter)
-    return _kind(method.module)(vlm, method.module, method.options)
-
-
-def _kind(module: ModuleType) -> type[Attachment]:
-    """How a method is applied."""
-    if hasattr(module, "merge"):
-        return Merging
-    if hasattr(module, "mask"):
-        return Blocks
-    if module.STAGE == "llm":
-        return Inside if module.COUNT == "fixed" else Generating
-    if module.STAGE == "pixels":
-        return Pixels if "pixels" in module.NEEDS else Views
-    return Early
+__all__ = ["Attachment", "Chosen", "KeptWhole", "Reduced", "attach", "attach_carried", "check", "refusal"]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import reducers
-from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reducers import Reduction, Signals
-from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._units import Call, Reduced, Unit, prompt_text, units, whole
+from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.units import Call, Reduced, Unit, prompt_text, units, whole
 
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -9,8 +9,8 @@ import torch
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._units import Reduced, Unit
+from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.units import Reduced, Unit
 
 
 class Blocks(Attachment):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
-from vlmcompress.reduction import _ahead
+from vlmcompress.reduction import ahead as _ahead
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._support import feature_layers, needs_encoder
-from vlmcompress.reduction._tap import joined, received, tap
-from vlmcompress.reduction._units import Unit
+from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.support import feature_layers, needs_encoder
+from vlmcompress.reduction.tap import joined, received, tap
+from vlmcompress.reduction.units import Unit
 
 
 class Early(Attachment):

@@ -20,8 +20,8 @@ from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._attach import full_mask
 from vlmcompress.reduction._inside import Inside
-from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._units import Reduced, Unit
+from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.units import Reduced, Unit
 
 _Left = list[tuple[int, Reduced]]
 """What is left of the images in a cache, each behind the column of the full sequence at which its call began."""

@@ -12,9 +12,9 @@ from transformers.masking_utils import create_causal_mask
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._tap import joined, received, tap
-from vlmcompress.reduction._units import Unit
+from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.tap import joined, received, tap
+from vlmcompress.reduction.units import Unit
 
 
 class Inside(Attachment):

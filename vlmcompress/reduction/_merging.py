@@ -17,15 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.counts import Counter
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.reducers import Merger, Reduction
+from vlmcompress.reducers import Merger, Reduction, TokenCounter
 from vlmcompress.reduction._early import Early
-from vlmcompress.reduction._layout import Layout
-from vlmcompress.reduction._support import feature_layers
-from vlmcompress.reduction._tap import joined, tap
-from vlmcompress.reduction._units import Reduced, Unit
+from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.support import feature_layers
+from vlmcompress.reduction.tap import joined, tap
+from vlmcompress.reduction.units import Reduced, Unit
 
 M = TypeVar("M", bound=Merger)
 
@@ -105,7 +104,7 @@ class Merging(Early):
     the same as one row for them all between the attentions.)
     """
 
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: Counter | None = None):
+    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
         self.counter = counter
         super().__init__(vlm, module, options)
 

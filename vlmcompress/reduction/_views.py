@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from vlmcompress import reducers
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reducers.litevlm import matches
-from vlmcompress.reduction._pixels import Pixels
-from vlmcompress.reduction._units import Call, Reduced, Unit
+from vlmcompress.reduction.pixels import Pixels
+from vlmcompress.reduction.units import Call, Reduced, Unit
 
 
 @dataclass(frozen=True, eq=False)

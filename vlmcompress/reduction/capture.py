@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmcompress.chosen import Chosen
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout
+from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction import KeptWhole, attach, refusal
 

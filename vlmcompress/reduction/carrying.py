@@ -10,15 +10,14 @@ transformers itself does not know the block and keeps all visual tokens.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vlmcompress import carried
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, spec_for
 from vlmcompress.models._read import read_json
-
-if TYPE_CHECKING:
-    from vlmcompress.chosen import Chosen
-    from vlmcompress.reduction._attach import Attachment
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.reduction._attach import Attachment
+from vlmcompress.reduction.attaching import attach
 
 
 def attach_carried(model: Any, processor: Any, folder: str | Path, reducer: Chosen | None = None) -> Attachment | None:
@@ -35,10 +34,8 @@ def attach_carried(model: Any, processor: Any, folder: str | Path, reducer: Chos
     Raises:
         UserError: the block in config.json is not right, or the model cannot have its tokens reduced so.
     """
-    from vlmcompress.reduction import attach
-
     config = read_json(Path(folder) / "config.json", "config")
-    found = carried.read(config)
+    found = reducer_block.read(config)
     vlm = VLM(model, processor, spec_for(config), Path(folder))
     if reducer is not None:
         return attach(vlm, reducer)

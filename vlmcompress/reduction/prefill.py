@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress.models import VLM
-from vlmcompress.reduction._ahead import Enough
 from vlmcompress.reduction._attach import Attachment
+from vlmcompress.reduction.ahead import Enough
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from vlmcompress import layer_errors
-from vlmcompress.layer_errors import LayerErrors
+from vlmcompress.diagnosis import layer_errors
+from vlmcompress.diagnosis.layer_errors import LayerErrors
 from vlmcompress.report import error_text
 from vlmcompress.report.charts import heatmap
 from vlmcompress.report.charts.heatmap import Grid

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vlmcompress import layer_errors
-from vlmcompress.layer_errors import Change, LayerErrors
+from vlmcompress.common.text import table
+from vlmcompress.diagnosis import layer_errors
+from vlmcompress.diagnosis.layer_errors import Change, LayerErrors
 from vlmcompress.report import words
-from vlmcompress.terminal import table
 
 MEASURE = "squared error of a layer's output relative to the output, over the tokens of a modality"
 OF_WEIGHTS = "squared error of a layer's weights relative to the weights"

@@ -15,15 +15,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from vlmcompress import results as schema
+from vlmcompress.common.folders import dump, save
 from vlmcompress.errors import UserError
 from vlmcompress.report import findings, words
 from vlmcompress.report.charts import intervals
 from vlmcompress.report.charts.pareto import Point, pareto
-from vlmcompress.report.files import dump, save, write
+from vlmcompress.report.files import write
 from vlmcompress.report.markdown import MARKS, escape, table
 from vlmcompress.report.page import render
 from vlmcompress.results import Comparison, Results, Verdict
+from vlmcompress.results import records as schema
 
 SCHEMA = 1
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from vlmcompress.common.text import table
 from vlmcompress.report import findings
 from vlmcompress.report.words import VERDICTS
 from vlmcompress.results import Comparison, Gate, Results, Suite
-from vlmcompress.terminal import table
 
 
 def text(results: Results) -> str:

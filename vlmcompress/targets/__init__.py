@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vlmcompress.common.registry import Registry
 from vlmcompress.errors import UserError
-from vlmcompress.registry import Registry
 
 REGISTRY = Registry("vlmcompress.targets", "target")
 Goal = Literal["memory", "throughput"]

@@ -117,10 +117,10 @@ def _check_reducer(model: Path, config: dict) -> None:
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):
         return
-    from vlmcompress import carried  # which brings torch along
+    from vlmcompress.checkpoint import reducer_block  # which brings torch along
 
     try:
-        found = carried.read(config)
+        found = reducer_block.read(config)
         reason = found and plugin.refusal(names[0], found.reducer)
     except UserError as error:
         reason = str(error)

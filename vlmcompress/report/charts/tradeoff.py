@@ -11,7 +11,7 @@ from vlmcompress.report import words
 from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic, picture
 
 if TYPE_CHECKING:
-    from vlmcompress.sweep import Point
+    from vlmcompress.compression.sweep import Point
 
 WIDTH, HEIGHT = 960, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 16, 44

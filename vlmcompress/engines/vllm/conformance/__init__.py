@@ -21,9 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import carried, models
-from vlmcompress.carried import Carried
-from vlmcompress.doctor import Check
+from vlmcompress import models
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.checkpoint.reducer_block import Carried
+from vlmcompress.common.finding import Check
+from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, interpreter, runner
 from vlmcompress.engines.vllm.conformance import _plan, _questions
 from vlmcompress.engines.vllm.conformance._checks import CHECKS
@@ -31,7 +33,6 @@ from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected, Reference
 from vlmcompress.errors import UserError
-from vlmcompress.progress import Progress
 
 PROMPTS = 24
 SILENCE = 3600.0  # seconds in which one engine must have loaded and answered all
@@ -68,7 +69,7 @@ def collect(
     """
     folder, progress = Path(folder), progress or (lambda *_: None)
     config = models.read_config(folder)
-    found = carried.read(config)
+    found = reducer_block.read(config)
     models.spec_for(config)  # both this and the next line complain, if they do, before a model is loaded
     interpreter()
     with tempfile.TemporaryDirectory(prefix="vlmcompress-conformance-") as place:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmcompress.chosen import Chosen
 from vlmcompress.engines.vllm.conformance._compare import Pair, same
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import Chosen
 
 
 @dataclass

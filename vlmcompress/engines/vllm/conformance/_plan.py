@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import carried
-from vlmcompress.chosen import Chosen
+from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.conformance._questions import Questions
+from vlmcompress.recipe.reducer import Chosen
 
 TOKENS = 8
 FEW = 8
@@ -32,8 +32,8 @@ Round = dict[str, Any]
 
 def unreduced(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the same checkpoint without its reducer."""
-    names = [name.removeprefix(carried.PREFIX) for name in config["architectures"]]
-    return {key: value for key, value in config.items() if key != carried.KEY} | {"architectures": names}
+    names = [name.removeprefix(reducer_block.PREFIX) for name in config["architectures"]]
+    return {key: value for key, value in config.items() if key != reducer_block.KEY} | {"architectures": names}
 
 
 def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: str, cut: int) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
         exact: type in which answers must be equal: "float32", or "auto" where weights have no such form.
         cut: tokens of a step that cut every image.
     """
-    reducer = found.reducer if (found := carried.read(config)) else None
+    reducer = found.reducer if (found := reducer_block.read(config)) else None
     asked, few = [question.id for question in questions.plain], questions.few(FEW)
     off: dict[str, Any] = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0, "max_num_seqs": FEW}
 
@@ -67,7 +67,11 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
         engine("served", _served(asked, few), dtype="auto", enable_prefix_caching=True, max_num_seqs=FEW),
     ]
     if reducer is not None:
-        agree, one, other = _round("agree", asked), _round("one", few[:1]), carried.write(config, another(reducer))
+        agree, one, other = (
+            _round("agree", asked),
+            _round("one", few[:1]),
+            reducer_block.write(config, another(reducer)),
+        )
         all_engines += [
             engine("unreduced", [agree], unreduced(config), dtype="auto", max_num_seqs=FEW),
             engine("other", [one], other, dtype="auto", max_num_seqs=FEW),
@@ -79,7 +83,7 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
 
 def another(reducer: Chosen) -> Chosen:
     """A reducer that keeps as many tokens as `reducer` could, chosen otherwise: only its name tells them apart."""
-    from vlmcompress import chosen
+    from vlmcompress.recipe import reducer as chosen
 
     other = "uniform" if reducer.method != "uniform" else "random"
     return chosen.choose(other, {"keep": getattr(reducer.options, "keep", 0.5)}, "another")

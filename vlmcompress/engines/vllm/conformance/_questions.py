@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from vlmcompress.calibration.sources import PROMPTS, load_samples
+from vlmcompress.data.sources import PROMPTS, load_samples
 from vlmcompress.errors import UserError
 
 KINDS = ("one image", "two images", "image after text", "text only")

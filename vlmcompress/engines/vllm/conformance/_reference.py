@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from vlmcompress import models, reduction
-from vlmcompress.carried import Carried
+from vlmcompress.checkpoint.reducer_block import Carried
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). Where no reduced checkpoint is
 served that is all that ever happens: the families' modules are imported by vLLM when a checkpoint names their architecture,
-`Vlmcompress` and the original's name (see `vlmcompress.carried`). An engine without this plugin knows no such architecture
+`Vlmcompress` and the original's name (see `checkpoint.reducer_block`). An engine without this plugin knows no such architecture
 and refuses the checkpoint.
 
 Each module here without a leading underscore is a family. It defines, as literals,
@@ -16,19 +16,9 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from vlmcompress.engines.vllm.plugin._serves import FAMILIES, PREFIX, REDUCERS, refusal, served, supported
 
-from vlmcompress.errors import did_you_mean
-from vlmcompress.registry import Registry
-
-if TYPE_CHECKING:
-    from vlmcompress.chosen import Chosen
-
-FAMILIES = Registry(__name__, "family")
-REDUCERS = Registry("vlmcompress.reducers", "reducer")
-PREFIX = "Vlmcompress"  # `carried.PREFIX`, which would bring torch along
-LEAST, BELOW = (0, 32), (0, 33)
-"""Supported versions of vLLM: from the first one up to, not including, the second."""
+__all__ = ["FAMILIES", "REDUCERS", "refusal", "register", "served", "supported"]
 
 
 def register() -> None:
@@ -37,7 +27,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from vlmcompress.engines.vllm.plugin._loading import Loading
+    from vlmcompress.engines.vllm.plugin._loading import Loading  # which subclasses nothing of vLLM, but needs it
 
     right = supported(vllm.__version__)
     for family in FAMILIES.names():
@@ -45,50 +35,3 @@ def register() -> None:
         module = f"{family.replace('-', '_')}:{name}" if right else "_unsupported:Unsupported"
         ModelRegistry.register_model(name, f"{__name__}.{module}")
         MODELS_CONFIG_MAP[name] = Loading  # type: ignore[assignment]
-
-
-def supported(version: str) -> bool:
-    """Whether this plugin was made for that version of vLLM. True for a version without numbers, a build of one's own."""
-    numbers = version.split(".")[:2]
-    return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
-
-
-def refusal(architecture: str, reducer: Chosen) -> str | None:
-    """Why vLLM does not serve a model of `architecture` with its tokens reduced so, in one line; None when it does.
-
-    Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.
-    """
-    method, module = reducer.method, reducer.module
-    architecture = architecture.removeprefix(PREFIX)
-    families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
-    if architecture not in families:
-        return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
-    family, reason = families[architecture], None
-    if not module.SERVED:
-        reason = f"vLLM cannot serve '{method}' ({module.WHY_NOT})"
-    elif missing := _missing(method, family):
-        reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
-    if reason:
-        return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
-    if "query" not in FAMILIES.constant(family, "SIGNALS") and getattr(reducer.options, "text_pivots", False):
-        return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
-    return None
-
-
-def served(method: str) -> list[str]:
-    """Families of which vLLM serves models with their tokens reduced by `method`. Imports neither vLLM nor torch."""
-    return [family for family in FAMILIES.names() if _serves(family, method)]
-
-
-def _serves(family: str, method: str) -> bool:
-    return bool(REDUCERS.constant(method, "SERVED")) and not _missing(method, family)
-
-
-def _missing(method: str, family: str) -> str:
-    """What a method needs that the family's model cannot show it: names, or nothing."""
-    given = FAMILIES.constant(family, "SIGNALS")
-    if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
-        return "videos"
-    if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
-        return "what it needs before the encoder"
-    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))

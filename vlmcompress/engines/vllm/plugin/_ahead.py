@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vlmcompress.chosen import Chosen
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
+from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reducers import Grid, Signals
-from vlmcompress.reduction._ahead import Enough, positions, signals
-from vlmcompress.reduction._tap import joined, received
+from vlmcompress.reduction.ahead import Enough, positions, signals
+from vlmcompress.reduction.tap import joined, received
 
 
 class Ahead:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.models import spec_for
-from vlmcompress.reduction._units import no_words
+from vlmcompress.reduction.units import no_words
 
 ARGUMENT = "query"
 FIELD = "query_ids"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.reducers import Grid, Merger
-from vlmcompress.reduction._tap import joined, received
+from vlmcompress.reduction.tap import joined, received
 
 
 class Scan:

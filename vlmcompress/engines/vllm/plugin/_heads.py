@@ -7,7 +7,7 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:
-    """`[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction._tap.joined` is the way back."""
+    """`[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.tap.joined` is the way back."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 

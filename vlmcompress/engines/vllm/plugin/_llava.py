@@ -14,12 +14,12 @@ from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reducers import Grid, Reduction
 from vlmcompress.reduction import Reduced
-from vlmcompress.reduction._units import whole
+from vlmcompress.reduction.units import whole
 
 
 @functools.cache

@@ -24,8 +24,8 @@ class Loading:
         import vllm
         from vllm.transformers_utils.config import uses_mrope
 
-        from vlmcompress.engines.vllm.plugin import supported
-        from vlmcompress.engines.vllm.plugin._reducing import Reducer
+        from vlmcompress.engines.vllm.plugin._reducer import Reducer
+        from vlmcompress.engines.vllm.plugin._serves import supported
         from vlmcompress.engines.vllm.plugin._unsupported import message
 
         if not supported(vllm.__version__):

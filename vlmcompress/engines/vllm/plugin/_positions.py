@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
 
 DIMS = 3

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.multimodal.parse import EmbeddingItems
 from vllm.multimodal.processing import PromptUpdateDetails
 
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.engines.vllm.plugin._resuming import ResumableProcessor
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt
 

@@ -17,7 +17,7 @@ from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
 from vlmcompress.engines.vllm.plugin._rope import make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid

@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
-from vlmcompress.reduction._units import tile
+from vlmcompress.reduction.units import tile
 
 
 class TiledInfo(ReducedInfo):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._reducing import Reducer
-from vlmcompress.reduction._pixels import signals
+from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.reduction.pixels import signals
 
 
 def choose(reducer: Reducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ def message() -> str:
     """Which versions would do."""
     import vllm
 
-    from vlmcompress.engines.vllm.plugin import BELOW, LEAST
+    from vlmcompress.engines.vllm.plugin._serves import BELOW, LEAST
 
     least, below = (".".join(map(str, version)) for version in (LEAST, BELOW))
     return (

@@ -29,7 +29,7 @@ from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 from vlmcompress.reducers import Grid
-from vlmcompress.reduction._units import Reduced, tile, whole
+from vlmcompress.reduction.units import Reduced, tile, whole
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features",)

@@ -19,7 +19,7 @@ from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcess
 from vlmcompress.engines.vllm.plugin._encoder import Merging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.reducers import Reduction
-from vlmcompress.reduction._support import needs_encoder
+from vlmcompress.reduction.support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads")

@@ -1,0 +1,1 @@
+"""What one decoder block becomes: solved from statistics, predicted, kept on disk."""

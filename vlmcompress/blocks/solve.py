@@ -1,0 +1,224 @@
+"""Decide what one decoder block becomes. Pure: weights and statistics in, `LayerResult` out; no model, no IO.
+
+A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
+SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
+nothing in exact arithmetic. Then each weight is quantized with the statistics of the smoothed input, which follow
+from those of the plain input in closed form (`GroupStats.rescaled`). So one pass over the calibration data serves
+both steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import quantizers
+from vlmcompress.models import Group
+from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
+from vlmcompress.statistics.balance import BY_GRADIENT
+from vlmcompress.statistics.inputs import GroupStats
+
+_ROWS = 512  # of a weight, at most, in a layer's reported error
+
+
+@dataclass(frozen=True)
+class Method:
+    """A scheme with its options: what is done to every group of the decoder, but for those that `others` names.
+
+    Attributes:
+        others: (block, group name) -> what is done to that group instead.
+    """
+
+    module: ModuleType
+    options: Any
+    others: Mapping[tuple[int, str], Method] = field(default_factory=dict)
+
+    def of(self, group: Group) -> Method:
+        """What is done to a group."""
+        return self.others.get((group.layer, group.name), self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Statistics that the method reads; empty for a data-free one."""
+        gradient = {"gradient"} if getattr(self.options, "balance", None) in BY_GRADIENT else set()
+        return self.module.NEEDS.union(gradient, *(other.needs for other in self.others.values()))
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Number formats of the result, but for `others`; None: the weights stay as they are."""
+        return self.module.scheme(self.options)
+
+    @property
+    def joint(self) -> bool:
+        """Whether ranges are searched beforehand, by the output of runs of blocks (`calibration.block_clip`)."""
+        return getattr(self.module, "JOINT", False)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether single tokens are weighed beforehand (`tokens: vlmq`)."""
+        return getattr(self.options, "tokens", "off") != "off"
+
+    @property
+    def by_block(self) -> bool:
+        """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
+        return getattr(self.options, "objective", "gram") != "gram"
+
+
+@dataclass
+class LayerResult:
+    """Everything that changes in one decoder block, by memory name of the module.
+
+    Attributes:
+        smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
+        weights: linear -> its quantized weight.
+        input_scales: linear -> static activation scale, scalar.
+        kv_ranges: attention module -> what is known of its keys and values, see `vlmcompress.statistics.kv_range`.
+        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
+            spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
+        maxima: first linear of a group -> modality -> share of input channels whose maximum is its own; where maxima were
+            collected.
+        warnings: of each thing to know: what, the first linear of the group it is about, details.
+    """
+
+    smoothing: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, QTensor] = field(default_factory=dict)
+    input_scales: dict[str, Tensor] = field(default_factory=dict)
+    kv_ranges: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    maxima: dict[str, dict[str, float]] = field(default_factory=dict)
+    warnings: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def solve_layer(
+    groups: Sequence[Group],
+    weights: Mapping[str, Tensor],
+    stats: MutableMapping[str, GroupStats],
+    method: Method,
+    scale_dtype: torch.dtype,
+    scales: Mapping[str, Tensor] | None = None,
+) -> LayerResult:
+    """Smooth and quantize the groups of one block.
+
+    Args:
+        groups: the groups to quantize, in the order in which data flows through them.
+        weights: linear -> weight `[out, in]`, any float dtype; not modified.
+        stats: group name -> statistics of its input; each is taken out when it has served, as they are large. Empty for
+            data-free methods.
+        scale_dtype: the dtype in which group scales are stored (that of the model).
+        scales: group name -> smoothing scale `[in]` found before, for methods that search by block.
+    """
+    result, current = LayerResult(), _Current(weights)
+    for group in groups:
+        if group.name not in stats or not _foldable(group, groups):
+            continue
+        chosen, own = method.of(group), [current[name] for name in group.linears]
+        if chosen.by_block:
+            scale = (scales or {}).get(group.name)
+        else:
+            scale = quantizers.smooth(chosen.module, own, stats[group.name], chosen.options, scale_dtype)
+        if scale is None:
+            continue
+        assert group.smooth is not None
+        result.smoothing[group.smooth] = scale
+        stats[group.name] = stats[group.name].rescaled(scale)
+        for name in group.linears:
+            current.multiply_columns(name, scale)
+        current.divide_rows(group.smooth, scale)
+    for group in groups:
+        own, chosen = [current[name] for name in group.linears], method.of(group)
+        group_stats = stats.pop(group.name, None)
+        if group_stats is not None and "absmax" in group_stats.needs:
+            result.maxima[group.linears[0]] = group_stats.owners()
+        solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
+        result.warnings += [(what, group.linears[0], detail) for what, detail in solution.warnings]
+        for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
+            result.weights[name] = quantized
+            result.errors[name] = _error(weight, quantized, group_stats)
+            if group_stats is not None and (act := chosen.scheme and chosen.scheme.activations):
+                _add_rounding(result.errors[name], weight, quantized, group_stats, act, solution.input_scale)
+            if solution.input_scale is not None:
+                result.input_scales[name] = solution.input_scale
+    return result
+
+
+class _Current:
+    """The block's weights as smoothed so far. Made in float32 when asked for: a copy of all would double the block."""
+
+    def __init__(self, weights: Mapping[str, Tensor]):
+        self.weights = weights
+        self.factors: dict[str, list[Tensor]] = {}
+
+    def multiply_columns(self, name: str, scale: Tensor) -> None:
+        """Scale the input channels of a linear layer by `scale [in]`."""
+        self.factors.setdefault(name, []).append(scale)
+
+    def divide_rows(self, name: str, scale: Tensor) -> None:
+        """Divide the output channels of an op by `scale [out]`; nothing happens to ops that aren't linear layers."""
+        self.factors.setdefault(name, []).append(1 / scale[:, None])
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self.weights[name].float()
+        for factor in self.factors.get(name, ()):
+            weight = weight * factor
+        return weight
+
+
+def _foldable(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether there is an op before the group to fold a scale into: a norm, or a linear layer that is not left as it is."""
+    if group.smooth_kind == "linear":
+        return any(group.smooth in other.linears for other in groups)
+    return group.smooth is not None
+
+
+def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:
+    """Relative squared error of the output by modality, of evenly spaced rows; of the weight itself without data."""
+    difference = quantized.dequantize(torch.float32).sub_(weight)
+    if stats is not None and "gram" in stats.needs:
+        step = math.ceil(len(weight) / _ROWS)
+        return stats.error(difference[::step], weight[::step])
+    return {"weight": float(difference.square().sum() / weight.square().sum().clamp_min(1e-30))}
+
+
+def _add_rounding(
+    error: dict[str, float],
+    weight: Tensor,
+    quantized: QTensor,
+    stats: GroupStats,
+    act: ActFormat,
+    scale: Tensor | None,
+) -> None:
+    """Add to a layer's errors what rounding its inputs does. The two errors are uncorrelated, so their squares add."""
+    step = math.ceil(len(weight) / _ROWS)
+    q = quantized.dequantize(torch.float32)[::step]
+    added = stats.rounding_error(q, weight[::step], lambda x: round_activations(x, act, scale))
+    for modality in error.keys() & added.keys():
+        error[modality] += added[modality]
+
+
+def warnings(results: Iterable[LayerResult]) -> list[str]:
+    """A line for each thing that went otherwise than asked for, whatever the number of layers that it is about."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for what, layer, detail in (warning for result in results for warning in result.warnings):
+        found.setdefault(what, []).append((layer, detail))
+    return [
+        f"{what}; {len(where)} group{'s' if len(where) > 1 else ''} of layers, first {where[0][0]}: {where[0][1]}"
+        for what, where in found.items()
+    ]
+
+
+@torch.no_grad()
+def apply(result: LayerResult, modules: Mapping[str, Any]) -> None:
+    """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values."""
+    for name, scale in result.smoothing.items():
+        for parameter in modules[name].parameters(recurse=False):
+            shape = (-1,) + (1,) * (parameter.dim() - 1)
+            parameter.copy_(parameter.float() / scale.to(parameter.device).view(shape))
+    for name, quantized in result.weights.items():
+        weight = modules[name].weight
+        weight.copy_(quantized.dequantize(weight.dtype))

@@ -1,0 +1,94 @@
+"""What an interrupted run has already done: one safetensors file per finished decoder block.
+
+The folder is a hidden sibling of OUT. It belongs to one *fingerprint* (source weights, recipe, calibration data,
+versions, threads); with another fingerprint its contents are worthless and are removed. Files appear whole (written
+aside, fsynced, renamed), so that a run killed at any moment leaves only finished blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+from safetensors import safe_open
+
+from vlmcompress.blocks.solve import LayerResult, Method
+from vlmcompress.common.block_files import BlockFiles
+from vlmcompress.models import Group
+from vlmcompress.numerics import Format, QTensor, Scheme
+
+_SMALL = ("smoothing", "input_scales", "kv_ranges")
+
+
+class LayerStore(BlockFiles):
+    """Results of finished blocks on disk."""
+
+    def save(self, layer: int, result: LayerResult) -> None:
+        """Keep a block's result; it is on disk when this returns."""
+        tensors: dict[str, torch.Tensor] = {}
+        for kind in _SMALL:
+            tensors |= {
+                f"{kind}/{name}": tensor.clone() for name, tensor in getattr(result, kind).items()
+            }  # may be shared
+        formats = {}
+        for name, quantized in result.weights.items():
+            formats[name] = dataclasses.asdict(quantized.format)
+            tensors[f"q/{name}"] = quantized.q.contiguous()
+            tensors[f"scale/{name}"] = quantized.scale.contiguous()
+            if quantized.zero_point is not None:
+                tensors[f"zero_point/{name}"] = quantized.zero_point.contiguous()
+        self.write(
+            layer,
+            tensors,
+            {
+                "formats": json.dumps(formats),
+                "errors": json.dumps(result.errors),
+                "warnings": json.dumps(result.warnings),
+                "maxima": json.dumps(result.maxima),
+            },
+        )
+
+    def load(self, layer: int, weights: bool = True) -> LayerResult:
+        """A finished block's result, exactly as it was saved; without its weights it is small."""
+        result = LayerResult()
+        with safe_open(self.path(layer), "pt") as file:
+            metadata = file.metadata()
+            wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
+            tensors = {key: file.get_tensor(key) for key in wanted}
+        result.errors = json.loads(metadata["errors"])
+        result.maxima = json.loads(metadata["maxima"])
+        result.warnings = [tuple(warning) for warning in json.loads(metadata["warnings"])]
+        for key, tensor in tensors.items():
+            kind, name = key.split("/", 1)
+            if kind in _SMALL:
+                getattr(result, kind)[name] = tensor
+        for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
+            q, scale, zero = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point"))
+            assert q is not None and scale is not None
+            result.weights[name] = QTensor(q, scale, zero, Format(**format_))
+        return result
+
+
+class StoredWeights(Mapping):
+    """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
+
+    def __init__(self, store: LayerStore, blocks: list[list[Group]], method: Method):
+        self.store, self.method = store, method
+        self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
+        self._loaded: tuple[int, LayerResult] | None = None
+
+    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, torch.Tensor | None]:
+        group = self.group_of[name]
+        if self._loaded is None or self._loaded[0] != group.layer:
+            self._loaded = (group.layer, self.store.load(group.layer))
+        result, scheme = self._loaded[1], self.method.of(group).scheme
+        assert scheme is not None  # a plan has no other groups
+        return result.weights[name], scheme, result.input_scales.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.group_of)
+
+    def __len__(self) -> int:
+        return len(self.group_of)

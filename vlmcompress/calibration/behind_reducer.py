@@ -1,0 +1,163 @@
+"""Calibration samples as a decoder behind a reducer sees them.
+
+Encoder, projector and reducer run once over each sample; what the language model would be called with then takes the place of
+pixels, and a model of the decoder alone that of the whole. It has the same modules under the same names, so every pass over the
+blocks (statistics, gradients, searches) works on it as it does on the whole model, and sees the tokens that will be served.
+
+Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put behind
+the prompt, as generation does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.data.encode import ANSWER, VISION, Inputs
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.reduction import attach
+from vlmcompress.reduction.prefill import prefill
+
+
+class Decoder(PreTrainedModel):
+    """The language model and the head of a vision-language model: the same modules, under the same names."""
+
+    def __init__(self, vlm: VLM):
+        nn.Module.__init__(self)  # a PreTrainedModel's own would change the config, which is the whole model's
+        self.config = vlm.model.config
+        self.text, self.head = vlm.spec.layers.rpartition(".")[0], vlm.spec.lm_head
+        outer, inner = self.text.split(".")
+        self.add_module(outer, nn.ModuleDict({inner: vlm.model.get_submodule(self.text)}))
+        self.add_module(self.head, vlm.model.get_submodule(self.head))
+
+    def get_input_embeddings(self) -> Any:
+        """The language model's."""
+        return self.get_submodule(self.text).get_input_embeddings()  # type: ignore[operator]
+
+    def get_output_embeddings(self) -> Any:
+        """The head."""
+        return self.get_submodule(self.head)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        input_ids: Tensor | None = None,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the tokens `logits_to_keep`, as of the whole model. `input_ids` only name the tokens."""
+        deep = {"visual_pos_masks": visual_pos_masks, "deepstack_visual_embeds": deepstack_visual_embeds}
+        return self._logits(
+            {
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "use_cache": use_cache,
+            },
+            deep,
+            logits_to_keep,
+        )
+
+    def _logits(self, inputs: dict[str, Any], deep: dict[str, Any], keep: int | Tensor) -> CausalLMOutputWithPast:
+        """A method of its own, as llm-compressor rewrites the conditions of a `forward` so that it cannot be traced here."""
+        given = {name: value for name, value in deep.items() if value is not None}
+        hidden = self.get_submodule(self.text)(**inputs, **given).last_hidden_state
+        index = slice(-keep, None) if isinstance(keep, int) else keep
+        return CausalLMOutputWithPast(logits=self.get_submodule(self.head)(hidden[:, index]))
+
+
+def decoder(vlm: VLM) -> VLM:
+    """`vlm` without what stands before its language model, for samples from `reduced`."""
+    return replace(vlm, model=Decoder(vlm))
+
+
+@torch.no_grad()
+def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: Chosen, progress: Progress = silent) -> list[Inputs]:
+    """Samples from `encode` as the decoder gets them behind a reducer.
+
+    Args:
+        chosen: a reducer of a stage before the language model.
+        progress: called with (label, done, total).
+
+    Returns:
+        Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the tokens that are left. All have the same keys.
+    """
+    found = []
+    with attach(vlm, chosen) as attached:
+        for index, batch in enumerate(batches):
+            found.append(_one(vlm, attached, batch))
+            progress("reducing visual tokens", index + 1, len(batches))
+    return _alike(found)
+
+
+def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
+    """One sample: the prompt reduced, and behind it the answer that is trained for."""
+    modality, ids = batch["modality"], batch["input_ids"]
+    length, cut = ids.shape[1], _prompt_length(batch["modality"][0])
+    inputs = {
+        name: value[:, :cut] if value.shape[:2] == (1, length) else value
+        for name, value in batch.items()
+        if name != "modality"
+    }
+    if (mask := inputs.get("attention_mask")) is not None and not mask.all():
+        raise UserError("calibration samples behind a reducer must not be padded; encode them one by one")
+    prompt, tail = prefill(vlm, attached, inputs), length - cut
+    if not isinstance(prompt.mask, Tensor) or prompt.mask.ndim != 2:
+        raise UserError(
+            f"{vlm.spec.family} attends to an image's tokens in both directions, and is not calibrated behind a reducer"
+            " yet; use a scheme without calibration data"
+        )
+    answer = ids[:, cut:]
+    behind = prompt.positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
+    result = {
+        "input_ids": torch.cat([ids[:, prompt.columns], answer], 1),
+        "inputs_embeds": torch.cat([prompt.embeds, vlm.model.get_input_embeddings()(answer)], 1),
+        "attention_mask": torch.cat([prompt.mask, prompt.mask.new_ones(1, tail)], 1),
+        "position_ids": torch.cat([prompt.positions, behind], -1),
+        "modality": torch.cat([modality[:, prompt.columns], modality[:, cut:]], 1),
+    }
+    if levels := prompt.more.get("deepstack_visual_embeds"):
+        where = prompt.more["visual_pos_masks"]
+        result["visual_pos_masks"] = torch.cat([where, where.new_zeros(1, tail)], 1)
+        result["deepstack_visual_embeds"] = torch.stack(list(levels))
+    return result
+
+
+def _prompt_length(modality: Tensor) -> int:
+    """How many of a sample's tokens `modality [n]` are known before its last answer; all where an image follows that."""
+    answered = (modality == ANSWER).nonzero().flatten()
+    if not len(answered):
+        return len(modality)
+    gaps = (answered.diff() > 1).nonzero().flatten()
+    first = int(
+        answered[gaps[-1] + 1] if len(gaps) else answered[0]
+    )  # the prompt's last token: the answer is read there
+    return len(modality) if (modality[first:] == VISION).any() else first + 1
+
+
+def _alike(found: list[Inputs]) -> list[Inputs]:
+    """The same keys for all: a sample without images has visual features for the first layers, too, none of them."""
+    deep = next((one["deepstack_visual_embeds"] for one in found if "deepstack_visual_embeds" in one), None)
+    if deep is None:
+        return found
+    return [
+        {
+            "visual_pos_masks": torch.zeros_like(one["modality"], dtype=torch.bool),
+            "deepstack_visual_embeds": deep[:, :0],
+        }
+        | one
+        for one in found
+    ]

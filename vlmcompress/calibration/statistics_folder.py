@@ -1,0 +1,188 @@
+"""Statistics on disk: what `vlmcompress calibrate` writes and `quantize --stats` reads.
+
+A folder with a safetensors file per decoder block and `statistics.json`. A file holds, for each group of linear layers that
+read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the FP8 scales of keys and values where
+they were asked for. They are those of the *float prefix*: every block is observed behind blocks that are not quantized, so
+they hang on no scheme and serve all of them. `statistics.json`, schema 2, is one JSON object:
+
+| key | content |
+|---|---|
+| schema_version | 2 |
+| created_by | versions of vlmcompress and of the packages that shape the result |
+| model | family, source name, hashes of config, of headers and of all weights |
+| processor | file of the tokenizer or processor -> sha256 |
+| calibration | what data (hash, counts, tokens by modality), `reduce`, the reducer they are seen behind, and prefix |
+| settings | samples, max_length and seed as asked for |
+| needs, kv_cache | what was collected |
+| blocks | for each decoder block, group -> its linear layers |
+| entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
+| gradients | optional: of the answers' loss by linear layer and modality, as `sensitivity.Gradients.to_dict` |
+| files | name -> sha256 and size, of every other file |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from vlmcompress.common import identity
+from vlmcompress.common.block_files import BlockFiles, block_file
+from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import read as read_reducer
+from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.gradients import Gradients, sensitivities
+from vlmcompress.statistics.inputs import GroupStats
+
+NAME = "statistics.json"
+SCHEMA_VERSION = 2
+_KEYS = ("created_by", "model", "processor", "calibration", "settings", "needs", "kv_cache", "blocks")
+PROCESSOR_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+class Collected(BlockFiles):
+    """Statistics of finished blocks on disk, while others are still to come."""
+
+    def save(self, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]) -> None:
+        """Keep a block's statistics by group, and what is known of keys and values by attention module."""
+        tensors = {f"{group}/{key}": t for group, one in stats.items() for key, t in one.state_dict().items()}
+        self.write(layer, tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
+
+    def entropies(self) -> dict[int, dict[str, float]]:
+        """Block -> measure -> bits, of the blocks for which they are known."""
+        return {int(layer): bits for layer, bits in (self.noted("entropy") or {}).items()}
+
+    def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
+        """Keep a block's entropies; they are on disk when this returns."""
+        self.note("entropy", self.entropies() | {layer: dict(bits)})
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A folder of statistics that is there and readable; make one with `read`."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the description, which holds the hashes of everything else."""
+        return identity.sha256(self.folder / NAME)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says about them."""
+        return {**self.facts["calibration"], "statistics_sha256": self.sha256}
+
+    @cached_property
+    def gradients(self) -> Gradients | None:
+        """Of the answers' loss; None: they were not collected."""
+        found = self.facts.get("gradients")
+        return None if found is None else Gradients.from_dict(found)
+
+    @cached_property
+    def sensitivities(self) -> dict[tuple[int, str], Sensitivity]:
+        """By block and group; empty without gradients."""
+        return sensitivities(self.gradients, self.facts["blocks"]) if self.gradients else {}
+
+    def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
+        """A block's statistics by group, on `device`, and the ranges of keys and values by attention module."""
+        states: dict[str, dict[str, Tensor]] = {}
+        with safe_open(self.folder / block_file(layer), "pt", device) as file:
+            for name in file.keys():  # noqa: SIM118
+                group, _, key = name.partition("/")
+                states.setdefault(group, {})[key] = file.get_tensor(name)
+        kv_ranges = states.pop("kv", {})
+        stats = {group: GroupStats.from_state_dict(states.pop(group)) for group in list(states)}
+        for group, one in stats.items():
+            one.sensitivity = self.sensitivities.get((layer, group))
+        return stats, kv_ranges
+
+    def other_model(self, model: Path) -> list[str]:
+        """Why they are not of this model, from descriptions alone; empty if they may be."""
+        was, now = self.facts["model"], identity.source_identity(model)
+        for key, what in (("config_sha256", "config"), ("headers_sha256", "shapes of weights")):
+            if was[key] != now[key]:
+                return [self.differs(what, was["source"], was[key], model, now[key])]
+        files, own = self.facts["processor"], processor_identity(model)
+        for name in sorted(files.keys() | own.keys()):
+            if files.get(name) != own.get(name):
+                return [self.differs(name, was["source"], files.get(name), model, own.get(name))]
+        return []
+
+    def differs(self, what: str, source: str, was: str | None, model: Path, now: str | None) -> str:
+        """That something of the model they are of has another hash than that of `model`, in one line."""
+        return (
+            f"statistics {self.folder} are of another model: sha256 of {what} is {short(was)} for '{source}' and "
+            f"{short(now)} for {model}; calibrate {model}"
+        )
+
+    @property
+    def reducer(self) -> Chosen | None:
+        """The reducer that they were collected behind."""
+        given = self.facts["calibration"].get("reduce")
+        return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None
+
+
+def read(folder: Path) -> Statistics:
+    """The statistics in a folder, looked at but not hashed.
+
+    Raises:
+        UserError: it has none, they are incomplete, or a later version of vlmcompress wrote them.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise UserError(f"{folder} has no {NAME}; give a folder written by `vlmcompress calibrate`")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        version = facts["schema_version"]
+        sizes = {name: known["size"] for name, known in facts["files"].items()}
+        lacking = [key for key in _KEYS if key not in facts]
+        if "gradient" in facts.get("needs", ()):
+            Gradients.from_dict(facts["gradients"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not readable; calibrate again") from error
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{path} has schema {version}, this vlmcompress reads {SCHEMA_VERSION}; calibrate again")
+    if lacking:
+        raise UserError(f"{path} has no '{lacking[0]}'; calibrate again")
+    for name, size in sizes.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise UserError(f"{folder / name} is missing or of another size than recorded; calibrate again")
+    return Statistics(folder, facts)
+
+
+def processor_identity(model: Path) -> dict[str, str]:
+    """File of the tokenizer or processor -> sha256."""
+    return {name: identity.sha256(model / name) for name in PROCESSOR_FILES if (model / name).is_file()}
+
+
+def weights_hash(model: Path) -> str:
+    """Of all weights, in files sorted by name. Reads them."""
+    hashes = {path.name: identity.sha256(path) for path in sorted(model.glob("*.safetensors"))}
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+def short(digest: str | None) -> str:
+    """Enough of a hash to tell it from another."""
+    return digest[:12] if digest else "(none)"

@@ -1,0 +1,1 @@
+"""The written folder: weights, format, manifest, card, and the reducer's block in config.json."""

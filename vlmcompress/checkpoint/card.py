@@ -1,0 +1,198 @@
+"""The model card (README.md) of a checkpoint: what it is, what it cost, how to run it. Rendered from the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.checkpoint.manifest import MANIFEST, hash_files, read
+
+CARD = "README.md"
+SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
+
+
+def render(record: Mapping[str, Any], tree: Path, name: str, accuracy: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text of README.md.
+
+    Args:
+        record: the manifest.
+        tree: the checkpoint's folder, for its config.json and the original's model card.
+        name: name of the folder once it is in place.
+        accuracy: rows `{"name", "n", "original", "compressed"}` in [0, 1], with `"low"` and `"high"` where the interval
+            of the difference is known.
+    """
+    config = json.loads((tree / "config.json").read_text(encoding="utf-8"))
+    quantization = config.get("quantization_config")
+    source = record["model"]["source"]
+    front = _front_matter(tree / SOURCE_CARD)
+    licence = front.get("license")
+    sections = [
+        _header(source, licence),
+        f"# {name}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
+        "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
+    ]
+    if reducer := reducer_block.read(config):
+        sections.append("## Visual tokens\n\n" + _reducer(reducer.reducer.label, record.get("visual_tokens")))
+    sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
+    if accuracy:
+        sections.append("## Accuracy\n\n" + _accuracy(accuracy))
+    if record.get("errors"):
+        sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
+    sections.append("## How it was made\n\n" + _provenance(record))
+    sections.append("## Licence\n\n" + _licence(source, licence, (tree / SOURCE_CARD).is_file()))
+    return "\n\n".join(sections) + "\n"
+
+
+def add_accuracy(folder: Path, accuracy: Sequence[Mapping[str, Any]]) -> None:
+    """Put measured accuracy into the card of a finished checkpoint and the card's new hash into its manifest."""
+    record = read(folder)
+    _replace(folder / CARD, render(record, folder, folder.resolve().name, accuracy))
+    files = record["files"] | {CARD: hash_files(folder)[CARD]}
+    _replace(folder / MANIFEST, json.dumps(record | {"files": files}, indent=2, ensure_ascii=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _header(source: str, licence: str | None) -> str:
+    lines = ["---", f"base_model: {source}", "base_model_relation: quantized", "pipeline_tag: image-text-to-text"]
+    lines += [f"license: {licence}"] if licence else []
+    return "\n".join([*lines, "tags: [vlmcompress, compressed-tensors]", "---"])
+
+
+def _sizes(size: Mapping[str, int]) -> str:
+    before, after = size["weights_before"], size["weights_after"]
+    return f"Weights: {_bytes(before)} before, {_bytes(after)} after ({after / before:.0%})."
+
+
+def _bytes(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def _schemes(quantization: Mapping[str, Any]) -> str:
+    rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
+    for group in quantization["config_groups"].values():
+        targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
+        formats = f"{_args(group['weights'])} | {_args(group['input_activations'])}"
+        rows.append(f"| {targets} | {formats} | {group['format']} |")
+    kept = ", ".join(f"`{entry}`" for entry in quantization["ignore"])
+    text = "\n".join(rows) + f"\n\nLeft as they were: embeddings, norms{', ' + kept if kept else ''}."
+    if quantization.get("kv_cache_scheme"):
+        text += " The KV cache is FP8 with calibrated scales."
+    return text
+
+
+def _args(args: Mapping[str, Any] | None) -> str:
+    if args is None:
+        return "16 bit"
+    kind = "FP8" if args["type"] == "float" else f"INT{args['num_bits']}"
+    pieces = {"group": f"group {args.get('group_size')}", "channel": "per channel", "tensor": "per tensor"}
+    how = pieces.get(args["strategy"], "per token")
+    return f"{kind} {how}" + ("" if args["symmetric"] else ", asymmetric") + (", dynamic" if args["dynamic"] else "")
+
+
+def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
+    """What is reduced, and what of it depends on the engine."""
+    text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
+    if tokens and tokens["after"] is None:
+        text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."
+    elif tokens:
+        text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
+    text += " Tokens that are kept have their original positions, and no weight depends on it."
+    return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
+
+
+def _usage(name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any]) -> str:
+    flags = " --trust-remote-code" if config.get("auto_map") else ""
+    flags += " --kv-cache-dtype fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else ""
+    serve = f"""```sh
+vllm serve ./{name} --served-model-name {name}{flags}
+```"""
+    attach, use = "", ""
+    if reducer and recipe.get("engine", "vllm") == "vllm":
+        serve = f"pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint.\n\n{serve}"
+    elif reducer:
+        serve = "No engine but transformers runs this reducer."
+    if reducer:
+        use = "from vlmcompress.reduction import attach_carried\n"
+        attach = f'\nattach_carried(model, processor, "./{name}")  # transformers alone would keep all visual tokens'
+    return f"""From the folder that holds this one:
+
+{serve}
+
+```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+{use}
+model = AutoModelForImageTextToText.from_pretrained("./{name}", dtype="auto", device_map="auto")
+processor = AutoProcessor.from_pretrained("./{name}"){attach}
+```
+
+`vlmcompress doctor ./{name}` checks that every file and tensor is as it was written."""
+
+
+def _accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| task | questions | original | compressed | difference |", "|---|---|---|---|---|"]
+    for row in rows:
+        difference = f"{100 * (row['compressed'] - row['original']):+.1f}"
+        if row.get("low") is not None:
+            difference += f" ({100 * row['low']:+.1f} to {100 * row['high']:+.1f})"
+        scores = f"{row['original']:.1%} | {row['compressed']:.1%}"
+        lines.append(f"| {row['name']} | {row['n']} | {scores} | {difference} points |")
+    return "\n".join(lines)
+
+
+def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
+    lines = ["Relative squared error of the outputs of the quantized layers on the calibration data.", ""]
+    lines += ["| tokens | mean | worst | layer |", "|---|---|---|---|"]
+    for modality in sorted({modality for by_modality in errors.values() for modality in by_modality}):
+        known = {name: by_modality[modality] for name, by_modality in errors.items() if modality in by_modality}
+        worst = max(known, key=lambda name: known[name])
+        mean = sum(known.values()) / len(known)
+        lines.append(f"| {modality} | {mean:.2e} | {known[worst]:.2e} | `{worst}` |")
+    return "\n".join(lines)
+
+
+def _provenance(record: Mapping[str, Any]) -> str:
+    recipe, calibration = record["recipe"], record["calibration"]
+    made = ", ".join(f"{package} {version}" for package, version in record["created_by"].items())
+    text = f"Scheme `{recipe.get('scheme')}`, seed {record['seed']}. {made}."
+    if calibration is None:
+        text += "\n\nNo calibration data: each weight was rounded on its own."
+    else:
+        facts = "\n".join(f"| {key} | {_value(value)} |" for key, value in calibration.items())
+        text += f"\n\nCalibration data:\n\n| | |\n|---|---|\n{facts}"
+    return text + f"\n\nThe whole recipe and the hash of every file: `{MANIFEST}`."
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _licence(source: str, licence: str | None, has_card: bool) -> str:
+    text = f"The weights are derived from {source} and stay under its licence"
+    text += f" ({licence})." if licence else "; see the original model."
+    return text + (f" The original's model card is `{SOURCE_CARD}`." if has_card else "")
+
+
+def _front_matter(card: Path) -> dict[str, str]:
+    """The plain `key: value` lines of a model card's YAML header."""
+    if not card.is_file():
+        return {}
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines or lines[0].strip() != "---" or "---" not in [line.strip() for line in lines[1:]]:
+        return {}
+    end = [line.strip() for line in lines[1:]].index("---") + 1
+    pairs = (line.split(":", 1) for line in lines[1:end] if ":" in line and not line.startswith((" ", "-", "#")))
+    return {key.strip(): value.strip().strip("'\"") for key, value in pairs if value.strip()}

@@ -1,0 +1,95 @@
+"""The reducer that a checkpoint carries: the `vlmcompress` block of its config.json, and the architecture that goes with it.
+
+    "architectures": ["VlmcompressLlavaForConditionalGeneration"],
+    "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
+
+A reducer whose count depends on the image, and which can be told one (`dymu`), has beside `reduce` a `count`: the
+regression that says it from the image's pixels (`reducers.TokenCounter`).
+
+Only our plugin registers that architecture, so an engine without it refuses the checkpoint instead of serving it
+unreduced. A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlmcompress.errors import UserError
+from vlmcompress.recipe import reducer as chosen
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.reducers import TokenCounter, read_counter
+
+KEY = "vlmcompress"
+SCHEMA = 1
+PREFIX = "Vlmcompress"
+_REQUIRED, _OPTIONAL = {"schema", "model_type", "reduce"}, {"count"}
+_WHERE = f"config.json: {KEY}"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the block says: the reducer of a model of this `model_type`, and `count`, which says what each image keeps."""
+
+    model_type: str
+    reducer: Chosen
+    count: TokenCounter | None = None
+
+
+def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None = None) -> dict[str, Any]:
+    """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced.
+
+    UserError for a reducer that cannot be carried.
+    """
+    _check_reducer(reducer, f"reduce {reducer}", "learn them first")
+    block = {"schema": SCHEMA, "model_type": config["model_type"], "reduce": reducer.plain()}
+    block |= {"count": count.plain()} if count else {}
+    names = [PREFIX + name.removeprefix(PREFIX) for name in config["architectures"]]
+    return {**config, "architectures": names, KEY: block}
+
+
+def read(config: Mapping[str, Any]) -> Carried | None:
+    """The reducer that a checkpoint's config.json carries, None if it carries none. UserError for a block that is not right."""
+    block, names = config.get(KEY), config.get("architectures") or []
+    marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
+    if block is None and not marked:
+        return None
+    if not isinstance(block, Mapping):
+        found = "is missing" if block is None else "is no mapping"
+        raise UserError(
+            f"{_WHERE} {found}, which {marked[0] if marked else 'a reduced checkpoint'} needs; export it again"
+        )
+    if len(marked) != len(names) or not marked:
+        raise UserError(f"{_WHERE} is there but architectures is {names!r}, which serves all tokens; export it again")
+    _check_schema(block)
+    if odd := sorted((block.keys() ^ _REQUIRED) - _OPTIONAL, key=str):
+        raise UserError(f"{_WHERE}: '{odd[0]}' is {'unknown' if odd[0] in block else 'missing'}; export it again")
+    if block["model_type"] != config.get("model_type"):
+        raise UserError(
+            f"{_WHERE} is for model_type {block['model_type']!r}, the model's is {config.get('model_type')!r}; export it again"
+        )
+    if not isinstance(block["reduce"], Mapping):
+        raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
+    reducer = chosen.read(block["reduce"], f"{_WHERE}.reduce")
+    _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
+    count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
+    if count and not reducer.takes_count:
+        raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
+    return Carried(block["model_type"], reducer, count)
+
+
+def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
+    """Options that are for a model in memory alone."""
+    if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
+        raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
+    if getattr(reducer.options, "vtu", False):
+        raise UserError(f"{where} has vtu, which is for evaluation and saves nothing; leave it out")
+
+
+def _check_schema(block: Mapping[str, Any]) -> None:
+    schema = block.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise UserError(f"{_WHERE}.schema is {schema!r}, should be {SCHEMA}; export it again")
+    if schema > SCHEMA:
+        raise UserError(f"{_WHERE}.schema is {schema}, this vlmcompress reads up to {SCHEMA}; upgrade it")

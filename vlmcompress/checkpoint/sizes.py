@@ -1,0 +1,38 @@
+"""How large the output will be, exactly: from shapes and the exporter's own tables of what it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from vlmcompress.common.tensor_files import Spec
+from vlmcompress.errors import UserError
+from vlmcompress.numerics import Scheme
+
+
+def output_tensors(
+    stored: Mapping[str, Spec],
+    schemes: Mapping[str, Scheme],
+    names: Mapping[str, str],
+    exporter: ModuleType,
+    kv_layers: int,
+) -> dict[str, Spec]:
+    """Every tensor that will be written, under a name of its own.
+
+    Args:
+        stored: tensor name on disk -> type and shape, of the source.
+        schemes: quantized linear layer (memory name) -> its scheme.
+        names: memory name of a parameter -> its name on disk.
+        exporter: the format that is written.
+        kv_layers: decoder blocks that get scales of keys and values.
+    """
+    specs = dict(stored)
+    for name, scheme in schemes.items():
+        weight = specs.pop(names[f"{name}.weight"])
+        try:
+            local = exporter.specs(scheme, *weight.shape, weight.dtype)
+            specs |= {f"{name}:{key}": spec for key, spec in local.items()}
+        except (UserError, ValueError):
+            continue  # a shape that the scheme cannot have; the plan reports it
+    dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
+    return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}

@@ -1,0 +1,79 @@
+"""The verb `bench`: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vlmcompress.bench.text import text
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands.eval import judging
+from vlmcompress.results import Results
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("out", metavar="OUT", help="the candidate's folder")
+    parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
+    parser.add_argument(
+        "--load",
+        default="closed:8",
+        metavar="KIND:N",
+        help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson); default: closed:8",
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="of one burst; default: enough for the load")
+    parser.add_argument("--images", metavar="DATA", help="folder of images, .jsonl or .parquet; default: demo data")
+    parser.add_argument(
+        "--sizes", default="", metavar="WxH,...", help="scale images, or generate some where none are given"
+    )
+    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens of every answer; default: 32")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts of each side; default: 3")
+    parser.add_argument("--slo", metavar="LIMITS", help="goodput: milliseconds, e.g. ttft=200,tpot=50,e2e=2000")
+    parser.add_argument("--no-warm", action="store_true", help="leave out runs with caches")
+    parser.add_argument("--no-offline", action="store_true", help="leave out runs of the engine without a server")
+    parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    judging(parser)
+
+
+def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    """Run `vlmcompress bench`: exit code, data for `--json`, text."""
+    from vlmcompress.commands._conclude import check_folder, conclude
+    from vlmcompress.evaluation import gate as gates
+
+    gate = gates.chosen(args.gate, None)
+    check_folder(args.report)
+    results = measure(args)
+    code, data, conclusion = conclude(results, gate, args.report)
+    assert results.bench is not None
+    return code, data, f"{text(results.bench)}\n\n{conclusion}"
+
+
+def measure(args: argparse.Namespace) -> Results:
+    """What the flags ask for. `args.extra` are further flags of `vllm serve`."""
+    from vlmcompress.bench.measure import parse_slo
+    from vlmcompress.bench.runs import run
+
+    progress = terminal.Progress()
+    try:
+        return run(
+            args.out,
+            args.baseline,
+            load=args.load,
+            requests=args.requests,
+            data=args.images,
+            sizes=[size for size in args.sizes.split(",") if size],
+            out_tokens=args.out_tokens,
+            repeats=args.repeats,
+            slo=parse_slo(args.slo),
+            warm=not args.no_warm,
+            offline=not args.no_offline,
+            resident=args.resident,
+            max_model_len=args.max_model_len,
+            flags=getattr(args, "extra", ()),
+            seed=args.seed,
+            progress=progress,
+        )
+    finally:
+        progress.close()

@@ -1,0 +1,60 @@
+"""`vlmcompress doctor`: look at a checkpoint's files, or, with --engine vllm, at how vLLM serves it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+ENGINES = ("vllm",)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--source", metavar="MODEL", help="compare with the original, too")
+    parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
+    parser.add_argument("--prompts", type=int, metavar="N", help="questions to ask with --engine; default: 24")
+    parser.add_argument(
+        "--data", metavar="DATA", help="images and questions to ask with --engine; default: drawn images"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the choice, and of what is drawn")
+    parser.epilog = (
+        "Without --engine the files are examined, and nothing runs. With it the model answers in float32 and in its own\n"
+        "type, several times: exact counts, parity with transformers, positions, caches, cut prompts, JSON, streaming, ..."
+    )
+
+
+def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    """Exit code, data, text. 1 when something is wrong with the checkpoint."""
+    from vlmcompress.commands import _summary as summary
+    from vlmcompress.errors import UserError
+
+    if args.engine is None:
+        for name in ("prompts", "data"):
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
+        from vlmcompress.diagnosis.files import diagnose
+
+        checks = diagnose(Path(args.out), Path(args.source) if args.source else None)
+    else:
+        checks = _asked(args)
+    fine = all(check.ok for check in checks)
+    data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
+    return 0 if fine else 1, data, summary.looked_text(args.out, checks)
+
+
+def _asked(args: argparse.Namespace) -> list[Any]:
+    from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.engines.vllm import conformance
+    from vlmcompress.errors import UserError
+
+    if args.source is not None:
+        raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
+    progress = terminal.Progress()
+    try:
+        count = conformance.PROMPTS if args.prompts is None else args.prompts
+        data = Path(args.data) if args.data else None
+        return conformance.examine(args.out, prompts=count, data=data, seed=args.seed, progress=progress)
+    finally:
+        progress.close()

@@ -1,0 +1,105 @@
+"""The verb `eval`: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import engines
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.errors import UserError
+from vlmcompress.results import Results
+
+JOURNAL = "answers.jsonl"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("out", metavar="OUT", help="the candidate: a checkpoint, or a model that the server knows")
+    parser.add_argument(
+        "--baseline",
+        metavar="MODEL",
+        help="the original, or the report of an earlier evaluation of it; with --reduce: OUT itself, unless given",
+    )
+    parser.add_argument(
+        "--suite",
+        metavar="NAME|FILE",
+        action="append",
+        default=[],
+        help="see vlmcompress list suites; or a task's .yaml, or data; may be repeated; default: world",
+    )
+    parser.add_argument("--data", metavar="FILE", help="local copy of the suite's data; alone: questions and answers")
+    parser.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, hf or openai:URL")
+    parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
+    parser.add_argument(
+        "--reduce", metavar="METHOD:KEEP", help="attach a visual-token reducer to OUT, whatever it carries; --engine hf"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    judging(parser)
+    parser.add_argument(
+        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
+    )
+
+
+def judging(parser: argparse.ArgumentParser) -> None:
+    """Flags of what happens with results, for `eval` and `bench`."""
+    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
+
+
+def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    """Run `vlmcompress eval`: exit code, data for `--json`, text."""
+    from vlmcompress.commands._conclude import check_folder, conclude
+    from vlmcompress.evaluation import gate as gates
+
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    gate = gates.chosen(args.gate, args.max_drop)
+    check_folder(args.report)
+    results = measure(args, gates.margins(gate))
+    return conclude(results, gate, args.report)
+
+
+def reducing(name: str, reduce: str, model: str) -> engines.Engine:
+    """The engine of that name with a reducer on the model. UserError where they do not go together."""
+    from vlmcompress.models import read_config, spec_for
+    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.reduction import refusal
+
+    chosen = parse(reduce)
+    if name != "hf":
+        raise UserError(
+            f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
+        )
+    if reason := refusal(spec_for(read_config(model)), chosen.method):
+        raise UserError(f"--reduce {chosen}: {reason}")
+    from vlmcompress.engines.hf import ENGINE
+
+    return dataclasses.replace(ENGINE, name=f"hf, {chosen}", reduce=str(chosen))
+
+
+def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
+    """What the flags ask for."""
+    from vlmcompress.evaluation.accuracy import Ask, evaluate
+
+    engine = reducing(args.engine, args.reduce, args.out) if args.reduce else engines.get(args.engine)
+    if args.baseline is None and not args.reduce:
+        raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
+    progress = terminal.Progress()
+    how = Ask(
+        engine=engine,
+        baseline_engine=engines.get(args.baseline_engine or args.engine),
+        limit=args.limit,
+        seed=args.seed,
+        margin=margins,
+        journal=Path(args.report) / JOURNAL if args.report else None,
+        progress=progress,
+    )
+    try:
+        return evaluate(args.out, args.baseline or args.out, args.suite, Path(args.data) if args.data else None, how)
+    finally:
+        progress.close()

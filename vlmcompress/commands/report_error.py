@@ -1,0 +1,71 @@
+"""`vlmcompress report-error`: where the error of a checkpoint lies, layer by layer and modality by modality."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.errors import UserError
+
+if TYPE_CHECKING:
+    from vlmcompress.diagnosis.layer_errors import LayerErrors
+
+SHOWN = 12  # layers in the table
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("checkpoint", metavar="OUT", help="folder written by vlmcompress quantize")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one: show what changed from OUT to OTHER")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write a page with heat maps; .html")
+    parser.add_argument(
+        "--top", type=int, metavar="N", default=SHOWN, help=f"layers in the table; default: {SHOWN}; 0: all"
+    )
+    parser.add_argument("--stats", metavar="STATS", help="measure the errors with these statistics; needs --model")
+    parser.add_argument("--model", metavar="MODEL", help="the original, for --stats")
+    parser.epilog = (
+        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the calibration tokens of a modality. quantize records it; a\n"
+        "scheme that needs no data (rtn, fp8) knows the weights' own error only, and --stats brings the rest."
+    )
+
+
+def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    """Exit code, data, text."""
+    from vlmcompress.common.folders import save
+    from vlmcompress.report import error_text
+
+    if args.top < 0:
+        raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")
+    if bool(args.stats) != bool(args.model):
+        raise UserError("--stats and --model belong together; give both or none")
+    if args.out is not None and Path(args.out).suffix not in (".html", ".htm"):
+        raise UserError(f"--out {args.out}: a page is written; name it FILE.html")
+    first, *rest = _found(args)
+    other = rest[0] if rest else None
+    data = {"ok": True, **error_text.data(first, other)}
+    text = error_text.text(first, other, args.top)
+    if args.out is not None:
+        from vlmcompress.report.error_page import page
+
+        out = Path(args.out)
+        if out.is_dir():
+            raise UserError(f"{out} is a folder; name the file to write")
+        data["file"] = str(save(out.parent, {"html": (out.name, page(first, other))})["html"])
+        text += f"\n\nWrote {out}."
+    return 0, data, text
+
+
+def _found(args: argparse.Namespace) -> list[LayerErrors]:
+    folders = [Path(folder) for folder in (args.checkpoint, args.other) if folder is not None]
+    if args.stats is None:
+        from vlmcompress.diagnosis import layer_errors
+
+        return [layer_errors.read(folder) for folder in folders]
+    from vlmcompress.calibration import statistics_folder as statistics
+    from vlmcompress.diagnosis import measured_errors as stored_errors
+
+    seen, model = statistics.read(Path(args.stats)), Path(args.model)
+    if not model.is_dir():
+        raise UserError(f"{model} is not a folder; give the original that the statistics are of")
+    return [stored_errors.measure(folder, seen, model) for folder in folders]

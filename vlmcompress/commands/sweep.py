@@ -1,0 +1,122 @@
+"""`vlmcompress sweep`: dozens of settings scored from statistics alone, as a table, a plot and a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.errors import UserError
+
+if TYPE_CHECKING:
+    from vlmcompress.compression.sweep import Point, Sweep
+
+PLOTS = (".html", ".svg")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("stats", metavar="STATS", help="what calibrate wrote")
+    parser.add_argument("model", metavar="MODEL", help="folder of the original")
+    parser.add_argument("--target", default=argparse.SUPPRESS, help="leave out what this machine does not run")
+    parser.add_argument(
+        "--budget", type=float, metavar="BITS", help="choose among settings of at most so many bits per weight"
+    )
+    parser.add_argument("--max-size", metavar="SIZE", help="choose among settings of at most this size, like 2.4GB")
+    parser.add_argument("--save", metavar="FILE", help="write the chosen setting as a recipe; .yaml")
+    parser.add_argument("--plot", metavar="FILE", help="write predicted error against size; .html or .svg")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of each group of layers to look at; default: 16")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        default=[],
+        help="recipe keys that hold for all: skip, kv_cache, vision",
+    )
+    parser.epilog = (
+        "Without --budget or --max-size the setting of least predicted error is chosen. Where the statistics hold gradients,\n"
+        "errors are the loss's, to second order; they rank settings, and small ones may be far from what a large change costs."
+    )
+
+
+def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    """Exit code, data, text."""
+    _check(args)
+    from vlmcompress.commands import _arguments as arguments
+    from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.common.text import parse_size
+    from vlmcompress.compression import sweep
+    from vlmcompress.recipe import resolve
+
+    given = arguments.given(args)
+    if foreign := [key for key in given if key in ("scheme", "options", "bits")]:
+        raise UserError(f"--set {foreign[0]}: a sweep tries these itself; leave it out")
+    base = {"scheme": "rtn", "options": {"group_size": -1, "bits": 8}}
+    target = given.pop("target", None)
+    recipe = resolve(given | base).recipe.model_copy(update={"target": target})
+    if target is not None:
+        from vlmcompress import targets
+
+        targets.get(target)
+    progress = terminal.Progress()
+    budgets = sweep.BUDGETS if args.budget is None else sorted({*sweep.BUDGETS, args.budget})
+    try:
+        found, _ = sweep.run(recipe, progress, rows=args.rows or sweep.ROWS, budgets=budgets)
+    finally:
+        progress.close()
+    limit = None if args.max_size is None else parse_size(args.max_size)
+    chosen = sweep.choose(found.points, budget=args.budget, nbytes=limit)
+    data = {"ok": True, "unit": found.unit, "left_out": found.left_out, "chosen": dataclasses.asdict(chosen)}
+    data["points"] = [dataclasses.asdict(point) for point in found.points]
+    text = _text(found, chosen)
+    written = {"recipe": (args.save, sweep.recipe_text(chosen, found.unit))} if args.save else {}
+    if args.plot:
+        written["plot"] = (args.plot, _plot(found, Path(args.plot).suffix, recipe.model.resolve().name))
+    for kind, (name, content) in written.items():
+        from vlmcompress.common.folders import save
+
+        data[kind] = str(save(Path(name).parent, {kind: (Path(name).name, content)})[kind])
+        text += f"\nWrote {name}."
+    return 0, data, text
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.budget is not None and args.max_size is not None:
+        raise UserError("give one of --budget and --max-size")
+    if args.rows is not None and args.rows < 1:
+        raise UserError(f"--rows is {args.rows}; give at least 1")
+    if args.plot and Path(args.plot).suffix not in PLOTS:
+        raise UserError(f"--plot {args.plot}: name it FILE.html or FILE.svg")
+    if args.save and Path(args.save).suffix not in (".yaml", ".yml"):
+        raise UserError(f"--save {args.save}: a recipe is written; name it FILE.yaml")
+    for name in (args.plot, args.save):
+        if name and Path(name).is_dir():
+            raise UserError(f"{name} is a folder; name the file to write")
+
+
+def _text(found: Sweep, chosen: Point) -> str:
+    from vlmcompress.common.text import size, table
+
+    rows: list[tuple] = [("setting", "bits", "weights", "predicted", "")]
+    for point in found.points:
+        mark = "chosen" if point is chosen else "best of its size" if point.best else ""
+        rows.append((point.name, f"{point.bits:.3f}", size(point.nbytes), f"{point.error:.3g}", mark))
+    left = f"\nLeft out, as a layer's shape, the target or the statistics forbid them: {', '.join(found.left_out)}."
+    head = f"{len(found.points)} settings; predicted error in {found.unit}"
+    return f"{head}\n{table(rows)}{left if found.left_out else ''}"
+
+
+def _plot(found: Sweep, suffix: str, model: str) -> str:
+    from vlmcompress.common.text import size
+    from vlmcompress.report.charts.tradeoff import COLOURS, tradeoff
+    from vlmcompress.report.page import render
+
+    chart = tradeoff(found.points, found.unit)
+    if suffix == ".svg":
+        return f"{chart}\n"
+    used = {str(point.recipe["scheme"]) for point in found.points}
+    colours = {name: colour for name, colour in COLOURS.items() if name in used}
+    return render(
+        "sweep.html.j2", chart=chart, points=found.points, unit=found.unit, model=model, colours=colours, size=size
+    )

@@ -1,0 +1,1 @@
+"""What every part may use: files, folders, hashes, registries, progress, text. It knows nothing of models."""

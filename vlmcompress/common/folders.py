@@ -1,0 +1,194 @@
+"""A folder that is either whole or not there.
+
+It is built in a hidden sibling (`.NAME.vlmcompress-xxxx/tree`, so that the final rename stays on one file system),
+synced, and renamed. Next to `tree` lies `lock`, held locked by the process that writes: a sibling whose `lock` is free
+was left by a killed run and is removed by the next one. When OUT is replaced, the old folder waits in `old` between the
+two renames; a run killed right there leaves OUT absent, and the next run puts `old` back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlmcompress.errors import UserError
+
+
+def check(source: Path, out: Path, *, overwrite: bool, mark: str) -> None:
+    """Refuse an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
+
+    Args:
+        mark: the file by which a folder is known as ours to replace.
+
+    Raises:
+        UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
+    """
+    check_apart(source, out, "source model")
+    with user_errors(out):
+        _recover(out)
+        if os.path.lexists(out):
+            _check_replaceable(out, overwrite, mark)
+        parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
+
+
+def check_apart(source: Path, out: Path, what: str) -> None:
+    """Refuse an OUT that is `source`, lies inside it or around it; `what` says what that is."""
+    inner, outer = out.resolve(), source.resolve()
+    if inner == outer or inner.is_relative_to(outer):
+        raise UserError(f"output {out} is inside the {what} {source}; choose a folder outside it")
+    if outer.is_relative_to(inner):
+        raise UserError(f"output {out} contains the {what} {source}; choose another folder")
+
+
+def _check_replaceable(out: Path, overwrite: bool, mark: str) -> None:
+    if not overwrite:
+        raise UserError(f"output {out} exists; choose another folder or pass --overwrite")
+    if not out.is_dir():
+        raise UserError(f"output {out} exists and is not a folder; choose another one")
+    if any(out.iterdir()) and not (out / mark).is_file():
+        raise UserError(f"output {out} has no {mark}, so it is not ours to overwrite; choose another folder")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `out` when the block ends; on any error nothing is left of it.
+
+    Call `check` first. An existing `out` is replaced once the new folder is whole and on disk.
+    """
+    with user_errors(out):
+        made = _make_parents(out.absolute().parent)
+        stage, lock = None, None
+        try:
+            stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
+            lock = os.open(stage / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            tree = stage / "tree"
+            tree.mkdir()
+            yield tree
+            _sync_tree(tree)
+            _swap(stage, out)
+        except BaseException:
+            if stage is not None:
+                _put_back(stage, out)
+                shutil.rmtree(stage, ignore_errors=True)
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
+        finally:
+            if lock is not None:
+                os.close(lock)
+        shutil.rmtree(stage, ignore_errors=True)
+        sync_folder(out.absolute().parent)
+
+
+def dump(data: object) -> str:
+    """JSON as the report's files have it."""
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def save(folder: str | Path, texts: dict[str, tuple[str, str]]) -> dict[str, Path]:
+    """Write kind -> (name, text) and return kind -> path. Nothing of an old report is touched before all is on disk."""
+    folder = Path(folder)
+    with user_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {folder / name: folder / f".{name}.part" for name, _ in texts.values()}
+        try:
+            for name, text in texts.values():
+                part = parts[folder / name]
+                part.write_text(text, encoding="utf-8", errors="replace")
+                sync_file(part)
+            for path, part in parts.items():
+                part.replace(path)
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+    return {kind: folder / name for kind, (name, _) in texts.items()}
+
+
+@contextlib.contextmanager
+def user_errors(out: Path) -> Iterator[None]:
+    """Turn a failing file operation into a `UserError` about writing `out`."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(f"no space left while writing {out}; free some or choose another output") from error
+        reason = f"{error.strerror or error}{where}"
+        raise UserError(f"cannot write {out}: {reason}; check the path and its permissions") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.vlmcompress-"
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Create `folder` and return what was missing, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _sync_tree(tree: Path) -> None:
+    for folder, _, names in os.walk(tree):
+        for name in names:
+            sync_file(Path(folder, name))
+        sync_folder(Path(folder))
+    sync_folder(tree.parent)
+
+
+def _swap(stage: Path, out: Path) -> None:
+    """Put `tree` in the place of `out`."""
+    if os.path.lexists(out):
+        os.rename(out, stage / "old")
+        sync_folder(stage)
+    os.rename(stage / "tree", out)
+    sync_folder(out.absolute().parent)
+
+
+def _put_back(stage: Path, out: Path) -> None:
+    """Undo a swap that stopped between its two renames."""
+    if os.path.lexists(stage / "old") and not os.path.lexists(out):
+        os.rename(stage / "old", out)
+
+
+def _recover(out: Path) -> None:
+    """Remove what killed runs left beside `out`; their OUT comes back if they died while replacing it."""
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        return
+    for stage in sorted(path for path in parent.iterdir() if path.name.startswith(_prefix(out))):
+        if not (stage / "lock").is_file():
+            continue
+        with (stage / "lock").open("r+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another run is writing {out} now; wait for it or choose another output") from None
+            _put_back(stage, out)
+            shutil.rmtree(stage)

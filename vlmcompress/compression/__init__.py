@@ -1,0 +1,1 @@
+"""Doing it: calibrate, quantize, share bits out, sweep."""

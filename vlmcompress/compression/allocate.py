@@ -1,0 +1,199 @@
+"""Spend the budget that a recipe's `bits` gives: from a plan with `budget` and statistics to a method for each group of layers.
+
+Errors come from `predict`; which width a group gets is a rule's matter (`vlmcompress.allocation`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.allocation import REGISTRY as RULES
+from vlmcompress.allocation import Candidate, Key
+from vlmcompress.blocks.predict import ROWS, Predictor
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.statistics_folder import Statistics
+from vlmcompress.common import tensor_files
+from vlmcompress.common.block_files import BlockFiles
+from vlmcompress.common.progress import Progress
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.errors import UserError
+from vlmcompress.models import Group, Source
+from vlmcompress.planning import plan, reuse
+from vlmcompress.planning.plan import Plan
+
+Read = Callable[[str], Tensor]
+"""Linear layer (memory name) -> its weight `[out, in]`."""
+
+
+def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
+    """The plan with the budget shared out, from its statistics or from some that are collected for it, beside OUT.
+
+    Args:
+        work: a plan that has `budget`.
+        resume: go on collecting where an interrupted run stopped.
+    """
+    statistics = work.statistics or _collected(work, resume, progress)
+    others, facts = decide(work, statistics, reader(work.source), progress)
+    return replace(plan.build(work.recipe, others), room=work.budget, allocation=facts)
+
+
+def hand_over(out: Path, store: BlockFiles) -> None:
+    """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
+
+    folder = _folder(out)
+    known = (
+        statistics_folder.read(folder).facts.get("gradients") if (folder / statistics_folder.NAME).is_file() else None
+    )
+    if known and store.noted("gradients") is None:
+        store.note("gradients", known)
+
+
+def clean(out: Path) -> None:
+    """Remove the statistics that were collected for an allocation."""
+    shutil.rmtree(_folder(out), ignore_errors=True)
+
+
+def decide(
+    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
+) -> tuple[dict[Key, Method], dict[str, Any]]:
+    """A method for each group, and what the manifest says about it.
+
+    Args:
+        work: a plan that has `budget`.
+        statistics: of the model, with Gram matrices.
+        read: gives weights.
+        progress: called with (label, done, total).
+        rows: of a group that errors are predicted on.
+    """
+    given, bits = work.budget, work.recipe.bits
+    assert given is not None and bits is not None
+    rule = RULES.get(bits.by)
+    if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
+        raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; calibrate again")
+    errors = predicted(work, statistics, read, progress, rows)
+    order = {key: list(own) for key, own in given.sizes.items()}
+    candidates = {
+        key: [Candidate(given.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
+    }
+    try:
+        chosen = rule.decide(candidates, given.nbytes, statistics.facts)
+    except ValueError as error:
+        raise UserError(f"bits.by {bits.by}: {error}") from error
+    picked = {key: order[key][index] for key, index in chosen.items()}
+    unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
+    return {key: given.widths[name] for key, name in picked.items()}, _facts(work, picked, errors, unit)
+
+
+def predicted(
+    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
+) -> dict[Key, dict[str, float]]:
+    """Group -> width -> predicted error, of the widths that its shape allows.
+
+    Args:
+        balance: that weighs the modalities where there are no gradients to do so; by default the recipe's.
+    """
+    assert work.budget is not None
+    balance = getattr(work.recipe.options, "balance", "off") if balance is None else balance
+    found: dict[Key, dict[str, float]] = {}
+    for layer, groups in enumerate(work.blocks):
+        stats = statistics.load(layer)[0] if groups else {}
+        for group in groups:
+            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
+            found[layer, group.name] = {
+                name: scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
+                for name, method in sorted(work.budget.widths.items(), key=_balance)  # as predictors want it
+                if name in work.budget.sizes[layer, group.name]
+            }
+        progress("predicting", layer + 1, len(work.blocks))
+    return found
+
+
+def predictor_of(
+    group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any, rows: int
+) -> tuple[Predictor, float]:
+    """What predicts a group's errors, and the factor that makes them nats per answer token, where gradients are known.
+
+    The gradients are of the mean loss of a sample's k answer tokens; the Fisher information of a mean is 1/k of theirs, k^2 of
+    which the squares hold only once: hence k = answers / samples. Another 1 / samples makes the sum over all a mean.
+    """
+    weights = [read(name) for name in group.linears]
+    gradients = statistics.facts.get("gradients")
+    if gradients is None:
+        return Predictor(weights, stats, balance="off" if balance in ("auto", "mbq") else balance, rows=rows), 1.0
+    squares = [gradients["blocks"][group.layer][name]["square"] for name in group.linears]
+    scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
+    return Predictor(weights, stats, squares, rows=rows, scale_dtype=weights[0].dtype), scale
+
+
+def smooths(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether the op before a group can take a smoothing scale, as in `solve.solve_layer`."""
+    if group.smooth is None:
+        return False
+    return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)
+
+
+def reader(source: Source) -> Read:
+    """Weights from the checkpoint's files."""
+    return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
+
+
+def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
+    given, bits = work.budget, work.recipe.bits
+    assert given is not None and bits is not None
+    nbytes = sum(given.sizes[key][name] for key, name in picked.items())
+    everywhere = [name for name in given.widths if all(name in own for own in given.sizes.values())]
+    uniform = {
+        name: {
+            "bits": round(given.bits(sum(own[name] for own in given.sizes.values())), 4),
+            "predicted": sum(own[name] for own in errors.values()),
+        }
+        for name in everywhere
+    }
+    return {
+        **bits.model_dump(exclude_none=True, mode="json"),
+        "among": list(given.widths),
+        "bits": round(given.bits(nbytes), 4),
+        "bytes": nbytes,
+        "unit": unit,
+        "predicted": sum(errors[key][name] for key, name in picked.items()),
+        "uniform": uniform,
+        "groups": [
+            {"block": key[0], "group": key[1], "width": picked[key], "predicted": dict(errors[key])}
+            for key in sorted(picked)
+        ],
+    }
+
+
+def _balance(width: tuple[str, Method]) -> str:
+    return str(getattr(width[1].options, "balance", ""))
+
+
+def _folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.statistics")
+
+
+def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
+    """Statistics of the model with what an allocation needs, in a hidden sibling of OUT."""
+
+    recipe = work.recipe
+    assert recipe.out is not None and recipe.bits is not None and work.budget is not None
+    folder = _folder(recipe.out)
+    if resume and (folder / statistics_folder.NAME).is_file():
+        found = statistics_folder.read(folder)
+        if not reuse.problems(found, recipe, work.method, work.blocks):
+            reuse.verify(found, recipe)
+            return found
+    methods = [work.method, *work.budget.widths.values()]
+    needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs for method in methods))
+    own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
+    with torch.inference_mode(False):
+        calibrate(own, needs=needs, likes={"gradient"}, resume=resume, overwrite=True, progress=progress)
+    return statistics_folder.read(folder)

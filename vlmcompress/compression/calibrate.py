@@ -1,0 +1,202 @@
+"""Collect the statistics of a model once, for every scheme: the story of `vlmcompress calibrate`.
+
+Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
+those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `quantize`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmcompress import models
+from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
+from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
+from vlmcompress.checkpoint import manifest
+from vlmcompress.common import folders, identity
+from vlmcompress.common.block_files import block_file
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common.text import size
+from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
+from vlmcompress.compression.reducer import settled
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM, Group, decoder_blocks
+from vlmcompress.recipe import Recipe
+from vlmcompress.statistics.inputs import NEEDS
+
+KINDS = NEEDS | {"entropy", "gradient"}
+"""What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
+answers' loss (`calibration.sensitivity`)."""
+
+
+def calibrate(
+    recipe: Recipe,
+    *,
+    needs: Collection[str] | None = NEEDS,
+    likes: Collection[str] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Result:
+    """Collect the statistics of `recipe.model` into `recipe.out`.
+
+    Args:
+        recipe: resolved recipe; of it the model, the data, the seed, the reducer and whether there is an FP8 KV cache matter.
+        needs: which statistics, a subset of `KINDS`; None: all that the data have, that is, gradients only with answers.
+        likes: more of them, of which those are collected that the data have.
+        resume: go on after an interrupted run with the same model, data and settings.
+        overwrite: replace existing statistics.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    assert recipe.out is not None
+    source, out = recipe.model, recipe.out
+    folders.check(source, out, overwrite=overwrite, mark=NAME)
+    if needs is None or "entropy" in needs:
+        _need_sklearn()
+    vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
+    whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
+    reducer = settled(recipe.reduce, vlm, whole.batches, progress)
+    recipe = recipe.model_copy(update={"reduce": reducer})
+    inputs = whole.behind(reducer, progress)
+    vlm, origin = inputs.vlm, inputs.origin
+    assert origin is not None
+    needs = _possible(needs, origin["tokens"]) | (_possible(None, origin["tokens"]) & frozenset(likes))
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    if "gram" in needs:
+        _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
+    weights = weights_hash(source)
+    mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
+    store = Collected(out.with_name(f".{out.name}.resume"), mark, resume)
+    with torch.inference_mode(False), torch.no_grad():
+        if "gradient" in needs:
+            kept_gradients(store, vlm, inputs.batches, progress)
+        kv_cache, seed = bool(recipe.kv_cache), recipe.seed
+        collect(vlm, blocks, inputs.batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
+    described = {
+        **_description(whole.vlm, weights, blocks),
+        "calibration": origin | {"prefix": "float"},
+        "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
+        "needs": sorted(needs),
+        "kv_cache": bool(recipe.kv_cache),
+    }
+    if "entropy" in needs:
+        described["entropy"] = _by_measure(store.entropies(), len(blocks))
+    if "gradient" in needs:
+        described["gradients"] = store.noted("gradients")
+    written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
+    store.remove()
+    return Result(out, written)
+
+
+def collect(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    batches: list[dict[str, torch.Tensor]],
+    store: Collected,
+    needs: frozenset[str] = NEEDS,
+    *,
+    kv_cache: bool = False,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> None:
+    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep what is seen in `store`."""
+    filled = [layer for layer, groups in enumerate(blocks) if groups]
+    measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
+    if measured and all(store.has(layer) for layer in filled):
+        return
+    from vlmcompress.calibration.sequential import BlockCollector, attention_modules, run_oneshot
+
+    collector = BlockCollector(
+        blocks=blocks,
+        attention=attention_modules(vlm) if kv_cache else {},
+        needs=needs & NEEDS,
+        store=store,
+        batches=len(batches),
+        progress=progress,
+    )
+    modifiers: list[Any] = [collector]
+    if "entropy" in needs:
+        from vlmcompress.calibration.entropy import EntropyCollector
+
+        modifiers.append(EntropyCollector(blocks=blocks, store=store, seed=seed))
+    run_oneshot(vlm, batches, modifiers, models.layer_class(vlm.model, vlm.spec), twice=False)
+
+
+def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
+    """What statistics say about the model they are of, and about the software."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created_by": identity.versions(),
+        "model": {
+            "family": vlm.spec.family,
+            **identity.source_identity(vlm.path),
+            "weights_sha256": weights_sha256,
+        },
+        "processor": processor_identity(vlm.path),
+        "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
+    }
+
+
+def _possible(asked: Collection[str] | None, tokens: Mapping[str, int]) -> frozenset[str]:
+    """What is to be collected from data with so many tokens by modality."""
+    if asked is None:
+        return KINDS if tokens["answer"] else KINDS - {"gradient"}
+    if "gradient" in asked and not tokens["answer"]:
+        raise UserError(NO_ANSWER)
+    return frozenset(asked)
+
+
+def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:
+    """How large the Gram matrices will be on disk: near half of `4 in^2` for each group and modality."""
+    widths = [vlm.model.get_parameter(f"{g.linears[0]}.weight").shape[1] for groups in blocks for g in groups]
+    return 2 * modalities * sum(width**2 for width in widths)
+
+
+def _check_room(out: Path, wanted: int) -> None:
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if wanted > free:
+        raise UserError(
+            f"statistics need about {size(wanted)}, {parent} has {size(free)} left; choose another folder or "
+            "leave out Gram matrices with --needs absmax,absmean"
+        )
+
+
+def _need_sklearn() -> None:
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise UserError("entropy needs scikit-learn; pip install 'vlmcompress[compress]'") from error
+
+
+def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str, list[float | None]]:
+    """Measure -> its value for each block; None for a block without linear layers."""
+    measures = next(iter(entropies.values()), {})
+    return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
+
+
+def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Put the finished files and their description into OUT; returns the description."""
+    with folders.new_folder(out) as folder:
+        for layer in layers:
+            _link(store.path(layer), folder / block_file(layer))
+        facts = facts | {"files": manifest.hash_files(folder)}
+        (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return facts
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, so that nothing is lost or copied; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,94 @@
+"""What a run calibrates: the model, samples as its inputs, and where they came from; as they are, or behind a reducer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.common import identity
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.data import bundled, encode, load_mixed, provenance
+from vlmcompress.data.provenance import token_counts
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.reducer import Chosen, calibrated
+from vlmcompress.statistics.balance import weighed
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A loaded model and what it is to be run on.
+
+    Attributes:
+        vlm: the model; behind a reducer its decoder alone, of the same modules.
+        batches: encoded samples (`data.encode`), one a batch; empty where nothing has to be run.
+        origin: what a manifest says about where statistics come from; None for no calibration.
+    """
+
+    vlm: VLM
+    batches: list[dict[str, Tensor]]
+    origin: dict[str, Any] | None
+
+    def behind(self, reducer: Chosen | None, progress: Progress = silent) -> Inputs:
+        """What the decoder gets when a reducer shortens it: itself without one that acts before it, or without samples."""
+        chosen = calibrated(reducer)
+        if chosen is None or not self.batches or self.origin is None:
+            return self
+        shorter = reduced(self.vlm, self.batches, chosen, progress)
+        origin = self.origin | token_counts(shorter) | {"reduce": chosen.plain()}
+        return Inputs(decoder(self.vlm), shorter, origin)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: the folder and what its manifest says."""
+
+    out: Path
+    manifest: dict
+
+
+def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
+    """The model with encoded calibration samples; none unless something needs them or they are named.
+
+    Args:
+        needed: what needs them, for the message that says that they are missing.
+    """
+    settings = recipe.calibrate
+    source = settings.data or (bundled(vlm.path, "calibration") if needed else None)
+    if source is None:
+        if needed:
+            raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
+        return Inputs(vlm, [], None)
+    samples, texts = load_mixed(source, settings.text, samples=settings.samples, seed=recipe.seed)
+    batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
+    text = (texts, settings.text) if settings.text else None
+    origin = provenance(samples, batches, source, seed=recipe.seed, processor=vlm.processor, text=text)
+    check_balance(recipe, origin["tokens"], source)
+    return Inputs(vlm, batches, origin)
+
+
+def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+    """Refuse a balance that weighs a modality of which the calibration data have no token."""
+    if missing := [name for name in weighed(getattr(recipe.options, "balance", "off")) if not tokens[name]]:
+        remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
+        add = " and ".join(remedy[name] for name in missing)
+        what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
+        raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")
+
+
+def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
+    """What the results of the blocks depend on, as a hash."""
+    source = recipe.model
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))]
+    parts: list[Any] = [identity.source_identity(source), files, recipe.plain(), origin, identity.versions()]
+    parts.append(torch.get_num_threads())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

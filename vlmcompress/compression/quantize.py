@@ -1,0 +1,94 @@
+"""The story of one run: plan, read, settle the reducer, solve block by block, write.
+
+Everything that can be refused is refused before a weight is read. Nothing is written to OUT until all of it is known;
+what a run has finished is kept beside OUT (`blocks.store`), so that `resume=True` goes on where it was interrupted, to the
+same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vlmcompress import models
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.common import folders
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.compression import allocate
+from vlmcompress.compression.blocks import compress, solve_blocks
+from vlmcompress.compression.inputs import Inputs, Result, check_balance, fingerprint, read_inputs
+from vlmcompress.compression.reducer import counter, settled
+from vlmcompress.compression.write import write_checkpoint
+from vlmcompress.planning import plan, reuse
+from vlmcompress.planning.plan import Plan
+from vlmcompress.recipe import Recipe
+
+
+def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
+    """Quantize `recipe.model` into `recipe.out`.
+
+    Args:
+        recipe: resolved recipe.
+        resume: go on after an interrupted run with the same recipe, model and data.
+        overwrite: replace an existing `out` that vlmcompress wrote.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input; nothing was written.
+    """
+    assert recipe.out is not None, "a plan has no output"
+    out = recipe.out
+    folders.check(recipe.model, out, overwrite=overwrite, mark=MANIFEST)
+    work = plan.build(recipe)
+    if work.statistics:
+        folders.check_apart(work.statistics.folder, out, "statistics")
+        reuse.verify(work.statistics, recipe)
+    if work.budget:
+        work = allocate.planned(work, resume=resume, progress=progress)
+    inputs = _inputs(work)
+    known = work.statistics.reducer if work.statistics else None
+    reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
+    count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
+    work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
+    if work.statistics or not (work.needs_data or recipe.calibrate.data):  # only the reducer learnt from them
+        inputs = replace(inputs, batches=[])
+    calibrated = inputs.behind(reducer, progress)
+    store = _solved(work, calibrated, resume, progress)
+    written = write_checkpoint(
+        work, inputs.vlm, store, calibrated.origin, count, overwrite=overwrite, progress=progress
+    )
+    store.remove()
+    allocate.clean(out)
+    return Result(out, written)
+
+
+def _inputs(work: Plan) -> Inputs:
+    """The model, with calibration samples where they are to be run or learnt from, and where statistics come from."""
+    recipe, tokens = work.recipe, work.visual_tokens
+    vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    learns = f"reducer '{tokens.reducer.method}'" if tokens and tokens.learns else None
+    if work.statistics:
+        check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
+        samples = read_inputs(recipe, vlm, learns).batches if tokens and tokens.counted else []
+        return Inputs(vlm, samples, work.statistics.origin)
+    inputs = read_inputs(recipe, vlm, f"scheme '{recipe.scheme}'" if work.needs_data else learns)
+    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
+
+
+def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> LayerStore:
+    """The decoder's blocks quantized in `inputs.vlm`, and their results in the store that is returned."""
+    recipe = work.recipe
+    assert recipe.out is not None
+    more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
+    with torch.inference_mode(False), torch.no_grad():
+        mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
+        store = LayerStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
+        allocate.hand_over(recipe.out, store)
+        if work.statistics:
+            solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, **more)
+        else:
+            compress(inputs.vlm, work.blocks, work.method, inputs.batches, store, **more)
+    return store

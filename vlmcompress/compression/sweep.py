@@ -1,0 +1,199 @@
+"""Score many settings of quantization from statistics alone: `vlmcompress sweep`.
+
+Each setting is a scheme with options, or a budget of bits shared out among groups; what is predicted for it is what `allocate`
+predicts for a group, added up over the decoder. No forward pass, no finished weight: a few rows of each layer stand for all,
+and AWQ's and MBQ's searches take larger steps than they will.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import targets
+from vlmcompress.allocation import Candidate, error
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.common.progress import Progress
+from vlmcompress.compression import allocate
+from vlmcompress.errors import UserError
+from vlmcompress.planning import plan
+from vlmcompress.planning.plan import Plan
+from vlmcompress.quantizers import REGISTRY as SCHEMES
+from vlmcompress.recipe import Recipe
+
+ROWS = 16  # of a group
+BUDGETS = (2.5, 3.0, 3.25, 3.5, 4.0, 5.0)
+WIDTHS = (2, 3, 4, 8)  # that budgets are shared out among
+_GROUPS = (32, 128, -1)
+_COARSE = {"grid": 8, "clip_grid": 5}  # of searches; less than the schemes' own, which take longest by far
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting.
+
+    Attributes:
+        name: for people.
+        recipe: the keys that ask for it.
+        bits: stored bits per weight of the decoder's quantized layers, scales and zero points included.
+        nbytes: of all weights written.
+        error: predicted, in the sweep's unit.
+        best: no setting of the sweep is smaller or as small and better.
+    """
+
+    name: str
+    recipe: Mapping[str, Any]
+    bits: float
+    nbytes: int
+    error: float
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All settings by rising size; `unit` of their errors; `left_out`: those that a layer's shape or the target refuses."""
+
+    points: list[Point]
+    unit: str
+    left_out: list[str]
+
+
+def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> scheme and options. The first balance weighs nothing, the last the most."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    def add(scheme: str, **options: Any) -> None:
+        group = {-1: "channel"}.get(options.get("group_size", 0), f"g{options.get('group_size')}")
+        parts = [scheme, f"w{options['bits']} {group}" if "bits" in options else "", options.get("balance", "")]
+        found[" ".join(part for part in parts if part)] = (scheme, options)
+
+    for group in _GROUPS:
+        for bits in WIDTHS:
+            add("rtn", bits=bits, group_size=group)
+            for balance in balances if bits < 8 or group == 128 else ():
+                add("gptq", bits=bits, group_size=group, balance=balance)
+    for bits in (2, 3, 4):
+        for balance in balances:
+            add("awq", bits=bits, group_size=128, balance=balance)
+    if "auto" in balances:
+        for bits in (3, 4):
+            add("mbq", bits=bits, group_size=128)
+    for balance in balances:
+        add("int8", balance=balance)
+    add("w8a16")
+    add("fp8")
+    return found
+
+
+def run(
+    recipe: Recipe, progress: Progress, *, rows: int = ROWS, budgets: Sequence[float] = BUDGETS
+) -> tuple[Sweep, Plan]:
+    """Score `settings` and budgets.
+
+    Args:
+        recipe: names the model, the statistics, a target if any and what is skipped; its own scheme is no matter, and the
+            reducer is that of the statistics.
+        rows: of each group that errors are predicted on.
+        budgets: bits per weight; those below what is reachable are left out.
+    """
+    assert recipe.calibrate.stats is not None
+    known = statistics_folder.read(Path(recipe.calibrate.stats))
+    facts, recipe = known.facts, recipe.model_copy(update={"reduce": known.reducer})
+    whole = all(facts["calibration"]["tokens"].values())
+    balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]
+    asked, left_out = settings(balances), []
+    table: dict[str, Method] = {}
+    for name, (scheme, options) in asked.items():
+        module = SCHEMES.get(scheme)
+        coarse = {key: value for key, value in _COARSE.items() if hasattr(module.Options(), key)}
+        method = Method(module, module.Options(**options, **coarse))
+        refused = recipe.target and targets.get(recipe.target).refusal(targets.format_key(method.scheme))
+        if refused or not method.needs <= {*facts["needs"], "gradient"}:
+            left_out.append(name)
+        else:
+            table[name] = method
+    work = plan.survey(recipe, table=table)
+    if work.problems or work.budget is None or work.statistics is None:
+        raise UserError(work.problems[0])
+    read = allocate.reader(work.source)
+    errors = allocate.predicted(work, work.statistics, read, progress, rows, balance=balances[-1])
+    sizes, points = work.budget.sizes, []
+    for name in table:
+        if any(name not in own for own in sizes.values()):
+            left_out.append(name)
+            continue
+        nbytes = sum(own[name] for own in sizes.values())
+        scheme, options = asked[name]
+        keys = {"scheme": scheme, "options": options}
+        points.append(_point(work, name, keys, nbytes, sum(own[name] for own in errors.values())))
+    points += [p for budget in budgets if (p := _shared(work, errors, balances[-1], budget))]
+    unit = "nats per answer token" if "gradients" in facts else "relative squared output error"
+    return Sweep(_marked(points), unit, left_out), work
+
+
+def _point(work: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: float) -> Point:
+    assert work.budget is not None
+    if work.recipe.reduce:
+        keys = keys | {"reduce": work.recipe.reduce.plain()}
+    return Point(name, keys, work.budget.bits(nbytes), nbytes + work.budget.fixed, predicted)
+
+
+def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point | None:
+    """A budget shared out among gptq's widths; None where it can't be."""
+    assert work.budget is not None
+    everywhere = set.intersection(*(set(own) for own in work.budget.sizes.values()))
+    for group in sorted(_GROUPS, key=lambda group: (group != 128, -group)):
+        size = "channel" if group == -1 else f"g{group}"
+        names = {width: f"gptq w{width} {size} {balance}" for width in WIDTHS}
+        names = {width: name for width, name in names.items() if name in everywhere}
+        if len(names) > 1:
+            break
+    else:
+        return None
+    candidates = {
+        key: [Candidate(own[name], errors[key][name]) for name in names.values()]
+        for key, own in work.budget.sizes.items()
+    }
+    try:
+        choice = error.decide(candidates, int(budget * work.budget.weights / 8), {})
+    except ValueError:
+        return None
+    picked = [candidates[key][index] for key, index in choice.items()]
+    keys = {
+        "scheme": "gptq",
+        "options": {"group_size": group, "balance": balance},
+        "bits": {"budget": budget, "among": list(names)},
+    }
+    nbytes = sum(one.nbytes for one in picked)
+    return _point(work, f"gptq {budget:g} bits {size} {balance}", keys, nbytes, sum(one.error for one in picked))
+
+
+def _marked(points: Sequence[Point]) -> list[Point]:
+    """By rising size, and marked those that nothing of at most their size beats."""
+    found, least = [], float("inf")
+    for point in sorted(points, key=lambda p: (p.nbytes, p.error)):
+        found.append(dataclasses.replace(point, best=point.error < least))
+        least = min(least, point.error)
+    return found
+
+
+def choose(points: Sequence[Point], *, budget: float | None = None, nbytes: int | None = None) -> Point:
+    """The point of least error within a limit. Raises `UserError` naming the smallest."""
+    fits = [p for p in points if (budget is None or p.bits <= budget) and (nbytes is None or p.nbytes <= nbytes)]
+    if not fits:
+        least = min(points, key=lambda p: p.nbytes)
+        raise UserError(
+            f"no setting is that small; the smallest is '{least.name}': {least.bits:.4g} bits, {least.nbytes:,} bytes"
+        )
+    return min(fits, key=lambda p: (p.error, p.nbytes))
+
+
+def recipe_text(point: Point, unit: str) -> str:
+    """A recipe file that asks for a point. JSON values are YAML."""
+    head = f"# {point.name}: {point.bits:.4g} bits per weight, predicted {point.error:.3g} {unit}\n"
+    return head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in point.recipe.items())

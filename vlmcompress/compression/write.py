@@ -1,0 +1,102 @@
+"""Put what the blocks became together into the checkpoint: the decoder from the store, the tower, the config, the manifest."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.blocks.solve import solve_layer, warnings
+from vlmcompress.blocks.store import LayerStore, StoredWeights
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint.write import write
+from vlmcompress.common.progress import Progress
+from vlmcompress.compression import reducer as reducers
+from vlmcompress.models import VLM
+from vlmcompress.planning.plan import Plan
+from vlmcompress.reducers import TokenCounter
+from vlmcompress.statistics import kv_range
+
+
+def write_checkpoint(
+    work: Plan,
+    vlm: VLM,
+    store: LayerStore,
+    origin: dict[str, Any] | None,
+    counter: TokenCounter | None,
+    *,
+    overwrite: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write the recipe's `out` and return its manifest.
+
+    Args:
+        work: the plan that was carried out; its recipe has the reducer with what it has learnt.
+        vlm: the whole model; norms in it have taken their scales in.
+        store: results of the decoder's blocks.
+        origin: where statistics came from, None for no calibration.
+        counter: says how many tokens an image keeps, for a reducer that an engine must be told.
+    """
+    recipe, exporter = work.recipe, work.recipe.exporter
+    assert recipe.out is not None
+    results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
+    language = StoredWeights(store, work.blocks, work.method)
+    tower = _quantize_vision(vlm.model, work, progress)
+    quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
+    kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
+    smoothed = {op for result in results for op in result.smoothing}
+    names = work.source.names
+    ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), names)
+    return write(
+        vlm.path,
+        recipe.out,
+        quantized=quantized,
+        names=names,
+        exporter=exporter,
+        quantization_config=exporter.quantization_config(work.targets, ignore, kv_cache=bool(recipe.kv_cache)),
+        manifest=manifest.build(
+            vlm.path,
+            family=vlm.spec.family,
+            recipe=recipe.plain(),
+            calibration=origin,
+            errors={name: error for result in results for name, error in result.errors.items()},
+            maxima={name: owners for result in results for name, owners in result.maxima.items()},
+            kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
+            warnings=reducers.warnings(recipe.reduce, origin) + warnings(results),
+            allocation=work.allocation,
+            visual_tokens=work.visual_tokens and work.visual_tokens.example,
+        ),
+        changed=_changed_parameters(vlm.model, smoothed, quantized),
+        kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
+        reducer=recipe.reduce,
+        counter=counter,
+        shard_size=recipe.shard_size,
+        overwrite=overwrite,
+        progress=lambda done, total: progress("writing", done, total),
+    )
+
+
+def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[str]) -> dict[str, Tensor]:
+    """Parameters of smoothed ops that are stored in 16 bits: weights of norms, biases of linear layers."""
+    return {
+        name: parameter.detach().contiguous()
+        for op in sorted(ops)
+        for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
+        if name.removesuffix(".weight") not in quantized
+    }
+
+
+def _quantize_vision(model: nn.Module, work: Plan, progress: Progress) -> dict[str, tuple]:
+    """The vision tower's linear layers, rounded without data; the engine scales their inputs token by token."""
+    if work.vision_method is None:
+        return {}
+    found: dict[str, tuple] = {}
+    for done, group in enumerate(work.vision_groups, start=1):
+        weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
+        result = solve_layer([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
+        found |= {name: (weight, work.vision_method.scheme, None) for name, weight in result.weights.items()}
+        progress("quantizing the vision tower", done, len(work.vision_groups))
+    return found

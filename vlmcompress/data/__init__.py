@@ -1,0 +1,19 @@
+"""Calibration: read samples, turn them into model inputs with modality masks, run the model over them."""
+
+from vlmcompress.data.encode import encode, encode_prompt, render
+from vlmcompress.data.mix import load_mixed
+from vlmcompress.data.provenance import data_hash, provenance
+from vlmcompress.data.samples import Sample
+from vlmcompress.data.sources import bundled, load_samples
+
+__all__ = [
+    "Sample",
+    "bundled",
+    "data_hash",
+    "encode",
+    "encode_prompt",
+    "load_mixed",
+    "load_samples",
+    "provenance",
+    "render",
+]

@@ -1,0 +1,213 @@
+"""Samples to model inputs, and what each token is.
+
+`encode` applies the model's chat template and processor to one sample at a time and adds `modality [1, tokens]` (uint8):
+
+    0  ignored: padding
+    1  text of the prompt: words, template, and the marks around and between the parts of an image
+    2  vision: placeholders that the model replaces with visual features
+    3  answer: where the model writes what the assistant's turns say: the token before each token of the turn, and before
+       the one that ends it
+
+So an answer begins with the prompt's last token, from whose output its first token is read, and the token that ends it is
+text: nothing is read from it, and no engine ever runs it. With answers of a word or two this decides everything that hangs on
+gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last token.
+
+A token is vision when its id is the one that the model's config names (`ModelSpec.image_token`), for that is where the model
+puts features. Answers are found without knowing the template: the conversation is encoded once more with another text in
+the assistant's turn, and the turn's tokens are those in which the two differ. (Leaving the turn out would be no good: there
+are templates that write other things around a question once it is answered, and processors that cut an image into other
+tiles once a later turn brings another.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2.exceptions import TemplateError
+from PIL import Image
+from torch import Tensor
+
+from vlmcompress.data.samples import Sample
+from vlmcompress.errors import UserError
+
+if TYPE_CHECKING:
+    from vlmcompress.models import VLM
+
+Turn = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}, ...]}
+Inputs = dict[str, Tensor]
+IGNORED, TEXT, VISION, ANSWER = range(4)
+PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, TemplateError)
+
+
+def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[Inputs]:
+    """Model inputs of each sample with its answer, as a batch of one, and the mask `modality [1, tokens]`.
+
+    Args:
+        max_length: refuse samples of more tokens; None: the model's context. Nothing is truncated: half an image is none.
+    """
+    return [_encode_one(sample, vlm, max_length) for sample in samples]
+
+
+def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
+    """Model inputs of a sample without its answer, ready for `model.generate`."""
+    inputs = _process(sample, sample.prompt(), list(sample.images), vlm.processor, generation=True)
+    _check_vision(sample, inputs, vlm)
+    return inputs
+
+
+def render(sample: Sample, processor: Any, *, answer: bool = False) -> str:
+    """The chat template's text, placeholders not yet repeated: the prompt for the answer, or the whole conversation."""
+    return _render(sample, sample.conversation() if answer else sample.prompt(), processor, generation=not answer)
+
+
+def chat_template(processor: Any) -> str:
+    """The template of a processor, or of its tokenizer where only that has one."""
+    for owner in (processor, processor.tokenizer):
+        template = getattr(owner, "chat_template", None)
+        template = template.get("default") if isinstance(template, dict) else template
+        if template:
+            return template
+    raise UserError("the model has no chat template; copy chat_template.jinja of the original into its folder")
+
+
+def _encode_one(sample: Sample, vlm: VLM, max_length: int | None) -> Inputs:
+    turns, images = sample.conversation(), list(sample.images)
+    inputs = _process(sample, turns, images, vlm.processor, generation=False)
+    length = inputs["input_ids"].shape[1]
+    context = getattr(vlm.model.config.get_text_config(), "max_position_embeddings", None) or length
+    limit = min(context, max_length or context)
+    if length > limit:
+        vision = int((inputs["input_ids"] == _image_token_id(vlm)).sum())
+        what = "context" if limit == context else "max_length"
+        raise UserError(
+            f"{sample.name} has {length} tokens ({vision} of them visual), more than the {what} of {limit}; "
+            "shrink its images, shorten its text, or drop it"
+        )
+    _check_vision(sample, inputs, vlm)
+    inputs["modality"] = _modality(sample, turns, images, inputs, vlm)
+    return inputs
+
+
+def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bool) -> str:
+    """Apply the chat template as text, and check that it shows the images and the texts."""
+    placeholder = processor.image_token
+    asked = [p["text"] for t in turns if t["role"] == "user" for p in t["content"] if p["type"] == "text"]
+    if any(placeholder in text for text in asked):
+        raise UserError(f"{sample.name}: its text contains '{placeholder}', this model's mark for an image; remove it")
+    try:
+        text = processor.apply_chat_template(
+            turns, chat_template=chat_template(processor), add_generation_prompt=generation
+        )
+    except PROCESSOR_ERRORS as error:
+        raise UserError(f"{sample.name}: the chat template refuses it ({_reason(error)})") from error
+    images = sum(part["type"] == "image" for turn in turns for part in turn["content"])
+    if text.count(placeholder) != images:
+        raise UserError(
+            f"{sample.name}: the model's chat template shows {text.count(placeholder)} of {images} images; "
+            "it has to take OpenAI-style content lists"
+        )
+    if any(part.strip() not in text for part in asked) or "{'type':" in text:
+        raise UserError(f"{sample.name}: the chat template does not show its text; it has to take content lists")
+    return text
+
+
+def _process(
+    sample: Sample, turns: list[Turn], images: list[Image.Image], processor: Any, *, generation: bool
+) -> Inputs:
+    """Chat template and processor for some of a sample's turns, with its images in the order of the turns."""
+    _render(sample, turns, processor, generation=generation)
+    rest = iter(images)
+    content = [
+        {**turn, "content": [{**p, "image": next(rest)} if p["type"] == "image" else p for p in turn["content"]]}
+        for turn in turns
+    ]
+    try:
+        inputs = processor.apply_chat_template(
+            content,
+            chat_template=chat_template(processor),
+            add_generation_prompt=generation,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except PROCESSOR_ERRORS as error:
+        raise UserError(f"{sample.name}: the model's processor refuses it ({_reason(error)}); drop it") from error
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def _check_vision(sample: Sample, inputs: Inputs, vlm: VLM) -> None:
+    """Placeholders must be there exactly when images are, and as many as there are features where the inputs tell."""
+    placeholders = int((inputs["input_ids"] == _image_token_id(vlm)).sum())
+    images = len(sample.images)
+    features = None
+    if images and "image_grid_thw" in inputs:
+        features = int(inputs["image_grid_thw"].prod(-1).sum()) // vlm.processor.image_processor.merge_size**2
+    if bool(placeholders) != bool(images) or features not in (None, placeholders):
+        expected = f"{images} images" if features is None else f"{features} visual features"
+        raise UserError(
+            f"{sample.name}: {placeholders} placeholder tokens for {expected}; processor files and config.json "
+            "do not belong together"
+        )
+
+
+def _modality(sample: Sample, turns: list[Turn], images: list[Image.Image], inputs: Inputs, vlm: VLM) -> Tensor:
+    """The mask [1, tokens] that the module docstring describes."""
+    ids = inputs["input_ids"][0]
+    mask = torch.full_like(ids, TEXT, dtype=torch.uint8)
+    for index, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            start, end = _answer_span(sample, turns, index, images, ids, vlm)
+            mask[start - 1 : end - 1] = ANSWER
+    if sample.answer and sample.answer.strip() and not (mask == ANSWER).any():
+        raise UserError(f"{sample.name}: the model's chat template does not show the answer; check the template")
+    mask[ids == _image_token_id(vlm)] = VISION
+    if "attention_mask" in inputs:
+        mask[inputs["attention_mask"][0] == 0] = IGNORED
+    return mask[None]
+
+
+def _answer_span(
+    sample: Sample, turns: list[Turn], index: int, images: list[Image.Image], ids: Tensor, vlm: VLM
+) -> tuple[int, int]:
+    """Where in `ids` [tokens] the text of turn `index` is, with the end-of-turn token that follows it."""
+    text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
+    other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
+    altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
+    changed = _process(sample, altered, images, vlm.processor, generation=False)["input_ids"][0]
+    start = _agreement(ids, changed)
+    end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
+    if start == len(ids) == len(changed):
+        return 0, 0  # the template does not show this turn
+    ends = _end_ids(vlm)
+    for position in range(end, len(ids)):
+        if int(ids[position]) in ends:
+            return start, position + 1
+        if vlm.processor.tokenizer.decode(ids[position : position + 1]).strip():
+            break
+    return start, end
+
+
+def _agreement(a: Tensor, b: Tensor) -> int:
+    """Length of the longest common prefix of two sequences of ids."""
+    shorter = min(len(a), len(b))
+    differ = (a[:shorter] != b[:shorter]).nonzero()
+    return int(differ[0]) if len(differ) else shorter
+
+
+def _end_ids(vlm: VLM) -> set[int]:
+    """Ids at which generation stops: those of the model's two configs and of its tokenizer."""
+    found = {vlm.processor.tokenizer.eos_token_id}
+    for config in (vlm.model.generation_config, vlm.model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    return found - {None}
+
+
+def _image_token_id(vlm: VLM) -> int:
+    return getattr(vlm.model.config, vlm.spec.image_token)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

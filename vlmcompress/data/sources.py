@@ -1,0 +1,296 @@
+"""Read calibration or evaluation samples from a folder of images, JSON lines, parquet, or a saved data set.
+
+Selection: of the rows, the `samples` with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the
+data the choice does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without
+`id` goes by its number (a file in a folder by its path within it), a repeated id by id and number.
+
+Only chosen rows have their images decoded. A row that cannot be used is an error that names it, never left out silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.data.images import MAX_PIXELS, SUFFIXES
+from vlmcompress.data.samples import Sample, to_sample
+from vlmcompress.errors import UserError
+
+log = logging.getLogger(__name__)
+
+PROMPTS = (
+    "Describe this image in detail.",
+    "What is shown in this image?",
+    "What text can be read in this image?",
+    "List the objects in this image and say where each of them is.",
+    "How many people or things are there in this image, and what are they doing?",
+    "What colours and shapes stand out in this image?",
+    "What would somebody ask about this image? Ask and answer.",
+    "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
+)
+READ = ("image", "images", "question", "answer", "messages", "family", "text")
+COLUMNS = "needs a column image and question or messages"
+TEXT_COLUMNS = "needs a column messages, question or text"
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Rows that are read only when chosen."""
+
+    name: str
+    folder: Path
+    columns: tuple[str, ...]
+    ids: list[Any]  # one per row; None where the data has none
+    rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
+    row_name: Callable[[int], str]
+
+
+def load_samples(
+    source: str | Path,
+    *,
+    samples: int | None,
+    seed: int,
+    max_pixels: int = MAX_PIXELS,
+    check_images: bool = True,
+    text: bool = False,
+) -> list[Sample]:
+    """Read and choose samples.
+
+    Args:
+        source: folder of images, `.jsonl` / `.json` / `.parquet` file, or folder written by `Dataset.save_to_disk`.
+        samples: how many to take; all where there are fewer. None: all, in the source's order.
+        seed: of the choice.
+        max_pixels: images with more are refused.
+        check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
+        text: no sample may have an image; a column `text` stands for a question where there is none.
+    """
+    if samples is not None and samples < 1:
+        raise UserError(f"samples is {samples}; take at least 1")
+    path = Path(source)
+    table = _open(path, text)
+    if not table.ids:
+        raise UserError(f"{path} has no samples; give data with at least one row")
+    identities = _unique(table.ids)
+    chosen = _choose(identities, samples, seed)
+    if samples is not None and len(chosen) < samples:
+        log.warning("%s has %d samples, %d were asked for; all are used", table.name, len(chosen), samples)
+    ascending = sorted(chosen)
+    rows = dict(zip(ascending, table.rows(ascending), strict=True))
+    if text:
+        rows = {index: {"question": row.get("text"), **row} for index, row in rows.items()}
+    found = [
+        to_sample(
+            rows[index],
+            identities[index],
+            origin=f"{table.name} {table.row_name(index)}".strip(),
+            folder=table.folder,
+            max_pixels=max_pixels,
+        )
+        for index in chosen
+    ]
+    if shown := [sample for sample in found if text and sample.images]:
+        raise UserError(f"{shown[0].name} shows an image; give a file of text alone, images belong into the data")
+    if check_images:
+        for sample in found:
+            for index in range(len(sample.images)):
+                sample.images[index]
+    return found
+
+
+def ids(source: str | Path) -> list[str | None]:
+    """The ids that the rows of a source give, in its order; None for a row without."""
+    return [None if value is None or value == "" else str(value) for value in _open(Path(source)).ids]
+
+
+def bundled(model_path: str | Path, split: str) -> Path | None:
+    """The data that ships beside a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
+    model = Path(model_path).resolve()
+    if not model.name.startswith("demo-"):
+        return None
+    path = model.parent / "data" / model.name.removeprefix("demo-") / f"{split}.parquet"
+    return path if path.is_file() else None
+
+
+def _choose(identities: list[str], samples: int | None, seed: int) -> list[int]:
+    """Row numbers, in the order in which they are used."""
+    if samples is None:
+        return list(range(len(identities)))
+    order = sorted((hashlib.sha256(f"{seed}:{name}".encode()).digest(), i) for i, name in enumerate(identities))
+    return [index for _, index in order[:samples]]
+
+
+def _unique(ids: list[Any]) -> list[str]:
+    """Ids as text: 1-based row numbers where they are missing, with the row number added where they repeat."""
+    names = [str(number if value is None else value) for number, value in enumerate(ids, 1)]
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name}#{number}" for number, name in enumerate(names, 1)]
+
+
+def _open(path: Path, text: bool = False) -> _Table:
+    """What `path` holds, with the columns that samples are made of."""
+    table = _read(path)
+    have = set(table.columns)
+    if text and not have & {"messages", "question", "text"} and table.ids:
+        raise UserError(f"{path} {TEXT_COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
+    if not text and not ("messages" in have or (have & {"image", "images"} and "question" in have)) and table.ids:
+        raise UserError(f"{path} {COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
+    return table
+
+
+def _read(path: Path) -> _Table:
+    try:
+        if path.is_dir():
+            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+            return _saved_dataset(path) if saved else _folder(path)
+        if not path.exists():
+            raise UserError(f"{path} does not exist; give a folder of images, a .jsonl or .parquet file, or a data set")
+        if path.stat().st_size == 0:
+            raise UserError(f"{path} is empty; give data with at least one row")
+        readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+        if path.suffix.lower() not in readers:
+            raise UserError(f"{path} is not .jsonl, .json or .parquet; give one of these or a folder of images")
+        return readers[path.suffix.lower()](path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
+
+
+def _folder(path: Path) -> _Table:
+    """Images of a folder and its subfolders, hidden ones left out, each with one of `PROMPTS`."""
+    images: list[Path] = []
+    others: Counter[str] = Counter()
+    for folder, subfolders, files in os.walk(path):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for file in sorted(name for name in files if not name.startswith(".")):
+            if Path(file).suffix.lower() in SUFFIXES:
+                images.append(Path(folder, file).relative_to(path))
+            else:
+                others[Path(file).suffix.lower() or "no suffix"] += 1
+    kinds = ", ".join(sorted(others))
+    if not images:
+        tables = sorted({".jsonl", ".json", ".parquet"} & set(others))
+        hint = f"name its {' or '.join(tables)} file to use that" if tables else "give a folder with .jpg or .png files"
+        raise UserError(f"{path} has no images{f', only {kinds}' if kinds else ''}; {hint}")
+    if others:
+        log.warning("%s: %d files that are not images are ignored (%s)", path.name, others.total(), kinds)
+    names = [image.as_posix() for image in images]
+
+    def rows(indices: list[int]) -> list[dict[str, Any]]:
+        return [{"image": names[index], "question": _prompt(names[index])} for index in indices]
+
+    return _Table(path.name, path, ("image", "question"), list(names), rows, lambda index: names[index])
+
+
+def _prompt(name: str) -> str:
+    return PROMPTS[hashlib.sha256(name.encode()).digest()[0] % len(PROMPTS)]
+
+
+def _json_lines(path: Path) -> _Table:
+    rows, numbers = [], []
+    for number, line in enumerate(_decode(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path} line {number} is not valid JSON ({error}); write one object per line") from error
+        rows.append(row)
+        numbers.append(number)
+    return _json_table(path, rows, lambda index: f"line {numbers[index]}")
+
+
+def _json_list(path: Path) -> _Table:
+    try:
+        rows = json.loads(_decode(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path} holds a {type(rows).__name__}, not a list of rows")
+    return _json_table(path, rows, lambda index: f"row {index + 1}")
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+
+
+def _json_table(path: Path, rows: list[Any], row_name: Callable[[int], str]) -> _Table:
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{path} {row_name(index)} is a {type(row).__name__}, not an object with named columns")
+    columns = dict.fromkeys(key for row in rows for key in row)
+    ids = [row.get("id") for row in rows]
+    return _Table(path.name, path.parent, tuple(columns), ids, lambda chosen: [rows[i] for i in chosen], row_name)
+
+
+def _parquet(path: Path) -> _Table:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(f"reading {path} needs pyarrow; pip install 'vlmcompress[compress]'") from error
+    try:
+        file = pq.ParquetFile(path)
+        columns = tuple(file.schema_arrow.names)
+        count = file.metadata.num_rows
+        ids = file.read(columns=["id"])["id"].to_pylist() if "id" in columns else [None] * count
+    except pa.ArrowException as error:
+        raise UserError(f"{path} is not readable parquet ({str(error).splitlines()[0]}); write it again") from error
+
+    def rows(indices: list[int]) -> list[dict[str, Any]]:
+        """Read row group by row group, so that no more than one is in memory."""
+        wanted = [name for name in columns if name in READ]
+        found: list[dict[str, Any]] = []
+        start = 0
+        for group in range(file.metadata.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            if local := [index - start for index in indices if start <= index < end]:
+                try:
+                    found += file.read_row_group(group, columns=wanted).take(local).to_pylist()
+                except (pa.ArrowException, OSError) as error:
+                    raise UserError(f"{path} row group {group} is damaged ({str(error).splitlines()[0]})") from error
+            start = end
+        return found
+
+    return _Table(path.name, path.parent, columns, ids, rows, lambda index: f"row {index + 1}")
+
+
+def _saved_dataset(path: Path) -> _Table:
+    """A folder written by `Dataset.save_to_disk`, or one split of a `DatasetDict`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"reading {path} needs datasets; pip install 'vlmcompress[compress]'") from error
+    try:
+        data = datasets.load_from_disk(str(path))
+    except Exception as error:  # whatever arrow, json or the library raise on a damaged folder
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} is not a readable saved data set ({reason})") from error
+    if isinstance(data, datasets.DatasetDict):
+        raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
+    for name, feature in data.features.items():
+        if name in ("image", "images"):
+            data = data.cast_column(name, _undecoded(feature, datasets))
+    ids = list(data["id"]) if "id" in data.column_names else [None] * len(data)
+
+    def rows(indices: list[int]) -> list[dict[str, Any]]:
+        return [data[index] for index in indices]
+
+    return _Table(path.name, path, tuple(data.column_names), ids, rows, lambda index: f"row {index + 1}")
+
+
+def _undecoded(feature: Any, datasets: Any) -> Any:
+    """The same feature, giving an image's file instead of its pixels: decoding is `images.open_image`'s."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature, datasets))
+    return feature

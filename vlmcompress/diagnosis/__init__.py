@@ -1,0 +1,1 @@
+"""What a finished checkpoint is like: its files, and the errors of its layers."""

@@ -1,0 +1,268 @@
+"""Examine a finished checkpoint: is every file as written, and does every reader find every tensor it needs?
+
+Nothing is trusted that can be computed: files are hashed, headers measured, and the model is built without weights exactly
+as transformers builds it for this config, so that a tensor that would be silently re-initialized shows as missing.
+Damage gives a failing check, not an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoProcessor, CompressedTensorsConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from vlmcompress import models, reduction
+from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.checkpoint.layer_targets import misread
+from vlmcompress.common import identity, tensor_files
+from vlmcompress.common.finding import Finding
+from vlmcompress.common.tensor_files import Entry
+from vlmcompress.engines.vllm import plugin
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.models import ModelSpec
+
+
+def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
+    """Examine the checkpoint in `path`.
+
+    Args:
+        path: folder that `vlmcompress quantize` wrote.
+        source: the original, to compare sizes and identity with.
+
+    Raises:
+        UserError: `path` or `source` is not a folder.
+    """
+    if not Path(path).is_dir():
+        raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
+    if source is not None and not source.is_dir():
+        raise UserError(f"--source {source} is not a folder; give that of the original")
+    subject = _Subject(Path(path), source)
+    checks: dict[str, Finding] = {}
+    with models.quiet():
+        for name, (needs, examine) in _EXAMINATIONS.items():
+            failed = [need for need in needs if not checks[need].ok]
+            if failed:
+                checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
+                continue
+            try:
+                checks[name] = Finding(name, True, examine(subject))
+            except UserError as error:
+                checks[name] = Finding(name, False, str(error))
+            except Exception as error:  # damage may surface anywhere in the libraries that read these files
+                reason = (str(error).strip().splitlines() or [""])[0]
+                checks[name] = Finding(name, False, f"{type(error).__name__}: {reason}"[:300])
+    return list(checks.values())
+
+
+class _Subject:
+    """What the examinations share, read once."""
+
+    def __init__(self, path: Path, source: Path | None):
+        self.path, self.source = path, source
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every stored tensor."""
+        return {e.name: e for file in models.shards(self.path) for e in tensor_files.read_entries(file)}
+
+    @functools.cached_property
+    def config(self) -> dict:
+        """config.json."""
+        return models.read_config(self.path, weights=False)
+
+    @functools.cached_property
+    def quantization(self) -> dict:
+        """Its `quantization_config` block; one without groups where the recipe quantizes nothing."""
+        block = self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
+        method = block.get("quant_method", compressed_tensors.FORMAT)
+        if method != compressed_tensors.FORMAT:
+            raise UserError(f"checkpoints of format '{method}' are not examined, only {compressed_tensors.FORMAT}")
+        return block
+
+    @functools.cached_property
+    def spec(self) -> ModelSpec:
+        """The family."""
+        return models.spec_for(self.config)
+
+    @functools.cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The unquantized model without weights."""
+        return models.skeleton(self.path)
+
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Memory name of every tensor of the model, as transformers builds it for this config, -> name on disk."""
+        model = models.skeleton(self.path)
+        if not self.quantization["config_groups"] and not self.quantization.get("kv_cache_scheme"):
+            return models.disk_names(model, self.entries)
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+            quantizer = AutoHfQuantizer.from_config(
+                CompressedTensorsConfig.from_dict(self.quantization), pre_quantized=True
+            )
+            quantizer.validate_environment()
+            quantizer.preprocess_model(model)
+        return models.disk_names(model, self.entries)
+
+    @functools.cached_property
+    def linears(self) -> dict[str, nn.Linear]:
+        """Linear layers of the unquantized model."""
+        return {name: module for name, module in self.skeleton.named_modules() if isinstance(module, nn.Linear)}
+
+    @functools.cached_property
+    def groups(self) -> dict[str, str | None]:
+        """Linear layer -> its config group; None where it stays as it was."""
+        return {name: compressed_tensors.group_of(self.quantization, name) for name in self.linears}
+
+
+def _manifest(subject: _Subject) -> str:
+    content = manifest.read(subject.path)
+    for key in ("model", "recipe", "size", "files", "created_by"):
+        if not isinstance(content.get(key), dict):
+            raise UserError(f"{manifest.MANIFEST} lacks '{key}'; quantize again")
+    return f"schema {content['schema_version']}, written by vlmcompress {content['created_by'].get('vlmcompress')}"
+
+
+def _files(subject: _Subject) -> str:
+    recorded, found = manifest.read(subject.path)["files"], manifest.hash_files(subject.path)
+    wrong = {
+        "missing": sorted(recorded.keys() - found.keys()),
+        "changed": sorted(name for name in recorded.keys() & found.keys() if recorded[name] != found[name]),
+        "not in the manifest": sorted(found.keys() - recorded.keys()),
+    }
+    if any(wrong.values()):
+        what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+        raise UserError(f"{what}; copy the folder again or quantize again")
+    return f"{len(found)} files have the recorded hashes"
+
+
+def _weights(subject: _Subject) -> str:
+    models.tensor_headers(subject.path)
+    size = sum(entry.spec.nbytes for entry in subject.entries.values())
+    return f"{len(subject.entries)} tensors, {size / 1e6:.1f} MB, in {len(models.shards(subject.path))} files"
+
+
+def _config(subject: _Subject) -> str:
+    for key, group in subject.quantization["config_groups"].items():
+        kind = compressed_tensors.storage(compressed_tensors.scheme_of(group))
+        if kind != group["format"]:
+            raise UserError(f"config group {key} says format {group['format']}, its numbers are stored as {kind}")
+    return f"{subject.spec.family}, {subject.quantization['format']}, {len(subject.quantization['config_groups'])} group(s)"
+
+
+def _reducer(subject: _Subject) -> str:
+    found = reducer_block.read(subject.config)
+    if found is None:
+        return "none, all visual tokens are kept"
+    vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
+    reduction.check(vlm, found.reducer.method, found.reducer.options)
+    reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
+    where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
+    return f"{found.reducer.label}, {where}"
+
+
+def _tensors(subject: _Subject) -> str:
+    names, state = subject.names, subject.skeleton.state_dict(keep_vars=True)
+    for memory, disk in names.items():
+        quantized = subject.groups.get(memory.rpartition(".")[0]) and not memory.endswith(".bias")
+        if memory in state and not quantized and subject.entries[disk].spec.shape != tuple(state[memory].shape):
+            shapes = f"{list(subject.entries[disk].spec.shape)} on disk, {list(state[memory].shape)} in the model"
+            raise UserError(f"tensor '{disk}' has shape {shapes}")
+    return f"{len(names)} tensors, none missing, none left over"
+
+
+def _layers(subject: _Subject) -> str:
+    quantized = {name: group for name, group in subject.groups.items() if group}
+    for name, group in quantized.items():
+        scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
+        rows, columns = subject.linears[name].weight.shape
+        scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
+        try:
+            needed = compressed_tensors.specs(scheme, rows, columns, scales)
+        except ValueError as error:
+            raise UserError(f"layer {name}: {error}") from error
+        for local, spec in needed.items():
+            entry = subject.entries[subject.names[f"{name}.{local}"]]
+            if entry.spec != spec:
+                found, right = (f"{one.dtype} {list(one.shape)}" for one in (entry.spec, spec))
+                raise UserError(f"tensor '{entry.name}' is {found}, needed is {right}")
+            if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
+                raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
+    return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
+
+
+def _fused(subject: _Subject) -> str:
+    model, spec = subject.skeleton, subject.spec
+    fused = [group for group in (*models.resolve(model, spec), *models.vision_linears(model, spec)) if group.fused]
+    for group in fused:
+        if len({subject.groups[name] for name in group.linears}) > 1:
+            found = ", ".join(f"{name}: {subject.groups[name] or 'unquantized'}" for name in group.linears)
+            raise UserError(f"an engine runs these as one matrix, but they differ: {found}")
+    return f"{len(fused)} fused matrices, one scheme each"
+
+
+def _engine(subject: _Subject) -> str:
+    names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
+    wrong = misread(subject.quantization, subject.groups, names, subject.spec)
+    if wrong:
+        name, expected, got = wrong[0]
+        raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
+    return f"{len(subject.groups)} layers mean the same in memory, on disk and in vLLM"
+
+
+def _values(subject: _Subject) -> str:
+    for entry in subject.entries.values():
+        dtype = tensor_files.DTYPES[entry.spec.dtype]
+        if not dtype.is_floating_point:
+            continue
+        tensor = tensor_files.read_tensor(entry)
+        tensor = tensor.float() if dtype.itemsize == 1 else tensor
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"tensor '{entry.name}' in {entry.file.name} holds NaN or infinity")
+        if entry.name.endswith("_scale") and not (tensor > 0).all():
+            raise UserError(f"scale '{entry.name}' in {entry.file.name} is not positive")
+    return "all numbers finite, all scales positive"
+
+
+def _size(subject: _Subject) -> str:
+    recorded = manifest.read(subject.path)
+    before, after = recorded["size"]["weights_before"], sum(e.spec.nbytes for e in subject.entries.values())
+    if subject.source is not None:
+        original = identity.source_identity(subject.source)
+        if any(recorded["model"].get(key) != original[key] for key in ("config_sha256", "headers_sha256")):
+            raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
+    if after >= before and subject.quantization["config_groups"]:
+        raise UserError(f"weights take {after} bytes, no less than the original's {before}")
+    return f"{before / 1e6:.1f} MB before, {after / 1e6:.1f} MB after ({after / before:.0%})"
+
+
+def _processor(subject: _Subject) -> str:
+    processor = AutoProcessor.from_pretrained(subject.path, local_files_only=True)
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"{subject.path} has no image processor; copy preprocessor_config.json from the original")
+    if not getattr(processor, "chat_template", None) and not getattr(processor.tokenizer, "chat_template", None):
+        raise UserError(f"{subject.path} has no chat template; copy chat_template.jinja from the original")
+    return type(processor).__name__
+
+
+_EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
+    "manifest": ((), _manifest),
+    "files": (("manifest",), _files),
+    "weights": ((), _weights),
+    "config": ((), _config),
+    "reducer": (("weights", "config"), _reducer),
+    "tensors": (("weights", "config"), _tensors),
+    "layers": (("tensors",), _layers),
+    "fused": (("weights", "config"), _fused),
+    "engine": (("tensors",), _engine),
+    "values": (("weights",), _values),
+    "size": (("manifest", "weights"), _size),
+    "processor": ((), _processor),
+}

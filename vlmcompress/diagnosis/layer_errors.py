@@ -1,0 +1,217 @@
+"""The errors of a checkpoint's layers by modality, and what changed from one checkpoint to another.
+
+A layer's error is the squared error of its output relative to the output, `|X dW^T|^2 / |X W^T|^2`, over the calibration
+tokens `X` of one modality; where a scheme rounds activations, what that adds (over a sample of tokens) is in it. `quantize`
+records it for every layer. A scheme that saw no data knows only `|dW|^2 / |W|^2`, called `weight` here. Of two checkpoints
+`ratio` is the other's error over the first's, and layers average geometrically, so that halving one makes good for doubling
+another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from vlmcompress.checkpoint import manifest
+from vlmcompress.errors import UserError
+from vlmcompress.statistics.balance import MODALITIES
+
+KINDS = (*MODALITIES, "weight")
+"""The modalities, and the error of the weights themselves."""
+
+ByKind = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """What is known of one checkpoint.
+
+    Attributes:
+        name: the folder's name.
+        errors: linear layer -> kind -> relative squared error.
+        basis: what data they were measured on, as a manifest's `calibration` says it; empty for the weights alone.
+        notes: what a reader has to know beside.
+        kv_cache: attention module -> what FP8 does to its keys and values, see `statistics.kv_range`; empty without.
+        maxima: first linear layer of a group -> kind -> share of input channels whose maximum that kind of token holds; for
+            schemes that quantize activations.
+    """
+
+    name: str
+    errors: Mapping[str, ByKind]
+    basis: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    kv_cache: Mapping[str, Any] = field(default_factory=dict)
+    maxima: Mapping[str, ByKind] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> str:
+        """On what, in words."""
+        if not self.basis:
+            return "the weights alone, as no calibration data were seen"
+        prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
+        count = self.basis.get("samples")
+        return f"{count} sample{'' if count == 1 else 's'} of '{self.basis.get('source')}', behind {prefix} blocks"
+
+
+@dataclass(frozen=True)
+class Change:
+    """The errors of one kind in two checkpoints, over the layers that both have.
+
+    Attributes:
+        before, after: mean error of the first and of the other.
+        ratio: geometric mean of after / before; below 1 the other is closer to the original. None where an error is zero.
+        better, worse: layers in which the other's error is smaller, and larger.
+    """
+
+    before: float
+    after: float
+    ratio: float | None
+    better: int
+    worse: int
+
+
+def read(folder: Path) -> LayerErrors:
+    """The errors that a checkpoint's manifest records.
+
+    Raises:
+        UserError: not a checkpoint of ours, or no layer was quantized.
+    """
+    content = manifest.read(folder)
+    errors = content.get("errors")
+    if not isinstance(errors, Mapping) or not all(_is_error(error) for error in errors.values()):
+        raise UserError(f"{folder / manifest.MANIFEST} has no readable errors of layers; quantize again")
+    if not errors:
+        raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
+    cache = content.get("kv_cache") or {}
+    if not isinstance(cache, Mapping) or not all(_is_cache(found) for found in cache.values()):
+        raise UserError(f"{folder / manifest.MANIFEST} says nothing readable of the KV cache; quantize again")
+    basis = content.get("calibration") or {}
+    if all(set(error) <= {"weight"} for error in errors.values()):
+        basis = {}
+    notes = [*map(str, content.get("warnings") or ()), *few(basis, folder)]
+    return LayerErrors(folder.resolve().name, errors, basis, notes, cache, content.get("maxima") or {})
+
+
+def kinds(*found: LayerErrors) -> list[str]:
+    """The kinds of error that all of the checkpoints have."""
+    seen = [{kind for error in one.errors.values() for kind in error} for one in found]
+    return [kind for kind in KINDS if all(kind in one for one in seen)]
+
+
+def summary(found: LayerErrors) -> dict[str, dict[str, Any]]:
+    """Kind -> mean and median error over layers, and the worst layer."""
+    result = {}
+    for kind in kinds(found):
+        values = {layer: error[kind] for layer, error in found.errors.items() if kind in error}
+        worst = max(values, key=lambda layer: (values[layer], layer))
+        result[kind] = {
+            "mean": fmean(values.values()),
+            "median": median(values.values()),
+            "worst": {"layer": worst, "error": values[worst]},
+            "layers": len(values),
+        }
+    return result
+
+
+def owners(found: LayerErrors) -> dict[str, float]:
+    """Kind -> mean share, over groups of layers, of the input channels whose maximum that kind of token holds."""
+    seen = [kind for kind in KINDS if any(kind in shares for shares in found.maxima.values())]
+    return {kind: fmean(shares.get(kind, 0.0) for shares in found.maxima.values()) for kind in seen}
+
+
+def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
+    """Kind -> what changed.
+
+    Raises:
+        UserError: they have no layer or no kind of error in common.
+    """
+    common = before.errors.keys() & after.errors.keys()
+    shared = kinds(before, after)
+    if not common:
+        raise UserError(f"{before.name} and {after.name} have no quantized layer in common; compare two of one model")
+    if not shared:
+        blind = before if not before.basis else after
+        raise UserError(
+            f"{blind.name} knows the error of its weights alone and the other errors by modality; "
+            "add --stats STATS --model MODEL to measure both"
+        )
+    result = {}
+    for kind in shared:
+        pairs = [(before.errors[n][kind], after.errors[n][kind]) for n in sorted(common) if kind in before.errors[n]]
+        result[kind] = Change(
+            fmean(a for a, _ in pairs),
+            fmean(b for _, b in pairs),
+            geometric_mean(ratio(a, b) for a, b in pairs),
+            sum(b < a for a, b in pairs),
+            sum(b > a for a, b in pairs),
+        )
+    return result
+
+
+def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
+    """Why the two cannot be taken at face value side by side; empty if they were measured alike."""
+    found = []
+    if before.errors.keys() != after.errors.keys():
+        other = len(before.errors.keys() ^ after.errors.keys())
+        found.append(f"layers that only one of the two quantizes, and that are not compared: {other}")
+    if before.basis and after.basis:
+        if before.basis.get("sha256") != after.basis.get("sha256"):
+            found.append("the two saw different calibration samples")
+        if before.basis.get("prefix") != after.basis.get("prefix"):
+            found.append("one was measured behind quantized blocks, the other behind unquantized ones")
+    return found
+
+
+def worst_first(*found: LayerErrors) -> list[str]:
+    """Layers by falling error, the largest of any kind in any of the checkpoints."""
+    most: dict[str, float] = {}
+    for one in found:
+        for layer, error in one.errors.items():
+            most[layer] = max(most.get(layer, 0.0), *error.values())
+    return sorted(most, key=lambda layer: (-most[layer], layer))
+
+
+def ratio(before: float, after: float) -> float | None:
+    """`after / before`; None if one of them is zero, as no factor says that."""
+    return after / before if before > 0 and after > 0 else None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    logs = [math.log(value) for value in values if value is not None]
+    return math.exp(fmean(logs)) if logs else None
+
+
+def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
+    """Errors over fewer tokens than a layer has inputs are of those tokens: a solver can meet them and miss all others."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        width = int((config.get("text_config") or config)["hidden_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    few = {kind: n for kind, n in (basis.get("tokens") or {}).items() if 0 < n < width}
+    if not few:
+        return []
+    seen = " and ".join(f"{n} {kind}" for kind, n in few.items())
+    return [
+        f"only {seen} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
+        "take more --samples, or measure on other samples with --stats"
+    ]
+
+
+def _is_error(error: Any) -> bool:
+    known = isinstance(error, Mapping) and error and set(error) <= set(KINDS)
+    return bool(known) and all(isinstance(value, int | float) and math.isfinite(value) for value in error.values())
+
+
+def _is_cache(found: Any) -> bool:
+    parts = list(found.values()) if isinstance(found, Mapping) and set(found) == {"k", "v"} else [None]
+    wanted = ("maximum", "clipped", "error")
+    return all(
+        isinstance(part, Mapping) and all(isinstance(part.get(key), Mapping) for key in wanted) for part in parts
+    )

@@ -1,0 +1,75 @@
+"""The reducer of the checkpoint that is served: how many tokens an image keeps, and which."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vlmcompress import __version__, reducers
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.engines.vllm.plugin._serves import refusal
+from vlmcompress.errors import UserError
+from vlmcompress.models import spec_for
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reduction.support import check_config, check_counter
+
+_READ = ("architectures", "model_type", reducer_block.KEY)
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A method with its options, as the config of a model that vLLM loads carries it.
+
+    `counter`: says from an image's pixels how many of its tokens stay, for a method whose count depends on the image.
+    """
+
+    chosen: Chosen
+    counter: TokenCounter | None = None
+
+    @staticmethod
+    def of(hf_config: Any) -> Reducer:
+        """The one that a config carries. UserError if it carries none, it is not right, or vLLM cannot serve it."""
+        config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
+        found = reducer_block.read(config)
+        if found is None:
+            raise UserError(
+                f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
+            )
+        reducer, where = found.reducer, f"config.json: {reducer_block.KEY}"
+        if reason := refusal(config["architectures"][0], reducer):
+            raise UserError(f"{where}: {reason}")
+        try:
+            check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
+            if found.count:
+                check_counter(hf_config, reducer, found.count)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        if reducer.takes_count and found.count is None:
+            raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
+        return Reducer(reducer, found.count)
+
+    def count(self, grid: Grid) -> int:
+        """How many tokens an image keeps, at most where that depends on the image."""
+        return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
+
+    def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
+        """What becomes of the tokens of one image.
+
+        Args:
+            grid: of the tokens.
+            features: `[n, d]`, the tokens; None before the encoder has run.
+            signals: further fields of `Signals`.
+        """
+        return reducers.reduce(self.chosen.module, Signals(grid, features=features, **signals), self.chosen.options)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Sixteen characters that differ between reducers, for keys of whatever caches what came of an image."""
+        text = json.dumps([__version__, self.chosen.plain(), self.counter and self.counter.plain()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

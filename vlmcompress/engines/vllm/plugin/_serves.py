@@ -1,0 +1,64 @@
+"""Which reducer vLLM serves with which family, in which version: said without importing vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vlmcompress.common.registry import Registry
+from vlmcompress.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from vlmcompress.recipe.reducer import Chosen
+
+FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
+REDUCERS = Registry("vlmcompress.reducers", "reducer")
+PREFIX = "Vlmcompress"  # `checkpoint.reducer_block.PREFIX`, which would bring torch along
+LEAST, BELOW = (0, 32), (0, 33)
+"""Supported versions of vLLM: from the first one up to, not including, the second."""
+
+
+def supported(version: str) -> bool:
+    """Whether this plugin was made for that version of vLLM. True for a version without numbers, a build of one's own."""
+    numbers = version.split(".")[:2]
+    return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
+
+
+def refusal(architecture: str, reducer: Chosen) -> str | None:
+    """Why vLLM does not serve a model of `architecture` with its tokens reduced so, in one line; None when it does.
+
+    Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.
+    """
+    method, module = reducer.method, reducer.module
+    architecture = architecture.removeprefix(PREFIX)
+    families = {FAMILIES.constant(family, "ARCHITECTURE"): family for family in FAMILIES.names()}
+    if architecture not in families:
+        return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
+    family, reason = families[architecture], None
+    if not module.SERVED:
+        reason = f"vLLM cannot serve '{method}' ({module.WHY_NOT})"
+    elif missing := _missing(method, family):
+        reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
+    if reason:
+        return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
+    if "query" not in FAMILIES.constant(family, "SIGNALS") and getattr(reducer.options, "text_pivots", False):
+        return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
+    return None
+
+
+def served(method: str) -> list[str]:
+    """Families of which vLLM serves models with their tokens reduced by `method`. Imports neither vLLM nor torch."""
+    return [family for family in FAMILIES.names() if _serves(family, method)]
+
+
+def _serves(family: str, method: str) -> bool:
+    return bool(REDUCERS.constant(method, "SERVED")) and not _missing(method, family)
+
+
+def _missing(method: str, family: str) -> str:
+    """What a method needs that the family's model cannot show it: names, or nothing."""
+    given = FAMILIES.constant(family, "SIGNALS")
+    if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
+        return "videos"
+    if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
+        return "what it needs before the encoder"
+    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))

@@ -1,0 +1,72 @@
+"""A checkpoint as config.json and the headers of its weight files show it: no weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from vlmcompress.common import tensor_files
+from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.models._load import VLM, skeleton, spec_for
+from vlmcompress.models._names import disk_names
+from vlmcompress.models._read import read_config, shards, tensor_headers
+from vlmcompress.models._resolve import decoder_blocks
+from vlmcompress.models._spec import Group, ModelSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of a checkpoint before a weight is read. Make one with `Source.of`, once, and hand it on.
+
+    Attributes:
+        path: its folder.
+        config: its config.json.
+        spec: its family.
+        skeleton: the model on the meta device, shapes only.
+        stored: tensor name on disk -> type and shape.
+        names: memory name of a parameter -> its name on disk.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    spec: ModelSpec
+    skeleton: PreTrainedModel
+    stored: dict[str, Spec]
+    names: dict[str, str]
+
+    @staticmethod
+    def of(path: Path) -> Source:
+        """The checkpoint in a folder. Raises `UserError` for one that is unusable, damaged or of an unknown family."""
+        config = read_config(path)
+        spec = spec_for(config)
+        model, headers = skeleton(path), tensor_headers(path)
+        stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in headers.items()}
+        return Source(path, config, spec, model, stored, disk_names(model, headers))
+
+    @cached_property
+    def blocks(self) -> list[list[Group]]:
+        """The groups of linear layers of each decoder block."""
+        return decoder_blocks(self.skeleton, self.spec)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Tensor name on disk -> where its bytes are."""
+        return {entry.name: entry for file in shards(self.path) for entry in tensor_files.read_entries(file)}
+
+    @property
+    def vlm(self) -> VLM:
+        """The model without weights and processor, for what looks at modules and shapes alone."""
+        return VLM(self.skeleton, None, self.spec, self.path)
+
+    def shapes(self, group: Group) -> list[tuple[int, int]]:
+        """`(out, in)` of each linear layer of a group."""
+        weights = [self.skeleton.get_parameter(f"{name}.weight") for name in group.linears]
+        return [(weight.shape[0], weight.shape[1]) for weight in weights]
+
+    def weights(self, group: Group) -> list[Spec]:
+        """Type and shape on disk of each weight of a group."""
+        return [self.stored[self.names[f"{name}.weight"]] for name in group.linears]

@@ -1,0 +1,168 @@
+"""What a recipe's `bits` leave to share out among groups of layers, from shapes alone.
+
+What a group can get is a *width*: the recipe's scheme at another number of bits, or another scheme (`fp8`, `int8`, `bf16`).
+Sizes are the exporter's own, so a budget of 3.25 bits per weight counts scales and zero points, and a `max_size` everything
+that is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from vlmcompress import targets
+from vlmcompress.allocation import Key
+from vlmcompress.blocks.solve import Method
+from vlmcompress.common.tensor_files import Spec
+from vlmcompress.common.text import parse_size, size
+from vlmcompress.errors import UserError
+from vlmcompress.models import Group, Source
+from vlmcompress.planning import fit
+from vlmcompress.quantizers import REGISTRY as SCHEMES
+from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What there is to share out.
+
+    Attributes:
+        widths: name of a width -> method.
+        sizes: group -> width -> bytes, for the widths that its shape allows.
+        weights: how many weights the groups have.
+        fixed: bytes of everything else that is written.
+        nbytes: what all groups may take together.
+    """
+
+    widths: Mapping[str, Method]
+    sizes: Mapping[Key, Mapping[str, int]]
+    weights: int
+    fixed: int
+    nbytes: int
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that can be written."""
+        return self.fixed + min(self.nbytes, sum(max(own.values()) for own in self.sizes.values()))
+
+    def bits(self, nbytes: int) -> float:
+        """Bits per weight."""
+        return 8 * nbytes / self.weights
+
+
+def widths(recipe: Recipe) -> dict[str, Method]:
+    """What a group can get. Raises `UserError` for what the scheme does not have or the target does not run."""
+    assert recipe.bits is not None
+    among = recipe.bits.among
+    if among is None:
+        among = _default(recipe)
+    found = {str(one): _width(recipe, one) for one in among}
+    machine = targets.get(recipe.target) if recipe.target else None
+    for name, method in found.items():
+        if machine and (reason := machine.refusal(targets.format_key(method.scheme))):
+            raise UserError(f"bits.among has {name}, and {reason}")
+    return found
+
+
+def _default(recipe: Recipe) -> tuple[int | str, ...]:
+    if recipe.target is None:
+        return DEFAULT
+    machine = targets.get(recipe.target)
+    runs = tuple(w for w in DEFAULT if not machine.refusal(targets.format_key(_width(recipe, w).scheme)))
+    wide = machine.schemes["throughput"]
+    return runs if 8 in runs or wide not in NAMED else (*runs, wide)
+
+
+def _width(recipe: Recipe, width: int | str) -> Method:
+    options = recipe.options
+    if isinstance(width, int):
+        if not hasattr(options, "bits"):
+            schemes = ", ".join(name for name in SCHEMES.names() if hasattr(SCHEMES.get(name).Options(), "bits"))
+            raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
+        try:
+            return Method(recipe.method, dataclasses.replace(options, bits=width))
+        except ValueError as error:
+            raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
+    module = SCHEMES.get("none" if width == "bf16" else width)
+    own = module.Options()
+    if hasattr(own, "balance") and hasattr(options, "balance"):
+        own = dataclasses.replace(own, balance=options.balance)
+    return Method(module, own)
+
+
+def budget_of(
+    recipe: Recipe,
+    source: Source,
+    groups: Sequence[Group],
+    written: Mapping[str, Spec],
+    table: Mapping[str, Method] | None = None,
+) -> Budget:
+    """What a recipe's `bits` leave to share out.
+
+    Args:
+        recipe: with `bits`; without them everything fits.
+        source: the model, from its headers.
+        groups: the decoder's, without what is skipped.
+        written: every tensor that would be written without an allocation, as `sizes.output_tensors` names them.
+        table: widths by name; by default those of the recipe.
+
+    Raises:
+        UserError: a width that can't be, or a budget that can't be met.
+    """
+    table = widths(recipe) if table is None else table
+    if any(method.by_block or method.joint for method in table.values()):
+        raise UserError(
+            "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
+        )
+    if any(method.by_token for method in table.values()):
+        raise UserError("bits is shared out by statistics, which know no single tokens; use options.tokens off")
+    exporter, target = recipe.exporter, recipe.target
+    found: dict[Key, dict[str, int]] = {}
+    for group in groups:
+        weights = source.weights(group)
+        problems = {
+            name: list(fit.shape_problems(source, group, method.scheme, exporter, target))
+            for name, method in table.items()
+        }
+        found[group.layer, group.name] = own = {
+            name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]
+        }
+        if not own:
+            raise UserError(next(iter(problems.values()))[0])
+    memory = {f"{name}.weight" for group in groups for name in group.linears}
+    members = {name.removesuffix(".weight") for name in memory} | {source.names[name] for name in memory}
+    fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in members)
+    count = sum(math.prod(weight.shape) for group in groups for weight in source.weights(group))
+    largest = sum(max(own.values()) for own in found.values())
+    budget = Budget(table, found, count, fixed, largest)
+    return budget if recipe.bits is None else dataclasses.replace(budget, nbytes=_limit(recipe.bits, budget))
+
+
+def _limit(bits: Bits, budget: Budget) -> int:
+    """Bytes for all groups. Raises `UserError` naming the smallest reachable where that is more."""
+    smallest = sum(min(own.values()) for own in budget.sizes.values())
+    if bits.max_size is not None:
+        limit = parse_size(bits.max_size) - budget.fixed
+        least = f"{math.ceil((budget.fixed + smallest) / 1000) / 1000:g}MB, of which {size(budget.fixed)} are not shared out"
+        asked = f"bits.max_size {bits.max_size}"
+    else:
+        assert bits.budget is not None
+        limit = math.floor(bits.budget * budget.weights / 8)
+        least = f"{math.ceil(1e4 * budget.bits(smallest)) / 1e4:g} bits per weight, scales and zero points included"
+        asked = f"bits.budget {bits.budget:g}"
+    if smallest > limit:
+        raise UserError(
+            f"{asked} can't be met with widths {', '.join(budget.widths)}; the smallest reachable is {least}"
+        )
+    return limit
+
+
+def _nbytes(method: Method, weights: Iterable[Spec], exporter: ModuleType) -> int:
+    if method.scheme is None:
+        return sum(weight.nbytes for weight in weights)
+    stored = (exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights)
+    return sum(spec.nbytes for specs in stored for spec in specs.values())

@@ -1,0 +1,211 @@
+"""Does a recipe work out for a model on a machine in an engine? Found out in seconds, from headers and tables.
+
+`findings` looks at everything instead of stopping at the first refusal. Facts about vLLM are in `vlmcompress.targets`; about
+the other engines, read from their sources (none of them was run here):
+
+* transformers 5.17 with compressed-tensors loads every format and computes in 16 bits: for evaluation, not for speed.
+* SGLang 0.5: compressed-tensors W4A16 and W8A16 by Marlin and INT8 W8A8 from compute capability 8.0, FP8 from 8.9.
+* LMDeploy TurboMind (`lmdeploy/turbomind/converter.py`): 4-bit symmetric pack-quantized, group 32 or 128, in float16.
+* TensorRT-LLM (`docs/source/features/quantization.md`): no compressed-tensors INT4 or INT8; row-wise FP8 on Hopper.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import targets
+from vlmcompress.common.finding import Finding
+from vlmcompress.common.text import size
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.planning import fit
+from vlmcompress.planning.plan import Plan, survey
+from vlmcompress.recipe import Recipe
+from vlmcompress.targets import Target
+
+ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm")
+MEMORY_SHARE = 0.92  # of device memory that vLLM takes by default
+
+
+def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
+    """Everything that speaks for or against a recipe whose target has not refused it yet.
+
+    Args:
+        recipe: resolved without its target (`recipe.resolve` refuses early), or with one that does not refuse.
+        engine: one of `ENGINES`; None: the recipe's.
+    """
+    engine = engine or recipe.engine
+    if engine == "transformers":
+        recipe = recipe.model_copy(update={"engine": engine})
+    if engine not in ENGINES:
+        raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
+    target = targets.get(recipe.target) if recipe.target else None
+    found = [Finding("recipe", True, f"scheme {recipe.scheme} ({fit.label(recipe.number_formats)})")]
+    found += _engine(recipe, target, engine)
+    try:
+        plan = survey(recipe)
+    except UserError as error:
+        return [*found, Finding("model", False, str(error))]
+    found.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
+    found.append(_processor(recipe.model))
+    found += _reducer(plan, engine)
+    if plan.problems:
+        found += [Finding("shapes", False, problem) for problem in plan.problems]
+    else:
+        found.append(Finding("shapes", True, f"{plan.linear_layers} linear layers can be quantized"))
+    found += _family(plan, target, engine)
+    if not plan.problems:
+        found.append(_size(plan))
+        if target and target.memory:
+            found.append(_memory(plan, target))
+    found += _calibration(plan)
+    if recipe.out and recipe.out.exists():
+        found.append(Finding("output", False, f"{recipe.out} exists; choose another folder or pass --overwrite"))
+    return found
+
+
+def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
+    """Whether the engine runs the number formats on the target."""
+    found = []
+    parts: list[tuple[str, Any]] = [("decoder", recipe.number_formats)]
+    if recipe.vision != "bf16":
+        parts.append(("vision tower", recipe.vision_formats))
+    for part, scheme in parts:
+        key = targets.format_key(scheme)
+        name = f"{engine}: {part}"
+        if engine == "vllm":
+            found.append(_vllm(name, key, target))
+            continue
+        reason = _OTHERS[engine](key, scheme, target)
+        found.append(Finding(name, reason is None, reason or f"runs {fit.label(scheme)}"))
+    if recipe.kv_cache and engine == "vllm" and target:
+        found.append(Finding("vllm: KV cache", not target.kv_fp8_refused, target.kv_fp8_refused or target.kv_fp8))
+    return found
+
+
+def _vllm(name: str, key: str, target: Target | None) -> Finding:
+    if target is None:
+        return Finding(name, True, f"reads {key}; name a --target to learn the kernel")
+    reason = target.refusal(key)
+    return Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}")
+
+
+def _sglang(key: str, scheme: Any, target: Target | None) -> str | None:
+    capability = target.capability if target else (9, 0)
+    if capability is None or capability < (8, 0):
+        return "SGLang wants an NVIDIA GPU from A100 on for these formats; use --engine vllm"
+    if key == "wNa16":
+        return "SGLang reads weight-only integers of 4 or 8 bits; set options.bits"
+    if key == "w4a8-int":
+        return "SGLang is not known to run 4-bit weights with INT8 activations; use 16-bit activations (awq, gptq, mbq)"
+    if key == "w8a8-fp" and capability < (8, 9):
+        return f"SGLang runs FP8 weight-only on {target.title if target else 'this target'}; use int8"
+    return None
+
+
+def _lmdeploy(key: str, scheme: Any, target: Target | None) -> str | None:
+    if key == "bf16":
+        return None
+    if key != "w4a16" or not scheme.weights.symmetric or scheme.weights.group not in (32, 128):
+        return (
+            "LMDeploy's TurboMind reads symmetric 4-bit weights in groups of 32 or 128 only; "
+            "use --scheme gptq, or awq with --set options.symmetric=true"
+        )
+    return None
+
+
+def _tensorrt(key: str, scheme: Any, target: Target | None) -> str | None:
+    hopper = target is None or target.capability == (9, 0)
+    if key == "bf16" or (key == "w8a8-fp" and scheme.weights.group == -1 and hopper):
+        return None
+    return "TensorRT-LLM reads compressed-tensors checkpoints only with row-wise FP8 on Hopper; use --scheme fp8"
+
+
+_OTHERS = {
+    "transformers": lambda key, scheme, target: None,
+    "sglang": _sglang,
+    "lmdeploy": _lmdeploy,
+    "tensorrt-llm": _tensorrt,
+}
+
+
+def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
+    """Whether the engine serves the family on the target."""
+    if engine != "vllm" or target is None:
+        return []
+    if target.capability is None and plan.source.spec.vllm_cpu:
+        return [Finding("vllm: family", False, plan.source.spec.vllm_cpu)]
+    text = plan.source.config.get("text_config") or plan.source.config
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    head = text.get("head_dim") or (hidden // heads if heads and hidden else None)
+    if target.head_sizes and head and head not in target.head_sizes:
+        known = ", ".join(map(str, sorted(target.head_sizes)))
+        return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {known}")]
+    return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
+
+
+def _processor(model: Path) -> Finding:
+    groups = (
+        ("tokenizer.json", "tokenizer.model", "vocab.json"),
+        ("processor_config.json", "preprocessor_config.json"),
+    )
+    missing = [" or ".join(names) for names in groups if not any((model / name).is_file() for name in names)]
+    if missing:
+        return Finding("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
+    return Finding("processor", True, "tokenizer and image processor are there")
+
+
+def _reducer(plan: Plan, engine: str) -> list[Finding]:
+    """What is to know of a reducer; what stands in its way is among the plan's problems."""
+    if plan.visual_tokens is None or plan.problems:
+        return []
+    title = f"{engine}: visual tokens"
+    if engine not in ("vllm", "transformers"):
+        return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
+    return [Finding(title, True, plan.visual_tokens.text)]
+
+
+def _size(plan: Plan) -> Finding:
+    if plan.recipe.reduce and plan.bytes_after == plan.bytes_before:
+        return Finding("size", True, f"{size(plan.bytes_after)}, as the weights stay as they are")
+    ratio = plan.bytes_before / max(plan.bytes_after, 1)
+    return Finding(
+        "size",
+        plan.bytes_after < plan.bytes_before,
+        f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio:.2f}x smaller)"
+        if ratio > 1
+        else f"{size(plan.bytes_after)} is not smaller than {size(plan.bytes_before)}; choose another scheme",
+    )
+
+
+def _memory(plan: Plan, target: Target) -> Finding:
+    room = MEMORY_SHARE * (target.memory or 0) * 1e9 - plan.bytes_after
+    if room <= 0:
+        return Finding(
+            "memory", False, f"{size(plan.bytes_after)} do not fit on {target.title}; use a scheme of fewer bits"
+        )
+    return Finding("memory", True, f"{size(room)} left on {target.title} for the KV cache and activations")
+
+
+def _calibration(plan: Plan) -> list[Finding]:
+    data = plan.recipe.calibrate.data
+    if plan.statistics:
+        known = plan.statistics.facts["calibration"]
+        return [Finding("calibration", True, f"statistics of {known['samples']} samples of '{known['source']}'")]
+    if data is not None:
+        there = Path(data).exists()
+        return [
+            Finding(
+                "calibration", there, data if there else f"{data} does not exist; name a folder or file with --calib"
+            )
+        ]
+    if not plan.needs_data:
+        return [Finding("calibration", True, "not needed")]
+    from vlmcompress.data import bundled
+
+    source = bundled(plan.recipe.model, "calibration")
+    if source is None:
+        return [
+            Finding("calibration", False, f"{plan.recipe.scheme} needs images; name some with --calib FOLDER or FILE")
+        ]
+    return [Finding("calibration", True, "the images bundled with the demo model")]

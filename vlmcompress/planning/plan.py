@@ -1,0 +1,290 @@
+"""What a recipe will do to a model, and why it can't where it can't, from config.json and the weight files' headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.statistics_folder import Statistics
+from vlmcompress.checkpoint import sizes
+from vlmcompress.checkpoint.layer_targets import targets as config_targets
+from vlmcompress.errors import UserError
+from vlmcompress.models import Group, Source
+from vlmcompress.numerics import Scheme
+from vlmcompress.planning import fit, memory, reducer, reuse
+from vlmcompress.planning.budget import Budget, budget_of
+from vlmcompress.planning.reducer import VisualTokens
+from vlmcompress.quantizers import REGISTRY as SCHEMES
+from vlmcompress.recipe import Recipe
+
+Others = Mapping[tuple[int, str], Method]
+VISION_MULTIPLE = 16  # what 8-bit matrix kernels want of both sides; tower layers with others stay as they are
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the plan: equal groups, of how many blocks."""
+
+    part: str
+    group: str
+    linears: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    format: str
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done.
+
+    Attributes:
+        source: the model, from its headers.
+        method: what is done to the decoder; `blocks`: to which groups of each of its blocks.
+        vision_method: what is done to the vision tower; `vision_groups`: to which groups.
+        targets: schemes with what config.json says they apply to.
+        rows: the same for people.
+        bytes_before, bytes_after: of weights; exact.
+        peak_bytes: of memory; an estimate.
+        problems: why it can't be done, each one line; empty when it can.
+        statistics: what the decoder is solved from instead of running it.
+        budget: what the recipe's `bits` leave to share out; sizes are the largest possible ones until it is.
+        allocation: how it was shared out, as the manifest keeps it.
+        visual_tokens: what the recipe's reducer means for the run; None without one.
+    """
+
+    recipe: Recipe
+    source: Source
+    method: Method
+    blocks: list[list[Group]]
+    vision_method: Method | None
+    vision_groups: list[Group]
+    targets: list[tuple[Scheme, list[str]]]
+    rows: list[Row]
+    linear_layers: int
+    bytes_before: int
+    bytes_after: int
+    peak_bytes: int
+    problems: list[str]
+    statistics: Statistics | None = None
+    budget: Budget | None = None
+    allocation: dict | None = None
+    visual_tokens: VisualTokens | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the widths of groups hang on statistics that have not been looked at."""
+        return self.budget is not None and self.allocation is None
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration samples are needed."""
+        return self.statistics is None and bool(self.method.needs or self.recipe.kv_cache or self.recipe.bits)
+
+    @property
+    def prefix(self) -> str | None:
+        """Behind which blocks a block's input is observed: `float` ones, `quantized` ones, or None for not at all."""
+        if self.statistics:
+            return "float"
+        return "quantized" if self.needs_data or self.recipe.calibrate.data else None
+
+    def to_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "family": self.source.spec.family,
+            "recipe": self.recipe.plain(),
+            "groups": [asdict(row) for row in self.rows],
+            "linear_layers": self.linear_layers,
+            "decoder_blocks": len(self.blocks),
+            "weights_before": self.bytes_before,
+            "weights_after": self.bytes_after,
+            "peak_memory_estimate": self.peak_bytes,
+            "needs_calibration_data": self.needs_data,
+            "prefix": self.prefix,
+            "allocation": self.allocation,
+            "visual_tokens": self.visual_tokens and self.visual_tokens.example,
+            "problems": self.problems,
+        }
+
+
+def build(recipe: Recipe, others: Others | None = None, source: Source | None = None) -> Plan:
+    """The plan of a recipe. Raises `UserError` for the first thing that stands in its way. Arguments as in `survey`."""
+    plan = survey(recipe, others, source=source)
+    if plan.problems:
+        raise UserError(plan.problems[0])
+    return plan
+
+
+def survey(
+    recipe: Recipe,
+    others: Others | None = None,
+    table: Mapping[str, Method] | None = None,
+    source: Source | None = None,
+) -> Plan:
+    """The plan of a recipe with everything that stands in its way. Raises `UserError` for an unusable model.
+
+    Args:
+        others: (block, group name) -> what is done to that group instead of what the recipe's scheme does.
+        table: methods by name, of which groups may get any: the plan's `budget` is that of these.
+        source: the recipe's model, where its headers have been read already.
+    """
+    source = source or Source.of(recipe.model)
+    models.refuse_quantized(source.config)
+    exporter, method = recipe.exporter, Method(recipe.method, recipe.options, others or {})
+    problems = reducer.problems(recipe, source)
+    groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
+    blocks: list[list[Group]] = [[] for _ in source.blocks]
+    for group in groups:
+        blocks[group.layer].append(group)
+        if others or not recipe.bits:
+            problems += fit.shape_problems(source, group, method.of(group).scheme, exporter, recipe.target)
+    vision_method = _vision_method(recipe)
+    vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
+
+    schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
+    for scheme in dict.fromkeys(schemes.values()):
+        problems += fit.format_problems(scheme, exporter)
+    if recipe.kv_cache and not all(blocks):
+        problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
+    if not schemes and recipe.reduce is None:
+        problems.append("the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce")
+    kv_layers = len(blocks) if recipe.kv_cache else 0
+    written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
+    before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (source.stored, written))
+    budget = None
+    if (recipe.bits and not others) or table is not None:
+        budget = _budget(recipe, problems, source, groups, written, table)
+    any_of = replace(method, others={(-1, name): one for name, one in budget.widths.items()}) if budget else method
+    stats = _statistics(recipe, any_of, blocks, problems)
+    return Plan(
+        recipe=recipe,
+        source=source,
+        method=method,
+        blocks=blocks,
+        vision_method=vision_method,
+        vision_groups=vision_groups,
+        targets=config_targets(schemes, source.names, source.spec),
+        rows=_rows(source, "decoder", groups, None if budget else schemes)
+        + _rows(source, "vision", vision_groups, schemes),
+        linear_layers=len(schemes),
+        bytes_before=before,
+        bytes_after=budget.largest if budget else after,
+        peak_bytes=_peak(recipe, before, source, blocks, method, stats),
+        problems=_once(problems),
+        statistics=stats,
+        budget=budget,
+        visual_tokens=reducer.visual_tokens(recipe, example=not problems),
+    )
+
+
+def _peak(
+    recipe: Recipe,
+    weights: int,
+    source: Source,
+    blocks: list[list[Group]],
+    method: Method,
+    stats: Statistics | None,
+) -> int:
+    runs = bool(method.needs or recipe.kv_cache or recipe.bits) and not stats
+    return memory.peak_bytes(
+        weights,
+        [[source.shapes(group) for group in block] for block in blocks],
+        source.config,
+        samples=recipe.calibrate.samples if runs else 0,
+        tokens=recipe.calibrate.max_length or memory.TOKENS,
+        grams="gram" in stats.facts["needs"] if stats else None,
+    )
+
+
+def _budget(recipe: Recipe, problems: list[str], *shapes: Any) -> Budget | None:
+    """What the recipe's `bits` leave to share out."""
+    try:
+        return budget_of(recipe, *shapes)
+    except UserError as error:
+        problems.append(str(error))
+        return None
+
+
+def _once(problems: list[str]) -> list[str]:
+    """One of the problems that differ only in the number of the block."""
+    return list({re.sub(r"\.\d+\.", ".*.", problem): problem for problem in reversed(problems)}.values())[::-1]
+
+
+def _skipped(recipe: Recipe, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in recipe.skip)
+
+
+def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[Group]:
+    """The decoder's groups without what is skipped. The rest of a group can still be smoothed only if none is skipped."""
+    groups = []
+    for group in (group for block in source.blocks for group in block):
+        kept = tuple(name for name in group.linears if not _skipped(recipe, name))
+        if len(kept) == len(group.linears):
+            groups.append(group)
+        elif kept:
+            groups.append(replace(group, linears=kept, smooth=None, fused=group.fused and len(kept) > 1))
+            if group.fused:
+                left = next(name for name in group.linears if name not in kept)
+                problems.append(f"skip: {left} is left but not {kept[0]}, and engines fuse them; skip both or neither")
+    linears = models.linear_names(source.skeleton)
+    for pattern in recipe.skip:
+        if not any(re.search(pattern, name) for name in linears):
+            problems.append(f"skip: '{pattern}' matches no linear layer; names look like {linears[-2]}")
+    return groups
+
+
+def _schemes(method: Method, groups: list[Group]) -> dict[str, Scheme]:
+    """Linear layer -> its number formats."""
+    return {name: scheme for group in groups for name in group.linears if (scheme := method.of(group).scheme)}
+
+
+def _statistics(recipe: Recipe, method: Method, blocks: list[list[Group]], problems: list[str]) -> Statistics | None:
+    """The statistics that the recipe names, looked at."""
+    if recipe.calibrate.stats is None:
+        return None
+    try:
+        found = statistics_folder.read(Path(recipe.calibrate.stats))
+    except UserError as error:
+        problems.append(str(error))
+        return None
+    problems += reuse.problems(found, recipe, method, blocks)
+    return found
+
+
+def _vision_method(recipe: Recipe) -> Method | None:
+    if recipe.vision == "bf16":
+        return None
+    module = SCHEMES.get(recipe.vision)
+    return Method(module, module.Options())
+
+
+def _vision_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[Group]:
+    """The tower's groups whose sides divide, each as a whole: an engine may fuse its layers."""
+    wanted = [
+        group
+        for group in models.vision_linears(source.skeleton, source.spec)
+        if not any(_skipped(recipe, name) for name in group.linears)
+    ]
+    fits = [
+        group for group in wanted if not any(side % VISION_MULTIPLE for shape in source.shapes(group) for side in shape)
+    ]
+    if not fits:
+        why = f"with sides that are multiples of {VISION_MULTIPLE}" if wanted else "left to quantize"
+        problems.append(f"the vision tower has no linear layer {why}; use --vision bf16")
+    return fits
+
+
+def _rows(source: Source, part: str, groups: list[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:
+    """The groups, equal ones of different blocks in one row; without schemes these are still to be allocated."""
+    counts: dict[Row, int] = {}
+    for group in groups:
+        linears = tuple(name.split(".")[-1] for name in group.linears)
+        form = fit.label(schemes[group.linears[0]]) if schemes else "to be allocated"
+        row = Row(part, group.name, linears, tuple(source.shapes(group)), form)
+        counts[row] = counts.get(row, 0) + 1
+    return [replace(row, blocks=count) for row, count in counts.items()]

@@ -1,0 +1,118 @@
+"""Whether a recipe may use statistics that are on disk: whether they are of its model, data, software and reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration.statistics_folder import Statistics, short, weights_hash
+from vlmcompress.common import identity
+from vlmcompress.data import data_hash, load_samples
+from vlmcompress.errors import UserError
+from vlmcompress.models import Group
+from vlmcompress.recipe import Calibrate, Recipe
+from vlmcompress.recipe.reducer import calibrated, same
+
+
+def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
+    """Why a recipe can't use the statistics, from descriptions alone; a line each.
+
+    Args:
+        method: what is done to the decoder; `blocks`: to which groups of each of its blocks.
+    """
+    return [
+        *known.other_model(recipe.model),
+        *_other_software(known),
+        *_absent(known, method, bool(recipe.kv_cache), blocks),
+        *_other_settings(known, recipe.calibrate),
+        *_other_reducer(known, recipe),
+    ]
+
+
+def _other_software(known: Statistics) -> list[str]:
+    """Another transformers may name modules and compute activations in other ways."""
+    was, now = (versions.get("transformers") for versions in (known.facts["created_by"], identity.versions()))
+    if was == now:
+        return []
+    return [f"statistics {known.folder} were collected with transformers {was}, here is {now}; calibrate again"]
+
+
+def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[Sequence[Group]]) -> list[str]:
+    found = []
+    if method.by_token:
+        found.append("tokens 'vlmq' weighs tokens with the model itself; leave out the statistics or use tokens 'off'")
+    if method.by_block:
+        found.append(
+            f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "
+            "objective 'gram'"
+        )
+    if method.joint:
+        found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
+    if lacking := sorted(method.needs - set(known.facts["needs"])):
+        have = ", ".join(known.facts["needs"])
+        found.append(
+            f"statistics {known.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; calibrate again"
+        )
+    if kv_cache and not known.facts["kv_cache"]:
+        found.append(f"statistics {known.folder} hold no ranges of keys and values; calibrate with --kv-cache fp8")
+    for layer, groups in enumerate(blocks):
+        there = known.facts["blocks"][layer] if layer < len(known.facts["blocks"]) else {}
+        for group in groups:
+            if not set(group.linears) <= set(there.get(group.name, ())):
+                return [*found, f"statistics {known.folder} have none of {group.linears[0]}; calibrate again"]
+    return found
+
+
+def _other_settings(known: Statistics, asked: Calibrate) -> list[str]:
+    """Settings of the calibration that were given again, and differ."""
+    was = {key: value for key, value in known.facts["settings"].items() if key in Calibrate.model_fields}
+    return [
+        f"calibrate.{key} is {getattr(asked, key)} and statistics {known.folder} were collected with {value}; leave it out"
+        for key, value in was.items()
+        if key in asked.model_fields_set and getattr(asked, key) != value
+    ]
+
+
+def _other_reducer(known: Statistics, recipe: Recipe) -> list[str]:
+    """Behind another reducer, or none, the decoder sees other tokens."""
+    was, now = known.reducer, calibrated(recipe.reduce)
+    if same(was, now):
+        return []
+    seen = f"behind the reducer {was}" if was else "of all visual tokens"
+    remedy = f"add --reduce {was}" if was else "leave out --reduce"
+    again = f"calibrate with --reduce {now}" if now else "calibrate without one"
+    return [f"statistics {known.folder} are {seen}; {again}, or {remedy}"]
+
+
+def verify(known: Statistics, recipe: Recipe) -> None:
+    """Compare everything by its hash: the files, the model's weights and, if it is named again, the data.
+
+    Raises:
+        UserError: something is not what it was.
+    """
+    for name, file in known.facts["files"].items():
+        if identity.sha256(known.folder / name) != file["sha256"]:
+            raise UserError(f"{known.folder / name} is damaged, its hash is not the recorded one; calibrate again")
+    was, now = known.facts["model"], weights_hash(recipe.model)
+    if was["weights_sha256"] != now:
+        raise UserError(known.differs("weights", was["source"], was["weights_sha256"], recipe.model, now))
+    was = known.facts["calibration"]
+    text, samples = was.get("text"), known.facts["settings"]["samples"]
+    if recipe.calibrate.data is not None:
+        count = was["samples"] - text["samples"] if text else samples
+        _same_data(known, was, recipe.calibrate.data, count, recipe.seed, "--calib")
+    if recipe.calibrate.text is not None:
+        if not text:
+            raise UserError(f"statistics {known.folder} are of no text beside the data; leave out calibrate.text")
+        _same_data(known, text, recipe.calibrate.text, text["samples"], recipe.seed, "calibrate.text")
+
+
+def _same_data(known: Statistics, was: Mapping[str, Any], source: str, samples: int, seed: int, key: str) -> None:
+    now = data_hash(load_samples(source, samples=samples, seed=seed, text=key == "calibrate.text"))
+    if now != was["sha256"]:
+        before = f"{short(was['sha256'])} for '{was['source']}' with seed {known.facts['settings']['seed']}"
+        raise UserError(
+            f"statistics {known.folder} are of other data: sha256 of the samples is {before} and {short(now)} for "
+            f"{source} with seed {seed}; leave out {key}"
+        )

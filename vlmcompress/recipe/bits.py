@@ -1,0 +1,64 @@
+"""The recipe's key `bits`: a budget to spend on the groups of the decoder, instead of one width for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from vlmcompress.common.registry import Registry
+from vlmcompress.common.text import check_size
+from vlmcompress.errors import did_you_mean
+
+RULES = Registry("vlmcompress.allocation", "allocation rule")
+NAMED = ("fp8", "int8", "bf16")  # besides the recipe's own scheme at 2 to 8 bits
+DEFAULT = (2, 3, 4, 8)
+
+
+class Bits(BaseModel):
+    """One of `budget` and `max_size`.
+
+    Attributes:
+        budget: bits per weight of the decoder's quantized layers, with what is stored along: scales and zero points.
+        max_size: bytes of all weights that are written, like 2.4GB.
+        among: what each group can get: bits of the recipe's own scheme, `fp8`, `int8` (weights and activations) or `bf16` (left
+            as it is); None: of 2, 3, 4 and 8 bits what the target runs, 8 bits being the target's 8-bit scheme where it runs
+            no 8-bit weights with 16-bit activations.
+        by: name of a module in `vlmcompress.allocation`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    budget: float | None = Field(default=None, gt=0, le=16)
+    max_size: str | None = None
+    among: tuple[int | str, ...] | None = Field(default=None, min_length=1)
+    by: str = "error"
+
+    @field_validator("max_size")
+    @classmethod
+    def _size(cls, text: str | None) -> str | None:
+        return None if text is None else check_size(text)
+
+    @field_validator("among")
+    @classmethod
+    def _known(cls, among: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
+        for one in among or ():
+            if one not in NAMED and not (type(one) is int and 2 <= one <= 8):
+                hint = did_you_mean(one, NAMED) if isinstance(one, str) else ""
+                raise ValueError(f"should have whole numbers from 2 to 8, {', '.join(NAMED)}, and has {one!r}{hint}")
+        if among and len(set(among)) < len(among):
+            raise ValueError("should name each width once")
+        return among
+
+    @field_validator("by")
+    @classmethod
+    def _rule(cls, name: str) -> str:
+        if name not in RULES.names():
+            raise ValueError(f"should be one of {', '.join(RULES.names())}{did_you_mean(name, RULES.names())}")
+        return name
+
+    @model_validator(mode="after")
+    def _one(self) -> Any:
+        if (self.budget is None) == (self.max_size is None):
+            raise ValueError("should have one of budget (bits per weight) and max_size (like 2.4GB)")
+        return self

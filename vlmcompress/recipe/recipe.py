@@ -1,0 +1,264 @@
+"""A recipe: everything that decides what is written, as data.
+
+Values come from four places, and the first that gives one wins: command line, recipe file, target, default. `resolve`
+merges them, remembers for each key where it came from (the plan shows it) and checks all of it before any weight is read.
+Values are checked strictly, as JSON would be: `"64"` is no number and `1` no truth value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from vlmcompress import targets
+from vlmcompress.common import yaml_files
+from vlmcompress.common.registry import Registry
+from vlmcompress.common.text import check_size
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.recipe.bits import Bits
+from vlmcompress.recipe.layers import Layer, find, merge
+
+SCHEMES = Registry("vlmcompress.quantizers", "scheme")
+FORMATS = Registry("vlmcompress.exporters", "format")
+DEFAULT = "default"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Calibrate(_Frozen):
+    """Where statistics come from.
+
+    Attributes:
+        data: folder of images, .jsonl, .parquet or data set folder; None: the images bundled with a demo model.
+        text: file of samples without images that are mixed in, one for each of the data.
+        samples: how many; with `text` both together.
+        max_length: longest sample in tokens; None: the model's context.
+        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; data that is named,
+            too, must be what they came from.
+    """
+
+    data: str | None = None
+    text: str | None = None
+    samples: int = Field(default=128, ge=1)
+    max_length: int | None = Field(default=None, ge=1)
+    stats: str | None = None
+
+
+class Recipe(_Frozen):
+    """A checked recipe. Make one with `resolve`.
+
+    Attributes:
+        model: folder of the source checkpoint.
+        out: folder to write; None only for plans and checks.
+        target: machine to serve on; None: do not check.
+        goal: what the target's default scheme is chosen for.
+        scheme: name of a module in `vlmcompress.quantizers`; `options` is its `Options`.
+        vision: what becomes of the vision tower's linear layers.
+        kv_cache: `fp8` stores scales for an FP8 KV cache.
+        skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
+        calibrate: the data that statistics come from.
+        trust_remote_code: run Python code that the model's folder brings along.
+        bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
+        reduce: the visual-token reducer (`chosen.Chosen`) that the checkpoint carries; None: all tokens are kept.
+        engine: what is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
+        seed: of everything random.
+        shard_size: largest file of weights.
+        format: name of a module in `vlmcompress.exporters`.
+    """
+
+    model: Path
+    out: Path | None = None
+    target: str | None = None
+    goal: Literal["memory", "throughput"] | None = None
+    scheme: str
+    options: Any = None
+    vision: Literal["bf16", "fp8", "int8"] = "bf16"
+    kv_cache: Literal["fp8"] | None = None
+    skip: tuple[str, ...] = ()
+    calibrate: Calibrate = Calibrate()
+    bits: Bits | None = None
+    reduce: Any = None
+    engine: Literal["vllm", "transformers"] = "vllm"
+    trust_remote_code: bool = False
+    seed: int = Field(default=0, ge=0)
+    shard_size: str = "5GB"
+    format: str = "compressed-tensors"
+
+    @field_validator("skip")
+    @classmethod
+    def _compiles(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"'{pattern}' is not a regular expression ({error})") from error
+        return patterns
+
+    @field_validator("shard_size")
+    @classmethod
+    def _size(cls, text: str) -> str:
+        return check_size(text)
+
+    @property
+    def method(self) -> ModuleType:
+        """The module of the scheme."""
+        return SCHEMES.get(self.scheme)
+
+    @property
+    def number_formats(self) -> Any:
+        """The scheme's `numerics.Scheme`; None when it quantizes nothing."""
+        return self.method.scheme(self.options)
+
+    @property
+    def vision_formats(self) -> Any:
+        """The same for the vision tower."""
+        if self.vision == "bf16":
+            return None
+        module = SCHEMES.get(self.vision)
+        return module.scheme(module.Options())
+
+    @property
+    def exporter(self) -> ModuleType:
+        """The module of the format that is written."""
+        return FORMATS.get(self.format)
+
+    def plain(self) -> dict[str, Any]:
+        """The recipe as JSON data, as the manifest keeps it."""
+        data = self.model_dump(mode="json", exclude={"options", "reduce"})
+        reduce = self.reduce.plain() if self.reduce else None
+        return data | {"options": dataclasses.asdict(self.options), "reduce": reduce}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe and, for each dotted key that was given somewhere, where from."""
+
+    recipe: Recipe
+    origins: Mapping[str, str]
+
+    def origin(self, key: str) -> str:
+        """Where the value of a key came from."""
+        return self.origins.get(key, DEFAULT)
+
+
+def resolve(given: Mapping[str, Any], file: str | Path | None = None, *, refuse: bool = True) -> Resolved:
+    """The recipe that the command line (or a caller) and a recipe file ask for.
+
+    Args:
+        given: nested values that were given; a key that is absent was not given, a value that is falsy was.
+        file: a recipe file, or the name of a bundled one.
+        refuse: raise `UserError` for what the target cannot run.
+    """
+    layers: list[Layer] = [("command line", given)]
+    if file is not None:
+        path = find(file)
+        layers.append((f"recipe {path}", yaml_files.read(path, "recipe")))
+    for origin, layer in layers:
+        _check_keys(layer, Recipe.model_fields, "", origin)
+        for key, part in (("calibrate", Calibrate), ("bits", Bits)):
+            if isinstance(layer.get(key), Mapping):
+                _check_keys(layer[key], part.model_fields, f"{key}.", origin)
+    if any("reduce" in layer for _, layer in layers):
+        from vlmcompress.recipe import reducer  # which brings torch along
+
+        layers = reducer.layered(layers)
+    values, origins = merge(layers)
+    layers.append(_target_layer(values, origins))
+    values, origins = merge(layers)
+    if "scheme" not in values:
+        alone = " (none leaves the weights as they are)" if values.get("reduce") else ""
+        raise UserError(f"no scheme given; add --scheme ({', '.join(SCHEMES.names())}), --recipe or --target{alone}")
+    if "model" not in values:
+        raise UserError("no model given; name the folder of the checkpoint")
+    options, reduce = values.pop("options", {}), values.pop("reduce", None)
+    recipe = _validate(Recipe, values, origins)
+    more = {"options": _options(recipe.scheme, options, origins), "reduce": _reducer(reduce, origins)}
+    recipe = recipe.model_copy(update=more)
+    if recipe.format not in FORMATS.names():
+        raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
+    if recipe.target and refuse:
+        targets.refuse(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.vision_formats)
+    return Resolved(recipe, origins)
+
+
+def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
+    """The `recipe.reducer.Chosen` that merged settings name, None for none."""
+    if given is None:
+        return None
+    from vlmcompress.recipe.reducer import merged  # which brings torch along
+
+    return merged(given, origins)
+
+
+def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
+    """What the target decides: the scheme."""
+    target, goal = values.get("target"), values.get("goal")
+    if not isinstance(target, str):
+        return "target", {}
+    if goal not in ("memory", "throughput", None):
+        raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
+    return f"target {target}", {"scheme": targets.default_scheme(target, goal)}
+
+
+def _check_keys(given: Mapping[str, Any], known: Iterable[str], prefix: str, origin: str) -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), known)}")
+
+
+def _wrong(key: str, value: Any, expected: str, origins: Mapping[str, str]) -> str:
+    shown = json.dumps(value, default=str)
+    return f"{origins.get(key, DEFAULT)}: {key} is {shown}, it {expected}"
+
+
+def _first_problem(error: ValidationError) -> str:
+    text = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return text if text.startswith(("should", "must")) else f"is wrong: {text}"
+
+
+def _validate(model: type[Recipe], values: dict[str, Any], origins: Mapping[str, str]) -> Recipe:
+    try:
+        return model.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
+
+
+def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> Any:
+    """The scheme's `Options` with the given values, each checked against the type of its field."""
+    cls = SCHEMES.get(scheme).Options
+    if not isinstance(given, Mapping):
+        raise UserError(_wrong("options", given, "should be a mapping", origins))
+    fields = [field.name for field in dataclasses.fields(cls)]
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in given.items():
+        dotted = f"options.{key}"
+        origin = origins.get(dotted, DEFAULT)
+        if not fields:
+            raise UserError(f"{origin}: scheme '{scheme}' has no options, got '{dotted}'; remove it")
+        if key not in fields:
+            raise UserError(f"{origin}: scheme '{scheme}' has no option '{dotted}'{did_you_mean(str(key), fields)}")
+        try:
+            values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
+        except ValidationError as error:
+            raise UserError(_wrong(dotted, value, _first_problem(error), origins)) from error
+    try:
+        return cls(**values)
+    except ValueError as error:
+        named = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
+        keys = (key for key in origins if f"{key}.".startswith(f"options.{named}."))  # itself, or one below it
+        origin = origins.get(next(keys, ""), "options")
+        raise UserError(f"{origin}: scheme '{scheme}': {error}") from error

@@ -1,0 +1,56 @@
+"""Attach a reducer to a model: which kind of attachment a method wants."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen, choose
+from vlmcompress.reducers import REGISTRY, TokenCounter
+from vlmcompress.reduction import threshold_file
+from vlmcompress.reduction._attach import Attachment
+from vlmcompress.reduction._blocks import Blocks
+from vlmcompress.reduction._early import Early
+from vlmcompress.reduction._generating import Generating
+from vlmcompress.reduction._inside import Inside
+from vlmcompress.reduction._merging import Merging
+from vlmcompress.reduction._views import Views
+from vlmcompress.reduction.pixels import Pixels
+from vlmcompress.reduction.support import check, check_counter
+
+
+def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: TokenCounter | None = None) -> Attachment:
+    """Reduce the visual tokens of `vlm` from now on.
+
+    Args:
+        vlm: the model; one reducer at a time (ValueError).
+        method: name of a reducer, or one with its options (`vlmcompress.recipe.reducer`).
+        options: its `Options`, or a mapping of them; default: its defaults.
+        counter: says how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
+
+    UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image of which
+    the share is no token is kept whole, with one warning (`KeptWhole`) for all such images.
+    """
+    if isinstance(method, str):
+        ready = isinstance(options, REGISTRY.get(method).Options)
+        method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
+    check(vlm, method.method, method.options)
+    method = threshold_file.known(vlm, method)
+    if counter:
+        check_counter(vlm.model.config, method, counter)
+        return Merging(vlm, method.module, method.options, counter)
+    return _kind(method.module)(vlm, method.module, method.options)
+
+
+def _kind(module: ModuleType) -> type[Attachment]:
+    """How a method is applied."""
+    if hasattr(module, "merge"):
+        return Merging
+    if hasattr(module, "mask"):
+        return Blocks
+    if module.STAGE == "llm":
+        return Inside if module.COUNT == "fixed" else Generating
+    if module.STAGE == "pixels":
+        return Pixels if "pixels" in module.NEEDS else Views
+    return Early

@@ -1,0 +1,195 @@
+"""What images cost a model, before and after a reducer, from its config and processor alone: no weights are read.
+
+Visual tokens are those that the processor puts into a prompt with images of these sizes. The cost is that of the language
+model's prefill and cache; the encoder's is not in it, for none of these methods lowers that.
+
+    multiply-adds of a block for n tokens: n * (entries of its linear layers) + 2 * (width of the queries) * pairs(n)
+    pairs(n): of a token and one that it attends to, n (n + 1) / 2, fewer where the attention slides
+
+A method within the language model leaves the blocks before its `layer` as they are. A sliding block caches its window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import nn
+
+from vlmcompress.data.encode import encode_prompt
+from vlmcompress.data.samples import Sample
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.reduction.support import check, chooses_images
+
+LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder block: entries of its linear layers, width of its queries, of keys and values together, and its window."""
+
+    entries: int
+    queries: int
+    cached: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one prompt. `visual`: tokens behind the last stage that drops any; `kv_bytes` of the visual tokens alone."""
+
+    visual: int
+    prompt: int
+    multiply_adds: int
+    kv_bytes: int
+    kv_bytes_prompt: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Costs of one prompt. `reduced`: by reducer, None for one whose count depends on what the image shows."""
+
+    family: str
+    layouts: tuple[Layout, ...]
+    text: int
+    context: int | None
+    text_only: Cost
+    full: Cost
+    reduced: dict[str, Cost | None]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        images = [{"tokens": one.tokens, "pieces": [[p.rows, p.columns] for p in one.pieces]} for one in self.layouts]
+        costs = {name: cost and asdict(cost) for name, cost in self.reduced.items()}
+        rest = {"family": self.family, "images": images, "text": self.text, "context": self.context}
+        return (
+            rest
+            | {"text_only": asdict(self.text_only), "full": asdict(self.full), "reduced": costs}
+            | {"notes": list(self.notes)}
+        )
+
+
+def plan(
+    path: str | Path,
+    sizes: Sequence[tuple[int, int]],
+    question: str,
+    chosen: Sequence[Chosen],
+    kv_bytes: int | None = None,
+) -> Planned:
+    """Costs of one prompt with images of these sizes.
+
+    Args:
+        path: folder with config.json and the processor's files.
+        sizes: `(width, height)` of each image.
+        question: text behind the images; the chat template adds its own.
+        kv_bytes: of one number in the cache; None: as many as the model's own type has.
+    """
+    spec = spec_for(read_config(path, weights=False))
+    model, processor = skeleton(path, weights=False), load_processor(path)
+    vlm = VLM(model, processor, spec, Path(path))
+    for one in chosen:
+        try:
+            check(vlm, one.method, one.options)
+        except UserError as error:
+            raise UserError(f"--reduce {one}: {error}") from error
+    layouts = tuple(_layout(vlm, size, len(sizes)) for size in sizes)
+    visual = sum(layout.tokens for layout in layouts)
+    text = _prompt_tokens(vlm, sizes, question) - visual
+    found = blocks(vlm)
+    width = kv_bytes or model.dtype.itemsize
+    # Of tokens that merge within tiles it is not known beforehand which lie in what is cut off.
+    tiled = spec.visual_grid == "anyres"
+    costs = {
+        str(one): None if tiled and hasattr(one.module, "merge") else _reduced(found, layouts, text, one, width)
+        for one in chosen
+    }
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    notes = sorted({f"{one}: {note}" for one in chosen for layout in layouts for note in too_small(one, layout)})
+    if context and text + visual > context:
+        notes.append(f"the prompt has {text + visual:,} tokens, the model's context {context:,}")
+    full, without = (cost(found, [count] * len(found), text, width) for count in (visual, 0))
+    return Planned(spec.family, layouts, text, context, without, full, costs, tuple(notes))
+
+
+def too_small(chosen: Chosen, layout: Layout) -> list[str]:
+    """Which grids of an image are kept whole because the share of them would be no token."""
+    grids = sorted({grid[1:] for grid, _ in layout.grids() if chosen.too_small(grid)})
+    return [
+        f"the share is less than one token of a {rows}x{columns} grid, which is kept whole" for rows, columns in grids
+    ]
+
+
+def blocks(vlm: VLM) -> list[Block]:
+    """The decoder's blocks."""
+    config = vlm.model.config.get_text_config()
+    names = decoder_layers(vlm.model, vlm.spec)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(names)
+    found = []
+    for name, kind in zip(names, kinds, strict=True):
+        modules = vlm.model.get_submodule(name).named_modules()
+        linears = {key.rpartition(".")[2]: module for key, module in modules if isinstance(module, nn.Linear)}
+        width = {key: linears[f"{key}_proj"].out_features if f"{key}_proj" in linears else 0 for key in "qkv"}
+        window = config.sliding_window if kind == "sliding_attention" else None
+        entries = sum(module.weight.numel() for module in linears.values())
+        found.append(Block(entries, width["q"], width["k"] + width["v"], window))
+    return found
+
+
+def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int) -> Cost:
+    """Of a prompt with `text` tokens, and as many visual ones as `visual` says for each block."""
+    work = cache = of_text = 0
+    for block, count in zip(found, visual, strict=True):
+        n = count + text
+        seen = min(n, block.window or n)
+        work += n * block.entries + 2 * block.queries * (seen * (seen + 1) // 2 + (n - seen) * seen)
+        cache += block.cached * seen * itemsize
+        of_text += block.cached * min(text, seen) * itemsize
+    return Cost(visual[-1], visual[-1] + text, work, cache - of_text, cache)
+
+
+def _reduced(
+    found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: Chosen, itemsize: int
+) -> Cost | None:
+    """None when the counts are not known beforehand."""
+    layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0
+    full = sum(layout.tokens for layout in layouts)
+    if chooses_images(chosen.module):
+        if len({layout.tokens for layout in layouts}) > 1:
+            return None
+        left = full * chosen.module.budget((len(layouts), 1, 1), chosen.options) // len(layouts)
+        return cost(found, [left] * len(found), text, itemsize)
+    grids = [grid for layout in layouts for grid, _ in layout.grids()]
+    kept = [chosen.module.budget(grid, chosen.options) for grid in grids]
+    if None in kept:
+        return None
+    dropped = sum(grid[1] * grid[2] - count for grid, count in zip(grids, kept, strict=True))
+    return cost(found, [full if block < layer else full - dropped for block in range(len(found))], text, itemsize)
+
+
+def _layout(vlm: VLM, size: tuple[int, int], images: int) -> Layout:
+    width, height = size
+    if width * height > LARGEST:
+        raise UserError(
+            f"--image-size {width}x{height} is {width * height / 1e6:.1f} Mpx, more than {LARGEST / 1e6:.0f}"
+        )
+    try:
+        return vlm.spec.layout(vlm.processor, width, height, images)
+    except ValueError as error:
+        raise UserError(f"--image-size {width}x{height}: the model's processor refuses it ({error})") from error
+
+
+def _prompt_tokens(vlm: VLM, sizes: Sequence[tuple[int, int]], question: str) -> int:
+    """Of a prompt with blank images."""
+    blank = [Image.new("RGB", size, "gray") for size in sizes]
+    inputs = encode_prompt(Sample("prompt", blank, question, origin="the prompt"), vlm)["input_ids"][0]
+    visual = int((inputs == getattr(vlm.model.config, vlm.spec.image_token)).sum())
+    expected = sum(vlm.spec.layout(vlm.processor, *size, len(sizes)).tokens for size in sizes)
+    if visual != expected:
+        raise UserError(f"the processor in {vlm.path} makes {visual} visual tokens where its settings say {expected}")
+    return len(inputs)

@@ -1,0 +1,171 @@
+"""Which reducer goes with which family, and why not."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM, ModelSpec, all_specs
+from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.reducers import REGISTRY, TokenCounter
+from vlmcompress.reduction.threshold_file import resolve
+
+_MIXED = {
+    "block": "a visual token is a block of patches, which would have to merge together",
+    "resized": "tiles are resized behind the encoder, which mixes patches",
+}
+
+
+def refusal(spec: ModelSpec, method: str) -> str | None:
+    """Why `method` cannot be attached to a model of this family, in one line; None when it can. UserError: no such method."""
+    module = REGISTRY.get(method)
+    if spec.visual_grid is None:
+        families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
+        return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
+    if _fits(spec, module):
+        return None
+    if "pixels" in module.NEEDS:
+        return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
+    others = ", ".join(name for name in REGISTRY.names() if _fits(spec, REGISTRY.get(name)))
+    return f"'{method}' {_unfit(spec, module)}; use {others}"
+
+
+def _fits(spec: ModelSpec, module: ModuleType) -> bool:
+    """Whether encoder and decoder are what the method can work in."""
+    if _runs_blocks(module):
+        return not spec.mixed_blocks
+    if hasattr(module, "merge"):
+        return spec.vision_units == "patch"
+    if "pixels" in module.NEEDS:
+        return spec.visual_grid == "thw"
+    if chooses_images(module):
+        return spec.visual_grid in ("thw", "patches")
+    return spec.vision_cls or not needs_encoder(module)
+
+
+def _unfit(spec: ModelSpec, module: ModuleType) -> str:
+    """Why they are not: what the method does, and what the family has instead."""
+    if _runs_blocks(module):
+        return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
+    if hasattr(module, "merge"):
+        return f"merges patches within the encoder, and in {spec.family} {_MIXED[spec.vision_units]}"
+    if chooses_images(module):
+        return f"leaves out images, and {spec.family} cuts them into tiles"
+    return f"reads attention from CLS, which the encoder of {spec.family} does not have"
+
+
+def needs_encoder(module: ModuleType) -> bool:
+    """Whether the method's signals come from within the encoder."""
+    return module.STAGE == "encoder" or "windowed" in module.NEEDS
+
+
+def _runs_blocks(module: ModuleType) -> bool:
+    """Whether the method decides on what decoder blocks tell, in their place or ahead of them."""
+    return module.STAGE == "llm" or "ahead" in module.NEEDS
+
+
+def chooses_images(module: ModuleType) -> bool:
+    """Whether what the method keeps or drops is whole images of a prompt."""
+    return module.STAGE == "pixels" and "pixels" not in module.NEEDS
+
+
+def check(vlm: VLM, method: str, options: Any) -> None:
+    """UserError unless this very model can have its tokens reduced so."""
+    if isinstance(getattr(options, "thresholds", None), str) and refusal(vlm.spec, method) is None:
+        options = resolve(vlm, Chosen(method, options)).options
+    check_config(vlm.spec, vlm.model.config, method, options)
+
+
+def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> None:
+    """The same, of a model that is not loaded, from its family and its config."""
+    if reason := refusal(spec, method):
+        raise UserError(reason)
+    if config.vision_config.model_type == "pixtral":
+        raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
+    module = REGISTRY.get(method)
+    if hasattr(options, "layer"):
+        _check_layer(config, options.layer)
+        if module.STAGE == "llm":
+            _check_deepstack(config, options.layer)
+    if hasattr(module, "merge"):
+        _check_merging(config, module, options)
+    elif needs_encoder(module):
+        _check_encoder(config, options)
+
+
+def _check_layer(config: Any, layer: int) -> None:
+    layers = config.get_text_config().num_hidden_layers
+    if layer >= layers:
+        raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
+
+
+def _check_deepstack(config: Any, layer: int) -> None:
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    if layer < deep:
+        raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
+
+
+def _check_encoder(config: Any, options: Any) -> None:
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        raise UserError(
+            "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
+        )
+    if config.vision_config.model_type != "clip_vision_model":
+        raise UserError(
+            f"the encoder is a {config.vision_config.model_type}, without CLS; attach a reducer of the projected tokens"
+        )
+    layers = config.vision_config.num_hidden_layers
+    if getattr(options, "shallow", 0) >= layers:
+        raise UserError(
+            f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
+        )
+
+
+def feature_layers(config: Any) -> int:
+    """How many of the encoder's layers make the features that are used."""
+    layer = config.vision_feature_layer  # of the hidden states, of which there is one more than layers
+    return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
+
+
+def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
+    vision = config.vision_config
+    used = (vision.model_type, config.vision_feature_select_strategy)
+    if not isinstance(config.vision_feature_layer, int):
+        raise UserError("this model joins several encoder layers; attach a reducer of the projected tokens")
+    if used not in (("clip_vision_model", "default"), ("siglip_vision_model", "full")):
+        raise UserError(
+            f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP without CLS ('default') "
+            "and a SigLIP ('full'); attach a reducer of the projected tokens"
+        )
+    layers, thresholds = feature_layers(config), getattr(options, "thresholds", None)
+    if isinstance(thresholds, tuple) and len(thresholds) != layers:
+        raise UserError(
+            f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
+        )
+    least, most = merged_counts(config)
+    if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
+        raise UserError(
+            f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
+            f"leave {least}; choose at least keep={least / most:.3g}"
+        )
+
+
+def merged_counts(config: Any) -> tuple[int, int]:
+    """The fewest tokens that an encoder's layers can merge an image or tile into, and all that it has."""
+    vision = config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    return -(-tokens >> feature_layers(config)), tokens
+
+
+def check_counter(config: Any, chosen: Chosen, counter: TokenCounter) -> None:
+    """UserError unless the counts can be met by this method in the encoder of a model of this config."""
+    if not chosen.takes_count:
+        raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
+    least, most = merged_counts(config)
+    patch = config.vision_config.patch_size
+    if counter.patch != patch or counter.buckets[0] < least or counter.buckets[-1] > most:
+        raise UserError(
+            f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
+            f"this one's encoder merges patches of {patch} into {least} to {most}"
+        )

@@ -1,0 +1,43 @@
+"""What was found by `eval` and `bench`, as typed data."""
+
+from vlmcompress.results.records import (
+    FILE,
+    SCHEMA,
+    Bench,
+    Comparison,
+    Divergence,
+    Gate,
+    LoadRun,
+    Memory,
+    Ratio,
+    Results,
+    Rule,
+    Scored,
+    Side,
+    State,
+    Suite,
+    Verdict,
+    joined,
+    load,
+)
+
+__all__ = [
+    "Bench",
+    "Comparison",
+    "Divergence",
+    "Gate",
+    "LoadRun",
+    "Memory",
+    "Ratio",
+    "Results",
+    "Rule",
+    "Scored",
+    "Side",
+    "Suite",
+    "joined",
+    "load",
+    "FILE",
+    "SCHEMA",
+    "State",
+    "Verdict",
+]

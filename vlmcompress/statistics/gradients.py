@@ -1,0 +1,107 @@
+"""From gradients at the outputs of linear layers to what a balance of modalities reads of each group of them.
+
+The pass over the model is `calibration.sensitivity`; what it found is kept as `Gradients`, small enough for JSON. Two
+balances come of it (`statistics.balance`):
+
+`auto` weighs a token of modality m by the mean square of the loss's gradient there. To second order a change `dY` of a
+layer's output costs `1/2 sum_t dY_t^T F_t dY_t` of loss, `F` the Fisher information; this takes one number for its diagonal
+per modality, mean over tokens and channels.
+
+`mbq` is the published rule (arXiv 2412.19509): the ratio `r = g_vision / g_answer` of mean magnitudes, of which the vision
+tokens' weight is `rho = max(r, median of r over blocks)`. Both are read at the output of the module that a group is part of:
+where the residual stream takes it up, at the last linear layer that the block runs of it (`o_proj` of attention, `down_proj`
+of the MLP), and the median is over the blocks that have such a module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmcompress.statistics.balance import Sensitivity
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of the answer's loss with respect to the output of one linear layer.
+
+    Attributes:
+        channels: output features.
+        absolute: modality -> mean |dL/dY| over the sample's tokens and channels, mean over samples (MBQ's g).
+        square: modality -> mean (dL/dY)^2 over tokens of all samples, and channels.
+    """
+
+    channels: int
+    absolute: Mapping[str, float]
+    square: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a sensitivity pass found.
+
+    Attributes:
+        loss: cross entropy of the answers in nats, mean over each one's tokens and over samples.
+        samples: how many had an answer.
+        blocks: for each decoder block, linear layer -> gradient, in the order in which they run.
+    """
+
+    loss: float
+    samples: int
+    blocks: Sequence[Mapping[str, Gradient]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Gradients:
+        """The inverse of `to_dict`."""
+        blocks = [{name: Gradient(**one) for name, one in block.items()} for block in data["blocks"]]
+        return cls(data["loss"], data["samples"], blocks)
+
+
+def sensitivities(
+    gradients: Gradients, blocks: Sequence[Mapping[str, Sequence[str]]]
+) -> dict[tuple[int, str], Sensitivity]:
+    """What balances read, by (block, group).
+
+    Args:
+        blocks: for each decoder block, group -> its linear layers.
+    """
+    ratios = [
+        {_module(layer, name): _ratio(gradient) for name, gradient in found.items()}  # of several, the last one stays
+        for layer, found in enumerate(gradients.blocks)
+    ]
+    medians = {
+        module: statistics.median(own[module] for own in ratios if module in own)
+        for module in {module for own in ratios for module in own}
+    }
+    result = {}
+    for layer, (found, groups) in enumerate(zip(gradients.blocks, blocks, strict=True)):
+        for group, linears in groups.items():
+            module = _module(layer, linears[0])
+            rho = max(ratios[layer][module], medians[module])
+            result[layer, group] = Sensitivity(_square([found[name] for name in linears]), rho)
+    return result
+
+
+def _module(layer: int, linear: str) -> str:
+    """The module of a block that a linear layer is part of, e.g. `self_attn`."""
+    return linear.partition(f".{layer}.")[2].rpartition(".")[0]
+
+
+def _ratio(gradient: Gradient) -> float:
+    """`g_vision / g_answer`; no number at all where no answer token has a gradient."""
+    vision, answer = (gradient.absolute.get(modality, 0.0) for modality in ("vision", "answer"))
+    return vision / answer if answer else math.inf
+
+
+def _square(gradients: Sequence[Gradient]) -> dict[str, float]:
+    """Modality -> mean square over the channels of all layers of a group."""
+    channels = sum(one.channels for one in gradients)
+    return {m: sum(one.channels * one.square[m] for one in gradients) / channels for m in gradients[0].square}

@@ -1,0 +1,300 @@
+"""What calibration remembers of the input `X [tokens, in]` of a group of linear layers, for each modality apart.
+
+A weight change `dW` changes the output by `X dW^T`, whose squared size needs no `X` once `G = X^T X` is known:
+
+    ||X dW^T||^2 = tr(dW G dW^T)
+
+so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-modality error reports and any later
+weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
+absolute maxima and means cost next to nothing, so a method says what it `needs`. With the maxima, for schemes that round
+activations, come a few rows of X: what rounding does to them follows from no sum. Only the block upper triangle of `G`
+is computed and kept current (the rest follows by symmetry): it is the hot loop of calibration.
+
+With a balance (`statistics.balance`) modality m has the share `p_m` of the whole, whatever its number of tokens `n_m`:
+
+    G = N sum_m p_m G_m / n_m        mean|X| = sum_m p_m mean|X_m|        max|X| = sum_m p_m max|X_m|
+
+The mean in AWQ's scales is weighted like the losses, so that candidates and their losses see the same tokens (MBQ leaves it
+pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima
+is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most
+`p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that pooling gives.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.statistics.balance import MODALITIES, Sensitivity, shares
+from vlmcompress.statistics.reservoir import Reservoir
+
+SAMPLE = 64  # rows of each modality that are kept
+NEEDS = frozenset({"gram", "absmax", "absmean"})
+_BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
+
+
+class GroupStats:
+    """Statistics of the inputs of linear layers that share one input.
+
+    Args:
+        width: input features `in`.
+        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean"}.
+    """
+
+    def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
+        self.width = width
+        self.needs = frozenset(needs)
+        if not self.needs <= NEEDS:
+            raise ValueError(f"unknown statistics {sorted(self.needs - NEEDS)}; known are {sorted(NEEDS)}")
+        self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
+        self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
+        self._absmax: dict[str, Tensor] = {}  # [in]
+        self._abssum: dict[str, Tensor] = {}  # [in]
+        self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in], once they are complete
+        self._drawn: dict[str, Reservoir] = {}  # and while they are not
+        self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
+        self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
+        self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
+        self.sensitivity: Sensitivity | None = None  # of the group's output; set by whoever knows it, not stored
+
+    @torch.no_grad()
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            x: `[..., in]` inputs, any float dtype.
+            mask: `[...]` modality of each token (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
+        """
+        if x.shape[-1] != self.width:
+            raise ValueError(f"expected inputs of {self.width} features, got {x.shape[-1]}")
+        if self._scale is not None or self._shares is not None:
+            raise ValueError("rescaled or balanced statistics take no further batches")
+        x = x.reshape(-1, self.width)
+        for name, rows in _by_modality(x, mask):
+            if not rows.isfinite().all():
+                raise ValueError("the activations hold NaN or Inf")
+            self.count[name] += rows.shape[0]
+            if "gram" in self.needs:
+                if name not in self._gram:
+                    self._gram[name] = torch.zeros(self.width, self.width, device=x.device)
+                _accumulate(self._gram[name], rows)
+            if "absmax" in self.needs:
+                new = rows.abs().amax(0).float()
+                old = self._absmax.get(name)
+                self._absmax[name] = new if old is None else torch.maximum(old, new)
+                self._drawn.setdefault(name, Reservoir(SAMPLE, 0)).update(rows)
+            if "absmean" in self.needs:
+                new = rows.abs().sum(0, dtype=torch.float32)
+                old = self._abssum.get(name)
+                self._abssum[name] = new if old is None else old + new
+
+    def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
+        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or that of the balance."""
+        total = self._merged if weights is None else None
+        if total is None:
+            if weights is None and self._shares is not None:
+                weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
+            (first, weight), *others = _weights(self._seen(self._gram, "gram"), weights).items()
+            total = self._gram[first] * weight
+            for name, weight in others:
+                total.add_(self._gram[name], alpha=weight)
+            _mirror(total)
+        return total if self._scale is None else (total / self._scale).div_(self._scale[:, None])
+
+    def merged(self) -> GroupStats:
+        """The same (not `rescaled` yet) with the sum in `gram` made for good; nobody may write to what it gives out then."""
+        return self._with(_merged=self.gram())
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens `gram` sums over: no more is its rank."""
+        return sum(self.count[name] for name in (self._shares or self.count))
+
+    def absmax(self) -> Tensor:
+        """`max_t |x_t|` over all modalities, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
+        seen = self._seen(self._absmax, "absmax")
+        if self._shares is None:
+            return self._divided(torch.stack(list(seen.values())).amax(0))
+        return self._divided(sum((p * seen[m] for m, p in self._shares.items()), torch.zeros(())))
+
+    def owners(self) -> dict[str, float]:
+        """The share of the input channels in which a modality holds the maximum, for those that occur."""
+        seen = self._seen(self._absmax, "absmax")
+        counts = torch.stack(list(seen.values())).argmax(0).bincount(minlength=len(seen))
+        return dict(zip(seen, (counts / self.width).tolist(), strict=True))
+
+    def sample(self) -> dict[str, Tensor]:
+        """At most `SAMPLE` rows of each modality, float32 `[rows, in]`, fairly drawn; none without `absmax`."""
+        found = self._rows | {name: drawn.rows() for name, drawn in self._drawn.items()}
+        on = {name: found[name].bfloat16().to(self._absmax[name].device) for name in MODALITIES if name in found}
+        return {name: self._divided(rows.float()) for name, rows in on.items()}  # bfloat16 is what a file keeps
+
+    def absmean(self) -> Tensor:
+        """`mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
+        seen = self._seen(self._abssum, "absmean")
+        if self._shares is None:
+            return self._divided(torch.stack(list(seen.values())).sum(0) / sum(self.count.values()))
+        return self._divided(sum((p / self.count[m] * seen[m] for m, p in self._shares.items()), torch.zeros(())))
+
+    def balanced(self, balance: Any) -> GroupStats:
+        """The same statistics with the modalities weighed by `balance` instead (see the module); `off`: not at all.
+
+        Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
+        a share did not occur, or gradients that it needs are not there.
+        """
+        found = shares(balance, self.count, self.sensitivity)
+        if found == self._shares:
+            return self
+        return self._with(_shares=found, _merged=None)
+
+    def rescaled(self, s: Tensor) -> GroupStats:
+        """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
+        s = s.float()
+        if not (s.isfinite().all() and (s > 0).all()):
+            raise ValueError("smoothing scales must be positive and finite")
+        return self._with(_scale=s if self._scale is None else self._scale * s)
+
+    def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
+        """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
+        dw, w, result = self._divided(dw), self._divided(w), {}
+        for name, gram in self._seen(self._gram, "gram").items():
+            size = quadratic(w, gram).sum().item()
+            result[name] = quadratic(dw, gram).sum().item() / size if size > 0 else 0.0
+        return result
+
+    def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """What rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
+        `q` and `w` are `[out, in]`; `rounded` is `r`, of rows of the input as `rescaled` left it."""
+        found = {}
+        for name, x in self.sample().items():
+            size = float((x @ w.float().T).square().sum())
+            found[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as named tensors that safetensors can store; of a Gram matrix the block upper triangle."""
+        state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
+        state["block"] = torch.tensor(_BLOCK)
+        if self._scale is not None:
+            state["scale"] = self._scale
+        if self._shares is not None:
+            state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
+        state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
+        state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
+        state |= {f"rows.{name}": rows.bfloat16() for name, rows in self._with(_scale=None).sample().items()}
+        for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
+            state |= {f"{kind}.{name}": value for name, value in values.items()}
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> GroupStats:
+        """The inverse of `state_dict`."""
+        needs = [name for name, kept in zip(sorted(NEEDS), state["needs"].tolist(), strict=True) if kept]
+        stats = cls(int(state["width"]), needs)
+        stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
+        stats._scale = state["scale"].clone() if "scale" in state else None
+        if "shares" in state:
+            stats._shares = {m: p for m, p in zip(MODALITIES, state["shares"].tolist(), strict=True) if p}
+        for key, value in state.items():
+            kind, dot, name = key.partition(".")
+            if dot:
+                whole = _unpack(value, stats.width, int(state["block"])) if kind == "gram" else value.clone()
+                getattr(stats, f"_{kind}")[name] = whole
+        return stats
+
+    def _with(self, **changes: Any) -> GroupStats:
+        new = copy.copy(self)
+        new.__dict__.update(changes)
+        return new
+
+    def _divided(self, x: Tensor) -> Tensor:
+        """`x [..., in]` by the scale of the input."""
+        return x if self._scale is None else x / self._scale
+
+    def _seen(self, values: dict[str, Tensor], need: str) -> dict[str, Tensor]:
+        if need not in self.needs:
+            raise ValueError(f"'{need}' was not collected; name it in `needs`")
+        if not values:
+            raise ValueError("no calibration token reached this layer; add calibration samples")
+        return {name: values[name] for name in MODALITIES if name in values}  # one order, so that sums are reproducible
+
+
+def quadratic(d: Tensor, gram: Tensor) -> Tensor:
+    """`d_i G d_i^T` for each row of `d [rows, in]`: float32 `[rows]`. Their sum is `tr(d G d^T)`.
+
+    Reads only the block upper triangle of the symmetric `gram [in, in]`, which halves the arithmetic.
+    """
+    d = d.float()
+    total = d.new_zeros(d.shape[0])
+    for a, b in _blocks(d.shape[1]):
+        product = d[:, a:b] @ gram[a:b, a:b]
+        if a:
+            product.addmm_(d[:, :a], gram[:a, a:b], alpha=2)
+        total += torch.linalg.vecdot(product, d[:, a:b])
+    return total
+
+
+def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
+    step = block or _BLOCK
+    return [(a, min(a + step, width)) for a in range(0, width, step)]
+
+
+def _pack(gram: Tensor) -> Tensor:
+    """The block upper triangle of `[in, in]` as a vector: near half the numbers."""
+    return torch.cat([gram[:b, a:b].reshape(-1) for a, b in _blocks(gram.shape[0])])
+
+
+def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
+    """The symmetric `[in, in]` of which `_pack` kept the triangle of blocks of `block` columns."""
+    gram, cut = packed.new_empty(width, width), 0
+    for a, b in _blocks(width, block):
+        gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
+        cut += b * (b - a)
+    return _mirror(gram, block)
+
+
+def _accumulate(gram: Tensor, rows: Tensor) -> None:
+    """`gram += rows^T rows` in its block upper triangle."""
+    rows = rows.float()
+    for a, b in _blocks(gram.shape[0]):
+        gram[:b, a:b].addmm_(rows[:, :b].T, rows[:, a:b])
+
+
+def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
+    """Fill the lower triangle from the upper one, in place."""
+    for a, b in _blocks(gram.shape[0], block):
+        gram[a:b, :a] = gram[:a, a:b].T
+    return gram
+
+
+def _by_modality(x: Tensor, mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """The rows of `x [tokens, in]` of each modality that occurs, without a copy when there is only one."""
+    if x.shape[0] == 0:
+        return
+    if mask is None:
+        yield MODALITIES[0], x
+        return
+    if mask.numel() != x.shape[0]:
+        raise ValueError(f"the modality mask has {mask.numel()} entries for {x.shape[0]} tokens")
+    mask = mask.reshape(-1).to(x.device)
+    for code, name in enumerate(MODALITIES, start=1):
+        index = (mask == code).nonzero().squeeze(1)
+        if index.numel() == x.shape[0]:
+            yield name, x
+        elif index.numel():
+            yield name, x.index_select(0, index)
+
+
+def _weights(seen: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(seen, 1.0)
+    if unknown := set(weights) - set(MODALITIES):
+        raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
+    chosen = {name: weights.get(name, 0.0) for name in seen}
+    if not any(chosen.values()):
+        raise ValueError(f"every modality that occurs ({', '.join(seen)}) has weight 0")
+    return {name: weight for name, weight in chosen.items() if weight}
