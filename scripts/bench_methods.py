@@ -3,7 +3,7 @@
 
     scripts/bench_methods.py --split validation --per-family 30 --seeds 1      try it
     scripts/bench_methods.py                                                   all of it; writes eval/methods.json
-    scripts/bench_methods.py --render                                          print README's table from that file
+    scripts/bench_methods.py --render                                          print the docs' table from that file
 
 For each model, variant (`plain`; 12 channels a norm times 16, drawn at random: `all`, or the most visual ones: `vision`; see
 `plant_outliers.py`) and calibration seed, statistics are collected once, each method writes a checkpoint from them

@@ -5,7 +5,7 @@
     scripts/bench_reducers.py                                         all of it; goes on from ROWS
     scripts/bench_reducers.py --summarise                             figures of what there is so far
     scripts/bench_reducers.py --speed 3                               prefill time and cache (`reducers_speed.py`), three rounds
-    scripts/bench_reducers.py --render --plot FILE.svg                README's tables and the curves, from eval/reducers.json
+    scripts/bench_reducers.py --render --plot FILE.svg                the docs' tables and the curves, from eval/reducers.json
 
 Figures go to eval/reducers.json. All questions of the split that have images are asked (text-only prompts pass a reducer
 untouched), greedily, by `reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--speed", type=int, metavar="ROUNDS", help="measure prefill time and cache instead")
     parser.add_argument("--layers", type=int, default=28, help="decoder blocks of the models for --speed")
     parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
-    parser.add_argument("--render", action="store_true", help="print README's table of RESULTS")
+    parser.add_argument("--render", action="store_true", help="print the docs' tables of RESULTS")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves of RESULTS")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()

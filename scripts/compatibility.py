@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which scheme works for which family in which engine: try all of it on tiny checkpoints, and render README's table.
+"""Which scheme works for which family in which engine: try all of it on tiny checkpoints, and render the docs' table.
 
     scripts/compatibility.py             quantize, check, reload in transformers, ask in vLLM; writes eval/compatibility.json
     scripts/compatibility.py --render    print the table from that file

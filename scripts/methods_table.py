@@ -183,7 +183,7 @@ def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """README's table: exact match less that of BF16, in points (* beyond chance), and in brackets the divergence per answer
+    """The docs' table: exact match less that of BF16, in points (* beyond chance), and in brackets the divergence per answer
     token in thousandths of a nat, the mean over questions and the geometric mean."""
     columns = list(dict.fromkeys((row["model"], row["variant"]) for row in found["methods"]))
     order = sorted(found["methods"], key=lambda row: (BITS.index(row["bits"]), row["method"]))

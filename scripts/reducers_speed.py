@@ -136,7 +136,7 @@ def measure(demos: Sequence[Path], rounds: int, layers: int) -> list[dict[str, A
 
 
 def render(speed: Sequence[dict[str, Any]]) -> str:
-    """README's table: time and cache as parts of the full model's, a model after the other."""
+    """The docs' table: time and cache as parts of the full model's, a model after the other."""
     names = list(dict.fromkeys(row["model"] for row in speed))
     lines = ["| | " + " | ".join(f"{name.removeprefix('demo-')}: prefill, cache" for name in names) + " |"]
     lines.append("|---|" + "---|" * len(names))

@@ -190,7 +190,7 @@ def dump(found: Mapping[str, Any]) -> str:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """README's tables: exact match by share, marked (`MARKS`); what half the tokens cost each family, in points; the reducers
+    """The docs' tables: exact match by share, marked (`MARKS`); what half the tokens cost each family, in points; the reducers
     that decide the count themselves; prefill time and cache."""
     tables = [_by_share(found), _by_family(found), _own_counts(found)]
     return "\n\n".join([*tables, reducers_speed.render(found["speed"])] if "speed" in found else tables)

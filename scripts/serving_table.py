@@ -1,4 +1,4 @@
-"""Figures and README tables of `bench_serving.py`, from what it writes: for each group `rows` and when they were measured.
+"""Figures and tables of `bench_serving.py`, from what it writes: for each group `rows` and when they were measured.
 
 A figure of a variant is its median over the turns (TTFT: its percentile over the requests of all turns); a ratio is the median
 over turns of that to the group's first variant, the full model in BF16, in the same turn.
@@ -85,7 +85,7 @@ def _ttft(row: Row) -> float:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """README's tables."""
+    """The docs' tables."""
     summary = summarise(found)
     parts = [_table(group, loads) for group, loads in summary["groups"].items()]
     if "floor" in summary:

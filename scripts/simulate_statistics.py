@@ -203,7 +203,7 @@ def summarise(rows: list[dict]) -> dict[str, float]:
 
 
 def markdown(rows: list[dict]) -> str:
-    """README's table: verdicts by true drop, the mean over settings and the worst of those that should be rare."""
+    """The docs' table: verdicts by true drop, the mean over settings and the worst of those that should be rare."""
     lines = [
         "| true loss, points | one question an image: passes | fails | several questions an image: passes | fails |",
         "|---|---|---|---|---|",

@@ -1,0 +1,176 @@
+#!/usr/bin/env python
+"""Print the reference of recipe keys, made from the types that check them; `docs/recipes.md` is what it prints.
+
+    scripts/recipe_reference.py > docs/recipes.md
+
+Names, types, defaults and limits come from the classes, what a key means from their docstrings: its `Attributes:` section
+where it has one, the whole docstring above the table where it has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from vlmcompress import quantizers, reducers
+from vlmcompress.recipe import Recipe
+
+INTRO = """\
+# Recipe keys
+
+A recipe says everything that decides what `vlmcompress quantize` writes. It is a YAML file, and each of its keys can
+also be given on the command line: `--set options.group_size=64` sets the key `group_size` below `options`, and the most
+used keys have a flag of their own (`--scheme`, `--target`, `--reduce`, ...). Where several places name a key, the first
+of these wins: command line, recipe file, what the target decides, default. `--dry-run` shows every key with its value
+and where that came from. An unknown key or a value of the wrong type is refused in one line before anything is read.
+
+```yaml
+# 4 bits for an A100, half of each image's tokens, calibrated on one's own questions
+target: a100
+scheme: awq
+options:
+  group_size: 128
+reduce:
+  method: divprune
+  keep: 0.5
+calibrate:
+  data: questions.jsonl
+  samples: 256
+```
+
+`vlmcompress list recipes` names the ready ones in `recipes/`; `--recipe NAME` takes one of them, `--recipe FILE` any file.
+
+This page is printed by `scripts/recipe_reference.py` from the classes that check a recipe; a test compares the two. The
+option `balance` is explained in [quantization](quantization.md#balance), reducers in [visual tokens](visual-tokens.md).
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = {name: _model(field.annotation) for name, field in Recipe.model_fields.items()}
+    nested = {name: part for name, part in parts.items() if part}
+    sections = [INTRO, "## The recipe\n", _table(Recipe)]
+    for name, part in nested.items():
+        sections += [f"## `{name}`\n", f"{_plain(_summary(part))}\n", _table(part)]
+    sections += ["## `options`: of each scheme\n", _options(quantizers.REGISTRY)]
+    sections += ["## `reduce`: options of each reducer, beside `method`\n", _options(reducers.REGISTRY)]
+    return "\n".join(sections).rstrip() + "\n"
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    """The class of nested keys that a field holds, if it does."""
+    choices = typing.get_args(annotation) or (annotation,)
+    return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def _options(registry: Any) -> str:
+    """A section for each entry of a registry: what it is, its options' docstring, and their table."""
+    found = []
+    for name in registry.names():
+        options = registry.get(name).Options
+        found += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.\n"]
+        if dataclasses.fields(options):
+            found += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
+            found.append(_table(options))
+        else:
+            found.append("No options.\n")
+    return "\n".join(found)
+
+
+def _table(cls: type) -> str:
+    """One row a key: name, type, default and, where an `Attributes:` section says it, the meaning."""
+    told = _attributes(cls)
+    hints = typing.get_type_hints(cls)
+    rows = []
+    for name, default, limits in _fields(cls):
+        cells = [f"`{name}`", _type(hints[name], limits), default] + ([_plain(told.get(name, ""))] if told else [])
+        rows.append(cells)
+    head = ["key", "type", "default"] + (["meaning"] if told else [])
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+
+
+def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
+    """Name, default and limits of each field of a pydantic model or a dataclass."""
+    if issubclass(cls, BaseModel):
+        for name, field in cls.model_fields.items():
+            limits = [_limit(one) for one in field.metadata]
+            yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
+    else:
+        for one in dataclasses.fields(cls):
+            yield one.name, _value(one.default), ""
+
+
+def _limit(metadata: Any) -> str:
+    """A bound of a number in words."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [
+        f"{word} {getattr(metadata, key)}" for key, word in words.items() if getattr(metadata, key, None) is not None
+    ]
+    return " ".join(found)
+
+
+def _value(value: Any) -> str:
+    """A default as YAML has it."""
+    if value is None:
+        return "`null`"
+    if isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple | list):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value:.4g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _type(hint: Any, limits: str = "") -> str:
+    """A type in words."""
+    simple = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path", Any: "see text"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in simple:
+        words = simple[hint]
+    elif origin is typing.Literal:
+        words = " or ".join(f"`{one}`" for one in arguments)
+    elif origin in (typing.Union, types.UnionType):
+        words = " or ".join(_type(one) for one in arguments if one is not type(None))
+    elif origin is tuple:
+        words = f"list of {' or '.join(f'{one}s' for one in _type(arguments[0]).split(' or '))}"
+    else:
+        words = "keys below" if isinstance(hint, type) and issubclass(hint, BaseModel) else str(hint)
+    return f"{words}, {limits}" if limits else words
+
+
+def _attributes(cls: type) -> Mapping[str, str]:
+    """Field -> what the docstring's `Attributes:` section says, over the class and those it extends."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__):
+        text = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")[2]
+        for entry in re.split(r"\n(?=    \w)", text.partition("\n\n")[0]):
+            name, colon, meaning = " ".join(entry.split()).partition(": ")
+            if colon and name.isidentifier():
+                found[name] = meaning
+            elif colon:  # several fields share one entry
+                found |= dict.fromkeys(re.split(r", ", name), meaning)
+    return found
+
+
+def _summary(cls: type) -> str:
+    """The first paragraph of a class's docstring."""
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+
+
+def _plain(text: str) -> str:
+    """Docstring text as one line, in the words of YAML."""
+    return re.sub(r"\bNone\b", "null", " ".join(text.split()))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,256 @@
+"""README and docs say what is: commands parse and run, tables are what the scripts print, links resolve, examples work."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from pydantic import BaseModel
+
+from vlmcompress import cli, reducers
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.commands import _arguments as arguments
+from vlmcompress.common.registry import Registry
+from vlmcompress.data.samples import to_sample
+from vlmcompress.evaluation import gate
+from vlmcompress.recipe.layers import bundled
+from vlmcompress.reducers import Signals, TokenCounter
+from vlmcompress.results import load, records
+from vlmcompress.statistics import gradients
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+WIDTH = 120
+
+
+def fenced(kind: str) -> list[tuple[str, str]]:
+    """(page, content) of every block of code of a kind."""
+    found = re.compile(rf"^```{kind}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return [(page, block) for page, text in TEXTS.items() for block in found.findall(text)]
+
+
+def lines() -> list[tuple[str, str]]:
+    """(page, line) of every line of a shell in README and docs."""
+    shells = [(page, block.splitlines()) for page, block in fenced("bash")]
+    indented = [(page, [x[4:] for x in text.splitlines() if x.startswith("    ")]) for page, text in TEXTS.items()]
+    return [(page, line) for page, block in [*shells, *indented] for line in block]
+
+
+def between(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", TEXTS["docs/measurements.md"], re.DOTALL)
+    assert found, f"docs/measurements.md has no section marked {name}"
+    return found.group(1).strip()
+
+
+def printed(*command: str) -> str:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+COMMANDS = sorted({line for _, line in lines() if line.startswith("vlmcompress ")})
+SCRIPTS = sorted({name for text in TEXTS.values() for name in re.findall(r"\bscripts/[\w./]+\w", text)})
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_parse(line):
+    words = shlex.split(line, comments=True)
+    assert arguments.parse(words[1:]).verb in cli.VERBS
+
+
+def test_every_verb_is_shown():
+    assert {line.split()[1] for line in COMMANDS} >= set(cli.VERBS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_exist(name):
+    path = ROOT / name
+    if any(line.startswith(name) for _, line in lines()):
+        assert path.stat().st_mode & 0o111, f"{name} is shown as a command and is not executable"
+    assert path.exists(), name
+
+
+@pytest.mark.parametrize("name", ["vlmcompress", "recipes", "eval", "tests", "docs"])
+def test_paths_exist(name):
+    """Paths of files that pages name; the folders of the package are `test_every_package_is_described`'s."""
+    pattern = re.compile(rf"`({name}/[\w./-]+\.(?:py|yml|yaml|md|json|svg))`")
+    for page, text in TEXTS.items():
+        for path in pattern.findall(text):
+            assert (ROOT / path).exists() or "NAME" in path or path in EXAMPLES, f"{page} names {path}"
+
+
+EXAMPLES = {"vlmcompress/reducers/unlike.py"}
+"""Files that a page says one could write."""
+
+
+def test_every_package_is_described():
+    tree = TEXTS["docs/architecture.md"].split("```")[1]
+    packages = {path.parent.name for path in (ROOT / "vlmcompress").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+def anchors(text: str) -> set[str]:
+    """What one can link to within a page, as GitHub makes it of headings."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 160
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_lines_are_short(page):
+    """But for tables, and for what scripts print."""
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", TEXTS[page], flags=re.DOTALL)
+    if page != "docs/recipes.md":
+        assert not [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")]
+
+
+@pytest.mark.parametrize(
+    ("script", "section"),
+    [
+        ("compatibility", "compatibility"),
+        ("bench_accuracy", "accuracy"),
+        ("bench_methods", "methods"),
+        ("bench_reducers", "reducers"),
+        ("bench_serving", "serving"),
+    ],
+)
+def test_tables_are_the_measured_ones(script, section):
+    *table, last = printed(f"scripts/{script}.py", "--render").strip().splitlines()
+    json.loads(last)
+    assert between(section) == "\n".join(table), (
+        f"run scripts/{script}.py --render and put it into docs/measurements.md"
+    )
+
+
+@pytest.mark.parametrize("section", ["statistics", "speed"])
+def test_other_tables_are_there(section):
+    assert between(section)
+
+
+def test_the_reference_of_recipes_is_printed():
+    assert TEXTS["docs/recipes.md"] == printed("scripts/recipe_reference.py"), "run scripts/recipe_reference.py"
+
+
+def test_recipes_in_pages_are_recipes(tmp_path):
+    from vlmcompress.recipe import resolve
+
+    model = ROOT / "eval/demo/demo-llava"
+    for number, (page, block) in enumerate(fenced("yaml")):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block)
+        if "suites" in yaml.safe_load(block):
+            assert gate.load(file).suites, page
+        else:
+            assert resolve({"model": str(model)}, file).recipe.scheme, page
+
+
+def test_bundled_recipes_in_commands_exist():
+    named = {found for line in COMMANDS for found in re.findall(r"--recipe ([\w-]+)(?= |$)", line)}
+    assert named and named <= bundled().keys()
+
+
+def test_rows_of_data_are_read(tmp_path):
+    found = [
+        json.loads(line) for _, block in fenced("json") for line in block.splitlines() if line.startswith('{"image"')
+    ]
+    for row in found:
+        image = tmp_path / row["image"]
+        image.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(image)
+    samples = [to_sample(row, "1", origin="page", folder=tmp_path) for row in found]
+    assert len(samples) >= 4 and all(sample.question and sample.answer for sample in samples)
+
+
+def fields(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def test_formats_has_every_field():
+    text = TEXTS["docs/formats.md"]
+    found = [one for one in vars(records).values() if isinstance(one, type) and issubclass(one, BaseModel)]
+    wanted = set.union(*(fields(one) for one in found), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
+    wanted |= fields(gate.SpeedRule) | set(statistics_folder._KEYS)
+    for one in (TokenCounter, gradients.Gradient, gradients.Gradients):
+        wanted |= {field.name for field in dataclasses.fields(one)}
+    named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", text))
+    assert wanted <= named, f"docs/formats.md does not name {sorted(wanted - named)}"
+
+
+# The example of CONTRIBUTING.md
+
+
+@pytest.fixture
+def contributed(tmp_path, monkeypatch) -> Path:
+    """A folder for PYTHONPATH with the example as a package of its own, which joins through an entry point."""
+    (source,) = [block for page, block in fenced("python") if page == "CONTRIBUTING.md"]
+    (tmp_path / "unlike_reducer.py").write_text(source)
+    about = tmp_path / "unlike_reducer-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: unlike-reducer\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[vlmcompress.reducers]\nunlike = unlike_reducer\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_the_example_reducer_is_right(contributed):
+    method = Registry("vlmcompress.reducers", "reducer").get("unlike")
+    features = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    found = reducers.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
+    mean = features.mean(0)
+    likeness = {i: float(torch.cosine_similarity(features[i], mean, dim=0)) for i in range(48)}
+    assert found.anchor.tolist() == sorted(sorted(likeness, key=lambda i: likeness[i])[:12])
+    assert importlib.util.find_spec("vlmcompress.reducers.unlike") is None, "the example is no entry of the package"
+
+
+def test_the_example_reducer_is_known_everywhere(contributed):
+    Image.effect_noise((84, 84), 80).convert("RGB").save(contributed / "noise.png")
+    path = os.pathsep.join([str(contributed), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = ["inspect", "eval/demo/demo-llava", "--image", str(contributed / "noise.png"), "--reduce", "unlike:0.25"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmcompress", *command, "-o", str(contributed / "out.png"), "--json"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unlike:0.25" in done.stdout and (contributed / "out.png").stat().st_size > 1000
+
+
+@pytest.mark.engine
+def test_the_demo_command(tmp_path):
+    """`scripts/demo` on a few questions: a checkpoint, a clean bill from the doctor, a report that passes the gate."""
+    command = ["scripts/demo", "demo-llava", "awq", "200", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = load(tmp_path / "report")
+    assert found.gate is not None and found.gate.verdict == "pass"
+    assert found.suites[0].samples == 200 and found.suites[0].overall.baseline > 0.9
+    assert found.candidate.weight_bytes < found.baseline.weight_bytes
+    assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
