@@ -34,6 +34,7 @@ from torch import Tensor
 
 from vlmcompress import quantizers
 from vlmcompress.numerics import ActFormat
+from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
 ROWS = 64  # of a group, about
@@ -89,7 +90,7 @@ class Predictor:
         self.factors = [0.5 * share for share in self.shares]
 
     @torch.no_grad()
-    def error(self, module: Any, options: Any, *, smooths: bool = True) -> float:
+    def error(self, module: Quantizer, options: QuantizerOptions, *, smooths: bool = True) -> float:
         """Predicted loss increase (or sum of the layers' relative output errors) under a method.
 
         Args:
@@ -114,11 +115,11 @@ class Predictor:
             found += factor * (quadratic(dw, gram).sum().item() + float(noise))
         return found
 
-    def _of(self, module: Any, options: Any) -> GroupStats:
+    def _of(self, module: Quantizer, options: QuantizerOptions) -> GroupStats:
         """The statistics with the Gram matrix that a method reads, if it does."""
         if "gram" not in module.NEEDS:
             return self.stats
-        if (balance := getattr(options, "balance", "off")) != self._balance:
+        if (balance := options.balance or "off") != self._balance:
             self._balanced, self._prepared = self.stats, {}  # lets go of the last
             self._balance, self._balanced = balance, self.stats.balanced(balance).merged()
         return self._balanced

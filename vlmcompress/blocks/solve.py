@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from vlmcompress import quantizers
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
+from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -38,8 +38,8 @@ class Method:
         others: (block, group name) -> what is done to that group instead.
     """
 
-    module: ModuleType
-    options: Any
+    module: Quantizer
+    options: QuantizerOptions
     others: Mapping[tuple[int, str], Method] = field(default_factory=dict)
 
     def of(self, group: Group) -> Method:
@@ -49,7 +49,7 @@ class Method:
     @property
     def needs(self) -> frozenset[str]:
         """Statistics that the method reads; empty for a data-free one."""
-        gradient = {"gradient"} if getattr(self.options, "balance", None) in BY_GRADIENT else set()
+        gradient = {"gradient"} if self.options.balance in BY_GRADIENT else set()
         return self.module.NEEDS.union(gradient, *(other.needs for other in self.others.values()))
 
     @property
@@ -65,12 +65,12 @@ class Method:
     @property
     def by_token(self) -> bool:
         """Whether single tokens are weighed beforehand (`tokens: vlmq`)."""
-        return getattr(self.options, "tokens", "off") != "off"
+        return self.options.tokens != "off"
 
     @property
     def by_block(self) -> bool:
         """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
-        return getattr(self.options, "objective", "gram") != "gram"
+        return self.options.objective not in (None, "gram")
 
 
 @dataclass

@@ -65,7 +65,8 @@ def search(
     home = vlm.model.device
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
     samples, entropies = record(vlm, modules, batches)
-    runs = qvlm.partition(entropies, method.options.depth)
+    asked = _options(method)
+    runs = qvlm.partition(entropies, asked.depth)
     floats = [sample.first for sample in samples]
     quantized = list(floats)
     chosen: dict[Key, float] = {}
@@ -76,7 +77,7 @@ def search(
             wanted = _call(modules, block, wanted, samples)
         groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
         with _Weights(vlm.model, [group for own in groups for group in own], method) as weights:
-            chosen |= _descend(modules, run, groups, samples, quantized, wanted, weights, method.options)
+            chosen |= _descend(modules, run, groups, samples, quantized, wanted, weights, asked)
             for block in run:
                 quantized = _call(modules, block, quantized, samples)
         for block in run:
@@ -85,10 +86,16 @@ def search(
         progress("searching ranges", run[-1] + 1, len(modules))
     others = dict(method.others)
     for key, percentile in chosen.items():
-        options = method.others.get(key, method).options
+        options = _options(method.others.get(key, method))
         own = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
         others[key] = Method(qvlm, qvlm.Ranged(**own, percentile=percentile))
     return replace(method, others=others)
+
+
+def _options(method: Method) -> qvlm.Options:
+    """Of a method of scheme `qvlm`."""
+    assert isinstance(method.options, qvlm.Options)
+    return method.options
 
 
 def record(
@@ -159,7 +166,7 @@ class _Weights:
     """The weights of a run's linear layers, quantized as chosen so far; put back at the end."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], method: Method):
-        self.formats = {(g.layer, g.name): qvlm.scheme(method.of(g).options).weights for g in groups}
+        self.formats = {(g.layer, g.name): qvlm.scheme(_options(method.of(g))).weights for g in groups}
         self.weights = {
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]
             for group in groups

@@ -34,7 +34,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import Scheme, fake_quantize, find_params, round_activations
-from vlmcompress.quantizers import mbq
+from vlmcompress.quantizers import awq, mbq
 from vlmcompress.statistics.balance import MODALITIES, Sensitivity
 
 
@@ -198,11 +198,14 @@ def search_blocks(
     smoothed = [group for group in groups if group.smooth]
     mappings = mappings_of(groups)
     search: StockSearch
-    if method.module is mbq:
+    options = method.options
+    if isinstance(options, mbq.Options):
         rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
-        search = BlockSearch(mappings=mappings, n_grid=method.options.grid, objective=method.options.objective, rho=rho)
+        objective: Any = options.objective
+        search = BlockSearch(mappings=mappings, n_grid=options.grid, objective=objective, rho=rho)
     else:
-        search = StockSearch(mappings=mappings, n_grid=method.options.grid, duo_scaling=method.options.duo)
+        assert isinstance(options, awq.Options)
+        search = StockSearch(mappings=mappings, n_grid=options.grid, duo_scaling=options.duo)
         batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # its loss is of tokens 1
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])

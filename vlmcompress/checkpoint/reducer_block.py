@@ -84,9 +84,9 @@ def read(config: Mapping[str, Any]) -> Carried | None:
 
 def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
     """Options that are for a model in memory alone."""
-    if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
+    if reducer.options.learns and not reducer.learnt:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
-    if getattr(reducer.options, "vtu", False):
+    if reducer.options.vtu:
         raise UserError(f"{where} has vtu, which is for evaluation and saves nothing; leave it out")
 
 

@@ -14,7 +14,6 @@ import importlib.util
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from vlmcompress.errors import UserError, did_you_mean
@@ -52,8 +51,9 @@ class Registry:
         """All names, sorted, without importing anything."""
         return list(self._modules)
 
-    def get(self, name: str) -> ModuleType:
-        """The module behind `name`. Raises `UserError` with the closest name when there is none."""
+    def get(self, name: str) -> Any:
+        """The module behind `name`; what it has, the folder's docstring says. Raises `UserError` with the closest name when
+        there is none."""
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
         return importlib.import_module(self._modules[name])

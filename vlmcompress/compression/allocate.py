@@ -101,7 +101,7 @@ def predicted(
         balance: that weighs the modalities where there are no gradients to do so; by default the recipe's.
     """
     assert work.budget is not None
-    balance = getattr(work.recipe.options, "balance", "off") if balance is None else balance
+    balance = balance or work.recipe.options.balance or "off"
     found: dict[Key, dict[str, float]] = {}
     for layer, groups in enumerate(work.blocks):
         stats = statistics.load(layer)[0] if groups else {}
@@ -173,7 +173,8 @@ def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[s
 
 
 def _balance(width: tuple[str, Method]) -> str:
-    return str(getattr(width[1].options, "balance", ""))
+    """What widths are sorted by: those without a balance first."""
+    return str(width[1].options.balance or "")
 
 
 def _folder(out: Path) -> Path:

@@ -110,7 +110,7 @@ def _source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | Non
 
 def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
     """Refuse a balance that weighs a modality of which the calibration data have no token."""
-    if missing := [name for name in weighed(getattr(recipe.options, "balance", "off")) if not tokens[name]]:
+    if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
         remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
         add = " and ".join(remedy[name] for name in missing)
         what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"

@@ -26,7 +26,7 @@ def settled(
         progress: called with (label, done, total).
         known: the reducer that statistics were collected behind; what it has learnt is taken from there.
     """
-    if reducer is None or not hasattr(reducer.options, "thresholds"):
+    if reducer is None or not reducer.options.learns:
         return reducer
     if known is not None and same(known, reducer):
         return known

@@ -110,7 +110,8 @@ def run(
     table: dict[str, Method] = {}
     for name, (scheme, options) in asked.items():
         module = SCHEMES.get(scheme)
-        coarse = {key: value for key, value in _COARSE.items() if hasattr(module.Options(), key)}
+        own = {field.name for field in dataclasses.fields(module.Options)}
+        coarse = {key: value for key, value in _COARSE.items() if key in own}
         method = Method(module, module.Options(**options, **coarse))
         refused = recipe.target and targets.get(recipe.target).refusal(targets.format_key(method.scheme))
         if refused or not method.needs <= {*facts["needs"], "gradient"}:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from vlmcompress import targets
 from vlmcompress.allocation import Key
@@ -78,10 +79,10 @@ def _default(recipe: Recipe) -> tuple[int | str, ...]:
 
 
 def _width(recipe: Recipe, width: int | str) -> Method:
-    options = recipe.options
+    options: Any = recipe.options
     if isinstance(width, int):
-        if not hasattr(options, "bits"):
-            schemes = ", ".join(name for name in SCHEMES.names() if hasattr(SCHEMES.get(name).Options(), "bits"))
+        if options.bits is None:
+            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).Options().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
             return Method(recipe.method, dataclasses.replace(options, bits=width))
@@ -89,7 +90,7 @@ def _width(recipe: Recipe, width: int | str) -> Method:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
     module = SCHEMES.get("none" if width == "bf16" else width)
     own = module.Options()
-    if hasattr(own, "balance") and hasattr(options, "balance"):
+    if own.balance is not None and options.balance is not None:
         own = dataclasses.replace(own, balance=options.balance)
     return Method(module, own)
 

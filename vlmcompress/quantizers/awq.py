@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, fake_quantize, find_params, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
@@ -44,7 +45,7 @@ _ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in 
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
     `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"; `balance`: see
     `vlmcompress.statistics.balance`."""

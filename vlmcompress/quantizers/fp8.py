@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """No options."""
 
 

@@ -29,13 +29,14 @@ from vlmcompress.numerics import (
     quantize_with,
     round_to_nearest,
 )
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"absmax"})
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`weights`: "tensor" (one scale per group of matrices) or "channel" (one per row)."""
 
     weights: str = "tensor"

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, decode, encode, find_params, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -39,7 +40,7 @@ PREPARED_BY = ("damp", "actorder", "balance")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
     update; `actorder`: "static" or null; `balance`: see `statistics.balance`; `tokens`: "off"
     or "vlmq"."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -28,7 +29,7 @@ _LARGEST = 1e5
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers;
     `balance`: see `vlmcompress.statistics.balance`."""
 

@@ -34,13 +34,14 @@ from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.quantizers import awq
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram", "absmean"})
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`activations`: bits, 16 or 8; `bits`, `group_size`, `symmetric` of the weights as in rtn (by default 4, 128 and false; at
     8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "gram", "mae" or "mse" (by default gram;
     mae at 8-bit activations)."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmcompress.quantizers._base import QuantizerOptions
+
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """No options."""
 
 

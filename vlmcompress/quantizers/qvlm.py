@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram"})
@@ -37,7 +38,7 @@ JOINT = True  # ranges come from a search over runs of blocks
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `depth`: most blocks of a run; `grid`: candidates, from 1 down to the
     percentile `lowest`; `sweeps`: most turns over the layers of a run."""
 
@@ -58,6 +59,11 @@ class Options:
         if isinstance(self.lowest, bool) or not isinstance(self.lowest, int | float) or not 0.5 <= self.lowest < 1:
             raise ValueError(f"lowest must be a number of at least 0.5 and below 1, got {self.lowest!r}")
 
+    @property
+    def percentile(self) -> float:
+        """Share of magnitudes that the ranges cover: all, before the search."""
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Ranged(Options):
@@ -76,7 +82,7 @@ def quantize(
 ) -> QTensor:
     """`weight [out, in]` rounded to nearest in its ranges; full ones where none were searched."""
     fmt = scheme(options).weights
-    ratio = cover(weight, fmt, getattr(options, "percentile", 1.0))
+    ratio = cover(weight, fmt, options.percentile)
     return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
 
 

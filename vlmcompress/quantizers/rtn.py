@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits` per weight, `group_size` columns that share a scale (-1: a whole row), `symmetric`: no zero points."""
 
     bits: int = 4

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`group_size`: columns that share a scale; -1 (default): one scale per row."""
 
     group_size: int = -1

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
@@ -26,6 +26,13 @@ from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
+
+if TYPE_CHECKING:
+    from vlmcompress.numerics import Scheme
+    from vlmcompress.quantizers import Quantizer, QuantizerOptions
+    from vlmcompress.recipe.reducer import Chosen
+else:  # pydantic reads annotations when the class is made, and these bring torch along; `resolve` checks the values
+    Chosen = QuantizerOptions = Any
 
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
 FORMATS = Registry("vlmcompress.exporters", "format")
@@ -73,7 +80,7 @@ class Recipe(_Frozen):
         calibrate: the data that statistics come from.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
-        reduce: the visual-token reducer (`chosen.Chosen`) that the checkpoint carries; None: all tokens are kept.
+        reduce: the visual-token reducer (`recipe.reducer.Chosen`) that the checkpoint carries; None: all tokens are kept.
         engine: what is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: of everything random.
         shard_size: largest file of weights.
@@ -85,13 +92,13 @@ class Recipe(_Frozen):
     target: str | None = None
     goal: Literal["memory", "throughput"] | None = None
     scheme: str
-    options: Any = None
+    options: QuantizerOptions = None  # type: ignore[assignment]  # until `resolve` has made them
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
     kv_cache: Literal["fp8"] | None = None
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
     bits: Bits | None = None
-    reduce: Any = None
+    reduce: Chosen | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -130,18 +137,18 @@ class Recipe(_Frozen):
         return resolve(given, file).recipe
 
     @property
-    def method(self) -> ModuleType:
+    def method(self) -> Quantizer:
         """The module of the scheme."""
         return SCHEMES.get(self.scheme)
 
     @property
-    def number_formats(self) -> Any:
+    def number_formats(self) -> Scheme | None:
         """The scheme's `numerics.Scheme`; None when it quantizes nothing."""
         return self.method.scheme(self.options)
 
     @property
-    def vision_formats(self) -> Any:
-        """The same for the vision tower."""
+    def vision_formats(self) -> Scheme | None:
+        """The `numerics.Scheme` of the vision tower; None when it stays in 16 bits."""
         if self.vision == "bf16":
             return None
         module = SCHEMES.get(self.vision)
@@ -219,8 +226,8 @@ def resolve(
     return Resolved(recipe.model_copy(update={"model": model}), origins)
 
 
-def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
-    """The `recipe.reducer.Chosen` that merged settings name, None for none."""
+def _reducer(given: Any, origins: Mapping[str, str]) -> Chosen | None:
+    """The reducer that merged settings name, None for none."""
     if given is None:
         return None
     from vlmcompress.recipe.reducer import merged  # which brings torch along
@@ -263,7 +270,7 @@ def _validate(model: type[Recipe], values: dict[str, Any], origins: Mapping[str,
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
 
 
-def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> Any:
+def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> QuantizerOptions:
     """The scheme's `Options` with the given values, each checked against the type of its field."""
     cls = SCHEMES.get(scheme).Options
     if not isinstance(given, Mapping):

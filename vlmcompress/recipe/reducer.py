@@ -27,7 +27,7 @@ from vlmcompress import reducers
 from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.layers import Layer
-from vlmcompress.reducers import REGISTRY, Grid
+from vlmcompress.reducers import REGISTRY, Grid, ReducerOptions
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Chosen:
     """A method and its `Options`."""
 
     method: str
-    options: Any
+    options: ReducerOptions
 
     @property
     def module(self) -> ModuleType:
@@ -45,7 +45,7 @@ class Chosen:
     @property
     def asks(self) -> bool:
         """Whether it has to be shown the question."""
-        return "query" in self.module.NEEDS or bool(getattr(self.options, "text_pivots", 0))
+        return "query" in self.module.NEEDS or self.options.text_pivots > 0
 
     @property
     def takes_count(self) -> bool:
@@ -55,16 +55,16 @@ class Chosen:
     @property
     def learnt(self) -> bool:
         """Whether its options hold numbers that were learnt."""
-        return isinstance(getattr(self.options, "thresholds", None), tuple)
+        return self.options.learnt
 
     @property
     def asked_for(self) -> Chosen:
         """The same as one asks for it, without what it has learnt since."""
-        return (
-            dataclasses.replace(self, options=dataclasses.replace(self.options, thresholds=None))
-            if self.learnt
-            else self
-        )
+        return self.with_thresholds(None) if self.learnt else self
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Chosen:
+        """This method with these thresholds; None: without any. Itself where the method learns none."""
+        return Chosen(self.method, self.options.with_thresholds(thresholds))
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ class Chosen:
         """As the command line has it; only the share and what differs from the defaults."""
         default = type(self.options)()
         given = {name: value for name, value in dataclasses.asdict(self.options).items() if name != "keep"}
-        parts = [_share(self.options.keep)] if hasattr(self.options, "keep") else []
+        parts = [] if self.options.keep is None else [_share(self.options.keep)]
         parts += [f"{name}={_yaml_text(value)}" for name, value in given.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
@@ -126,7 +126,8 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> Chosen:
         cls = REGISTRY.get(method).Options
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    hints, checked = typing.get_type_hints(cls), {}
+    types = typing.get_type_hints(cls)
+    hints, checked = {field.name: types[field.name] for field in dataclasses.fields(cls)}, {}
     for key, value in values.items():
         if key not in hints:
             share = key == "keep"
@@ -185,12 +186,9 @@ def calibrated(reducer: Chosen | None) -> Chosen | None:
 
 def same(known: Chosen | None, asked: Chosen | None) -> bool:
     """Whether a reducer is the one that is asked for, apart from what it has learnt or will read from a file."""
-    if known is None or asked is None or known.method != asked.method:
-        return known is asked
-    mine, wanted = known.plain(), asked.plain()
-    if not isinstance(wanted.get("thresholds"), tuple | list):
-        wanted["thresholds"] = mine.get("thresholds")
-    return {**mine, "thresholds": mine.get("thresholds")} == wanted
+    if known is None or asked is None or asked.learnt:
+        return known == asked
+    return known.with_thresholds(None) == asked.with_thresholds(None)
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

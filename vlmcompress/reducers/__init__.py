@@ -10,7 +10,9 @@ other image. A module of this folder has
     MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
-    Options     frozen dataclass: the recipe's options, checked when made (ValueError)
+    Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError). What the
+                package asks of options (the share, the layer, whether there is something to learn) it asks of that base: a
+                field or property of the same name answers instead. Every field has a default
     budget(grid, options) -> int | None     exactly how many tokens an image keeps; None when COUNT is adaptive
 
 and one of
@@ -30,7 +32,7 @@ always keeps the first frame). To add a reducer, add a file.
 from __future__ import annotations
 
 from vlmcompress.common.registry import Registry
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 from vlmcompress.reducers._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reducers._layerwise import Merger
 from vlmcompress.reducers._run import merge, missing, reduce, too_small
@@ -39,6 +41,7 @@ __all__ = [
     "REGISTRY",
     "Grid",
     "Merger",
+    "ReducerOptions",
     "Reduction",
     "Signals",
     "TokenCounter",

@@ -1,5 +1,5 @@
-"""What all reducers share: the signals that they read, the reduction that they decide on, and exact arithmetic of
-budgets.
+"""What all reducers share: the signals that they read, the reduction that they decide on, the base of their options, and
+exact arithmetic of budgets.
 
 Deciding is apart from applying: a method looks at the signals of one image and says for each of its `n` tokens which
 output row it goes to; `Reduction.apply` then does that to any tensor with a row a token (features, deepstack levels,
@@ -13,7 +13,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -215,6 +215,69 @@ class Signals:
         """Where the signals are."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Base of every method's `Options`: what the package asks of options, whatever the method is.
+
+    The answers here are those of a method that has no such option. A field or property of a subclass takes the place of the
+    one whose name it has. Every field has a default, as `Options()` is what a method does unless told otherwise.
+    """
+
+    @property
+    def keep(self) -> float | None:
+        """Share of the tokens that are kept; None where the method takes no share."""
+        return None
+
+    @property
+    def layer(self) -> int | None:
+        """Block of the language model, from 0, before which the method decides; None where it reads no such block."""
+        return None
+
+    @property
+    def states(self) -> bool:
+        """Whether a method that needs `Signals.ahead` reads what block `layer` - 1 puts out, not only its attention."""
+        return True
+
+    @property
+    def shallow(self) -> int | None:
+        """Block of the encoder, from 0, whose attention is `Signals.windowed`; None where the method reads none."""
+        return None
+
+    @property
+    def text_pivots(self) -> int:
+        """How many tokens of the question are pivots; above 0 the method has to be shown the question, whatever it NEEDS."""
+        return 0
+
+    @property
+    def vtu(self) -> bool:
+        """Whether the language model attends to all tokens all the same; for evaluation, so no checkpoint carries it."""
+        return False
+
+    @property
+    def learns(self) -> bool:
+        """Whether the method goes by thresholds that are learnt from images; `thresholds` then is one of its options."""
+        return False
+
+    @property
+    def thresholds(self) -> tuple[float, ...] | str | None:
+        """One for each layer that merges, or the file that has them; None: not learnt yet, or nothing to learn."""
+        return None
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the thresholds are here."""
+        return isinstance(self.thresholds, tuple)
+
+    @property
+    def unlearnt(self) -> bool:
+        """Whether thresholds are needed and neither here nor in a file."""
+        return self.learns and self.thresholds is None
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
+        """The options with these thresholds; themselves where the method learns none."""
+        return self
 
 
 LEAST_SHARE = 1e-6

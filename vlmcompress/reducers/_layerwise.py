@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 from vlmcompress.reducers._run import merge
 
 
@@ -35,7 +35,7 @@ class Merger:
     def __init__(
         self,
         method: ModuleType,
-        options: Any,
+        options: ReducerOptions,
         grids: Sequence[Grid],
         layers: int,
         aside: int = 0,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, rounded
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, rounded
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
@@ -16,17 +15,18 @@ def missing(method: ModuleType, signals: Signals) -> list[str]:
     return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
 
 
-def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
+def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
     """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
     if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
         return False
-    return rounded(grid, getattr(options, "keep", 1)) == 0 and method.budget(grid, options) == math.prod(grid)
+    keep = 1.0 if options.keep is None else options.keep
+    return rounded(grid, keep) == 0 and method.budget(grid, options) == math.prod(grid)
 
 
 @torch.no_grad()
-def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
+def reduce(method: ModuleType, signals: Signals, options: ReducerOptions) -> Reduction:
     """What the method does with the tokens of one image. ValueError if a signal that it needs is missing."""
-    if getattr(options, "keep", None) == 1:
+    if options.keep == 1:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options))
@@ -34,7 +34,7 @@ def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
 
 @torch.no_grad()
 def merge(
-    method: ModuleType, signals: Signals, options: Any, layer: int, layers: int, count: int | None = None
+    method: ModuleType, signals: Signals, options: ReducerOptions, layer: int, layers: int, count: int | None = None
 ) -> Reduction:
     """What a method that merges layer by layer does with the rows that the layers before have left.
 
@@ -42,7 +42,7 @@ def merge(
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
-    if getattr(options, "keep", None) == 1 and count is None:
+    if options.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)

@@ -21,7 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top, unit
+from vlmcompress.reducers._base import (
+    Grid,
+    ReducerOptions,
+    Reduction,
+    Signals,
+    check_keep,
+    check_whole,
+    share,
+    top,
+    unit,
+)
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -31,7 +41,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text, when it is given."""
 
     keep: float = 0.5

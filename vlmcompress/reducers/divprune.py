@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -23,7 +23,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens."""
 
     keep: float = 0.5

@@ -14,12 +14,13 @@ with its output's row (`expand`), and the means of what they get (`apply`) go on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, top
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, top
 from vlmcompress.reducers.tome import join, match
 
 STAGE = "encoder"
@@ -29,7 +30,7 @@ SERVED = True  # to an exact count, said from the pixels before the encoder runs
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
 
     Or the name of a file with them, which must have been read before anything merges. `vtu`: virtual token unmerging.
@@ -38,6 +39,7 @@ class Options:
     keep: float = 1 / 3
     thresholds: tuple[float, ...] | str | None = None
     vtu: bool = False
+    learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
@@ -45,6 +47,10 @@ class Options:
             object.__setattr__(self, "thresholds", tuple(self.thresholds))
             if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):
                 raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
+        """The options with these thresholds; with None they have to be learnt."""
+        return replace(self, thresholds=thresholds)
 
 
 def budget(grid: Grid, options: Options) -> None:

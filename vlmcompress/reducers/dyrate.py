@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole, top
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_whole, top
 
 STAGE = "llm"
 NEEDS = frozenset({"saliency"})
@@ -27,7 +27,7 @@ WHY_NOT = "it drops tokens while generating, from caches that engines do not ope
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`factor`: share of the tokens for each unit of attention on them; `least`: share that always stays; `layer`: number
     of the decoder block, from 0, whose input is reduced."""
 

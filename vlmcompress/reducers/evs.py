@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, rounded, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, rounded, top, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -23,7 +23,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of a video's tokens."""
 
     keep: float = 0.5

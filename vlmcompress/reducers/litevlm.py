@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "pixels"
 NEEDS = frozenset({"features", "query"})
@@ -29,7 +29,7 @@ WHY_NOT = "a view that is left out keeps no token, and engines refuse an image w
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the views; `lexical`: what a name that matches in full adds to the cosine."""
 
     keep: float = 0.5

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_whole
 
 STAGE = "llm"
 NEEDS: frozenset[str] = frozenset()
@@ -26,7 +26,7 @@ WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`sink`: frames that all see; `frames`: in a block."""
 
     sink: int = 1

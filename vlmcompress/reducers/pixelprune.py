@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 
 STAGE = "pixels"
 NEEDS = frozenset({"pixels"})
@@ -28,7 +28,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`tolerance`: largest difference of a pixel that goes unnoticed, in the units of the pixels; 0 drops exact copies only."""
 
     tolerance: float = 0.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features", "query"})
@@ -30,7 +30,7 @@ _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one tok
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `sharpness`: the most relevant region is worth exp(sharpness) times the least."""
 
     keep: float = 0.5

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmcompress.reducers import dart_llm, fastv
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, check_whole, share
 
 STAGE = "projected"
 NEEDS = frozenset({"ahead", "query"})
@@ -26,7 +26,7 @@ RULES = {"fastv": fastv, "dart": dart_llm}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `rule`: `fastv` or `dart`, which decides on what block `layer` - 1 tells, from 0.
 
     `pivots`, `text_pivots`: of the rule `dart`, as of `dart-llm`.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})
@@ -26,7 +26,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens behind the last layer."""
 
     keep: float = 0.5

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "encoder"
 NEEDS = frozenset({"saliency", "keys", "heads"})
@@ -26,7 +26,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `contextual`: share of those kept that are merged ones (10 of 64); `merge`: "sum" or
     "mean"."""
 

@@ -24,7 +24,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top, unit
+from vlmcompress.reducers._base import (
+    Grid,
+    ReducerOptions,
+    Reduction,
+    Signals,
+    check_keep,
+    check_whole,
+    share,
+    top,
+    unit,
+)
 
 STAGE = "projected"
 NEEDS = frozenset({"features", "saliency", "windowed"})
@@ -34,7 +44,7 @@ SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of 32 blocks, LLaVA-1.
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `window`: side of a window in tokens (6 for LLaVA's 24 x 24, 4 for Qwen2.5-VL); `shallow`:
     number of the encoder's block, from 0, whose attention is `windowed` (Qwen2.5-VL: its first block with full attention)."""
 

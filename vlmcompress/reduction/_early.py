@@ -30,7 +30,7 @@ class Early(Attachment):
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1
         self._undo.append(tap(layers[last].self_attn, self._last))
-        shallow = getattr(self.options, "shallow", None)
+        shallow = self.options.shallow
         if shallow is not None and shallow != last:
             self._undo.append(tap(layers[shallow].self_attn, self._shallow))
         self._same = shallow == last

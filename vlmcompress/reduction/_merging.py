@@ -110,7 +110,7 @@ class Merging(Early):
 
     def _hook(self) -> None:
         self._groups: list[tuple[Unit, Reduction]] = []  # whose attention is averaged
-        if getattr(self.options, "vtu", False):
+        if self.options.vtu:
             blocks: Any = self.text.get_submodule("layers")
             for block in blocks:
                 self._after(block.self_attn, self._average)
@@ -138,7 +138,7 @@ class Merging(Early):
         return merger
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
-        if not getattr(self.options, "vtu", False):
+        if not self.options.vtu:
             return super()._reduce(kwargs, units, past)
         self._groups = list(zip(units, self._merged, strict=True))
         return kwargs

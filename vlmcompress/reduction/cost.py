@@ -157,7 +157,7 @@ def _reduced(
     found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: Chosen, itemsize: int
 ) -> Cost | None:
     """None when the counts are not known beforehand."""
-    layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0
+    layer = (chosen.options.layer or 0) if chosen.module.STAGE == "llm" else 0
     full = sum(layout.tokens for layout in layouts)
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in layouts}) > 1:

@@ -9,7 +9,6 @@ Families that cut images into tiles learn from the tiles.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals, TokenCounter, fit_counter
 from vlmcompress.reduction._merging import Layers, M, merger_of, pictures
 from vlmcompress.reduction.support import merged_counts
-from vlmcompress.reduction.threshold_file import METHOD, resolve, tower, with_thresholds
+from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
 
 BATCH = 64
 
@@ -35,6 +34,7 @@ class _Learning(Merger):
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.found: list[float] = []
+        assert self.options.keep is not None
         self._pairs = _schedule(self.grids[0], self.options.keep, self.layers)
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
@@ -44,7 +44,7 @@ class _Learning(Merger):
             scores.append(dymu.best(Signals(self.grids[image], keys=rows, heads=heads, merged=merged)))
         self.found.append(dymu.threshold(scores, self._pairs[layer]))
         rest = (1.0,) * (self.layers - len(self.found))
-        self.options = dataclasses.replace(self.options, thresholds=(*self.found, *rest))
+        self.options = self.options.with_thresholds((*self.found, *rest))
         return super().merge(layer, states, keys, heads)
 
 
@@ -63,7 +63,7 @@ def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, pro
     for part in parts:
         found.append(_run(vlm, part, chosen.options, _Learning).found)
         progress("thresholds", len(found), len(parts))
-    return with_thresholds(chosen, REGISTRY.get(METHOD).average(found))
+    return chosen.with_thresholds(REGISTRY.get(METHOD).average(found))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.recipe.reducer import Chosen
-from vlmcompress.reducers import REGISTRY, TokenCounter
+from vlmcompress.reducers import REGISTRY, ReducerOptions, TokenCounter
 from vlmcompress.reduction.threshold_file import resolve
 
 _MIXED = {
@@ -70,21 +70,21 @@ def chooses_images(module: ModuleType) -> bool:
     return module.STAGE == "pixels" and "pixels" not in module.NEEDS
 
 
-def check(vlm: VLM, method: str, options: Any) -> None:
+def check(vlm: VLM, method: str, options: ReducerOptions) -> None:
     """UserError unless this very model can have its tokens reduced so."""
-    if isinstance(getattr(options, "thresholds", None), str) and refusal(vlm.spec, method) is None:
+    if isinstance(options.thresholds, str) and refusal(vlm.spec, method) is None:
         options = resolve(vlm, Chosen(method, options)).options
     check_config(vlm.spec, vlm.model.config, method, options)
 
 
-def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> None:
+def check_config(spec: ModelSpec, config: Any, method: str, options: ReducerOptions) -> None:
     """The same, of a model that is not loaded, from its family and its config."""
     if reason := refusal(spec, method):
         raise UserError(reason)
     if config.vision_config.model_type == "pixtral":
         raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
     module = REGISTRY.get(method)
-    if hasattr(options, "layer"):
+    if options.layer is not None:
         _check_layer(config, options.layer)
         if module.STAGE == "llm":
             _check_deepstack(config, options.layer)
@@ -106,7 +106,7 @@ def _check_deepstack(config: Any, layer: int) -> None:
         raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
 
 
-def _check_encoder(config: Any, options: Any) -> None:
+def _check_encoder(config: Any, options: ReducerOptions) -> None:
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         raise UserError(
             "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
@@ -116,7 +116,7 @@ def _check_encoder(config: Any, options: Any) -> None:
             f"the encoder is a {config.vision_config.model_type}, without CLS; attach a reducer of the projected tokens"
         )
     layers = config.vision_config.num_hidden_layers
-    if getattr(options, "shallow", 0) >= layers:
+    if options.shallow is not None and options.shallow >= layers:
         raise UserError(
             f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
         )
@@ -128,7 +128,7 @@ def feature_layers(config: Any) -> int:
     return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
 
 
-def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
+def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> None:
     vision = config.vision_config
     used = (vision.model_type, config.vision_feature_select_strategy)
     if not isinstance(config.vision_feature_layer, int):
@@ -138,7 +138,7 @@ def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
             f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP without CLS ('default') "
             "and a SigLIP ('full'); attach a reducer of the projected tokens"
         )
-    layers, thresholds = feature_layers(config), getattr(options, "thresholds", None)
+    layers, thresholds = feature_layers(config), options.thresholds
     if isinstance(thresholds, tuple) and len(thresholds) != layers:
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"

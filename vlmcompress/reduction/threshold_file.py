@@ -14,7 +14,6 @@ The file is one JSON object:
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ COMMAND = "vlmcompress thresholds MODEL --calib DATA -o FILE.json"
 
 def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
     """The reducer with the thresholds of the file that it names, if it names one. UserError if they are not of this model."""
-    name = getattr(chosen.options, "thresholds", None)
+    name = chosen.options.thresholds
     if not isinstance(name, str):
         return chosen
     path = Path(name)
@@ -52,13 +51,13 @@ def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
     if not _skeleton(vlm) and (digest := encoder_hash(vlm)) != model["encoder_sha256"]:
         what = f"sha256 of its encoder is {model['encoder_sha256'][:12]}, that of '{vlm.path.name}' {digest[:12]}"
         raise _foreign(path, model, what)
-    return with_thresholds(chosen, content["reduce"].options.thresholds)
+    return chosen.with_thresholds(content["reduce"].options.thresholds)
 
 
 def known(vlm: VLM, chosen: Chosen) -> Chosen:
     """`resolve`, and UserError where thresholds are needed and not there."""
     chosen = resolve(vlm, chosen)
-    if getattr(chosen.options, "thresholds", ()) is None:
+    if chosen.options.unlearnt:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
     return chosen
 
@@ -123,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
         )
     try:
         found = choosing.read(content["reduce"], f"thresholds {path}: reduce")
-        if found.method != METHOD or not isinstance(found.options.thresholds, tuple):
+        if found.method != METHOD or not found.learnt:
             raise TypeError
         model = content["model"]
         known = {"source": str(model["source"]), "encoder_sha256": str(model["encoder_sha256"])}
@@ -145,8 +144,3 @@ def tower(vlm: VLM) -> nn.Module:
 
 def _skeleton(vlm: VLM) -> bool:
     return any(weight.is_meta for weight in tower(vlm).parameters())
-
-
-def with_thresholds(chosen: Chosen, thresholds: tuple[float, ...]) -> Chosen:
-    """The reducer with these thresholds."""
-    return dataclasses.replace(chosen, options=dataclasses.replace(chosen.options, thresholds=thresholds))

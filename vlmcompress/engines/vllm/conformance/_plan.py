@@ -86,7 +86,8 @@ def another(reducer: Chosen) -> Chosen:
     from vlmcompress.recipe import reducer as chosen
 
     other = "uniform" if reducer.method != "uniform" else "random"
-    return chosen.choose(other, {"keep": getattr(reducer.options, "keep", 0.5)}, "another")
+    keep = 0.5 if reducer.options.keep is None else reducer.options.keep
+    return chosen.choose(other, {"keep": keep}, "another")
 
 
 def _round(name: str, ask: list[str], **more: Any) -> Round:

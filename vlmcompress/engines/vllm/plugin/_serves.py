@@ -40,7 +40,7 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
         reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
     if reason:
         return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
-    if "query" not in FAMILIES.constant(family, "SIGNALS") and getattr(reducer.options, "text_pivots", False):
+    if "query" not in FAMILIES.constant(family, "SIGNALS") and reducer.options.text_pivots:
         return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
     return None
 
