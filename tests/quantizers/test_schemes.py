@@ -9,7 +9,7 @@ import torch
 from quant_data import inputs, output_error, statistics, weight
 
 from vlmcompress.numerics import Scheme
-from vlmcompress.quantizers import REGISTRY, QuantizerOptions, smooth, solve
+from vlmcompress.quantizers import REGISTRY, Quantizer, QuantizerOptions, smooth, solve
 from vlmcompress.statistics.inputs import NEEDS
 
 WIDTH = 256
@@ -46,6 +46,7 @@ def test_declares_itself(name):
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.Options().bits = 2
     assert isinstance(method.scheme(method.Options()), Scheme | None)
+    assert isinstance(method, Quantizer) or name == "none"  # which quantizes nothing
 
 
 @pytest.mark.parametrize("name", SCHEMES)

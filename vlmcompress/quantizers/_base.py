@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class QuantizerOptions:
         return None
 
 
+@runtime_checkable  # a pydantic model of llm-compressor's kind has one in a field
 class Quantizer(Protocol):
     """A scheme's module as callers see it: what every module has. Its further steps are optional, see the package."""
 
