@@ -170,7 +170,7 @@ def survey(
         blocks=blocks,
         vision_method=vision_method,
         vision_groups=vision_groups,
-        targets=config_targets(schemes, source.names, source.spec),
+        targets=config_targets(schemes, source.written, source.spec),
         rows=_rows(source, "decoder", groups, None if budget else schemes)
         + _rows(source, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
