@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmcompress.commands._terminal import size, table
+from vlmcompress.common.text import size, table
 from vlmcompress.results import Bench, Memory, Ratio
 
 SHOWN = {

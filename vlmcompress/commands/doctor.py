@@ -1,16 +1,23 @@
-"""`vlmcompress doctor`: look at a checkpoint's files, or, with --engine vllm, at how vLLM serves it."""
+"""Examine a finished checkpoint, or ask it in the engine that will serve it."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands._outcome import GATE, OK, Outcome
+from vlmcompress.commands._text import looked_text
+from vlmcompress.errors import UserError
+
+PLACE = 50
 ENGINES = ("vllm",)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--source", metavar="MODEL", help="compare with the original, too")
     parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
@@ -25,11 +32,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text. 1 when something is wrong with the checkpoint."""
-    from vlmcompress.commands import _summary as summary
-    from vlmcompress.errors import UserError
-
+def run(args: argparse.Namespace) -> Outcome:
+    """Examine the files or ask the engine. 1 when something is wrong with the checkpoint."""
     if args.engine is None:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
@@ -41,20 +45,16 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         checks = _asked(args)
     fine = all(check.ok for check in checks)
     data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
-    return 0 if fine else 1, data, summary.looked_text(args.out, checks)
+    return OK if fine else GATE, data, looked_text(args.out, checks)
 
 
 def _asked(args: argparse.Namespace) -> list[Any]:
-    from vlmcompress.commands import _terminal as terminal
+    """What the engine answered to questions about the checkpoint."""
     from vlmcompress.engines.vllm import conformance
-    from vlmcompress.errors import UserError
 
     if args.source is not None:
         raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
-    progress = terminal.Progress()
-    try:
+    with closing(terminal.Progress()) as progress:
         count = conformance.PROMPTS if args.prompts is None else args.prompts
         data = Path(args.data) if args.data else None
         return conformance.examine(args.out, prompts=count, data=data, seed=args.seed, progress=progress)
-    finally:
-        progress.close()

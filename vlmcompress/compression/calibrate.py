@@ -20,9 +20,9 @@ from vlmcompress.blocks.store import block_file
 from vlmcompress.calibration import statistics_folder as statistics
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands._terminal import size
 from vlmcompress.common import folders as atomic
 from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common.text import size
 from vlmcompress.compression import quantize as pipeline
 from vlmcompress.compression.quantize import Result
 from vlmcompress.errors import UserError

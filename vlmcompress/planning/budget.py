@@ -19,8 +19,8 @@ from vlmcompress.allocation import Key
 from vlmcompress.blocks.solve import Method
 from vlmcompress.checkpoint import sizes as estimate
 from vlmcompress.checkpoint.write import parse_size
-from vlmcompress.commands._terminal import size
 from vlmcompress.common.tensor_files import Spec
+from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.planning import fit

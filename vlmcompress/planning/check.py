@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import targets
-from vlmcompress.commands._summary import tokens_text
-from vlmcompress.commands._terminal import size
+from vlmcompress.common.text import size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.planning import fit
 from vlmcompress.planning import plan as plans
 from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.reducer import tokens_text
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 

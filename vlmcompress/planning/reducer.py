@@ -137,6 +137,15 @@ def example(recipe: Recipe) -> dict[str, Any] | None:
     return {"image": size, "before": found.full.visual, "after": cost.visual if cost else None, "text": found.text}
 
 
+def tokens_text(reducer: Chosen, tokens: Mapping[str, Any] | None) -> str:
+    """What a reducer does to an image, in words. `tokens`: what `example` returns."""
+    if tokens is None:
+        return label(reducer)
+    if tokens["after"] is None:
+        return f"{label(reducer)}: fewer than the {tokens['before']:,} visual tokens of a {tokens['image']} image, as it shows"
+    return f"{label(reducer)}: {tokens['before']:,} -> {tokens['after']:,} visual tokens of a {tokens['image']} image"
+
+
 def problems(recipe: Recipe, config: Mapping[str, Any], vlm: VLM) -> list[str]:
     """Why this model cannot have its visual tokens reduced so, or the recipe's engine not serve it: a line each.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vlmcompress.commands._terminal import table
+from vlmcompress.common.text import table
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import Change, LayerErrors
 from vlmcompress.report import words

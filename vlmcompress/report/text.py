@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmcompress.commands._terminal import table
+from vlmcompress.common.text import table
 from vlmcompress.report import findings
 from vlmcompress.report.words import VERDICTS
 from vlmcompress.results import Comparison, Gate, Results, Suite
