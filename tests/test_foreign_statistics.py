@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests import calibration_rows, tiny
 from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder as statistics
-from vlmcompress.commands import _arguments as arguments
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands.calibrate import STATISTICS
 from vlmcompress.compression import quantize as pipeline
 from vlmcompress.compression.calibrate import KINDS, calibrate, decoder_blocks, gram_bytes
 from vlmcompress.errors import UserError
@@ -235,7 +235,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_the_names_of_statistics():
-    assert frozenset(arguments.STATISTICS) == KINDS
+    assert frozenset(STATISTICS) == KINDS
 
 
 def test_only_statistics_are_overwritten(world, tmp_path):

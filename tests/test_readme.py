@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from vlmcompress import cli
-from vlmcompress.commands import _arguments as arguments
 from vlmcompress.results import load
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +28,7 @@ def between(name: str) -> str:
 @pytest.mark.parametrize("line", [line for line in BLOCKS if re.match(r"(\$ )?vlmcompress ", line)])
 def test_commands_parse(line):
     words = shlex.split(line.removeprefix("$ "), comments=True)
-    assert arguments.parse(words[1:]).verb in cli.VERBS
+    assert cli.parse(words[1:]).verb in cli.VERBS
 
 
 @pytest.mark.parametrize("line", [line for line in BLOCKS if line.startswith("scripts/")])

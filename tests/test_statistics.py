@@ -245,7 +245,7 @@ def test_killed(world, tmp_path):
     command = ["calibrate", str(world / "llava"), "-o", str(stats), "--samples", "5", "--kv-cache", "fp8"]
     command += ["--calib", str(world / "calib.jsonl")]
     code = (
-        "import os, signal, sys; from vlmcompress import cli, terminal\n"
+        "import os, signal, sys; from vlmcompress import cli; from vlmcompress.commands import _terminal as terminal\n"
         "def stop(self, label, done, total):\n"
         "    if done > total // 2: os.kill(os.getpid(), signal.SIGKILL)\n"
         "terminal.Progress.__call__ = stop\n"

@@ -10,7 +10,7 @@ import torch
 from tests import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder as statistics
-from vlmcompress.commands import _summary as summary
+from vlmcompress.commands import calibrate as verb
 from vlmcompress.compression import quantize as pipeline
 from vlmcompress.compression.calibrate import calibrate, decoder_blocks
 from vlmcompress.data import data_hash, load_mixed, load_samples
@@ -76,8 +76,8 @@ def test_statistics_are_those_of_both(world, tmp_path):
     origin = facts["calibration"]
     assert origin["samples"] == 8 and origin["images"] == 4
     assert origin["text"]["source"] == "text.jsonl" and origin["text"]["samples"] == 4
-    assert "'calib.jsonl' and 'text.jsonl' (4 of text alone)" in summary.calibrate_text(
-        summary.calibrate_result(tmp_path, world / "llava", facts, 1.0)
+    assert "'calib.jsonl' and 'text.jsonl' (4 of text alone)" in verb.text(
+        verb.result(tmp_path, world / "llava", facts, 1.0)
     )
     vlm = models.load(world / "llava")
     batches, _ = pipeline.calibration_batches(recipe(world, tmp_path / "x"), vlm, "x")

@@ -92,5 +92,5 @@ class Registry:
         spec = importlib.util.find_spec(self.package)
         if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:
             return None
-        file = Path(spec.submodule_search_locations[0], f"{module.rpartition('.')[2]}.py")
-        return ast.parse(file.read_text(encoding="utf-8"))
+        files = (Path(folder, f"{module.rpartition('.')[2]}.py") for folder in spec.submodule_search_locations)
+        return ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))
