@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vlmcompress.commands import _flags
+from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.commands._text import looked_text
 
@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     recipe = resolve(_flags.given(args), args.recipe, refuse=False).recipe
+    _lean.import_transformers()
     from vlmcompress.planning.check import findings
 
     engine = args.engine or recipe.engine

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.commands import _lean
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands._outcome import GATE, OK, Outcome
 from vlmcompress.commands._text import looked_text
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> Outcome:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
+        _lean.import_transformers()
         from vlmcompress.diagnosis.files import diagnose
 
         checks = diagnose(Path(args.out), Path(args.source) if args.source else None)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags
+from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.text import table
 from vlmcompress.errors import UserError
@@ -26,6 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the picture and say what became of the tokens of each image."""
+    _lean.import_transformers()
     from vlmcompress.data.encode import encode_prompt
     from vlmcompress.data.images import open_image
     from vlmcompress.data.samples import Sample

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _flags
+from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.text import duration, size, table
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _planned(resolved: Resolved) -> Outcome:
     """What would be done, widths of groups included where statistics say them."""
+    _lean.import_transformers()
     from vlmcompress.planning import plan as planning
 
     plan = planning.build(resolved.recipe)

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from vlmcompress.commands import _flags
+from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.text import size as size_text
 from vlmcompress.common.text import table
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> Outcome:
     """Count the tokens, the work on them and the cache that they fill."""
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
+    _lean.import_transformers()
     from vlmcompress.recipe.reducer import parse
     from vlmcompress.reduction import cost
 
