@@ -41,7 +41,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     extra: list[str] = []
-    if "--" in arguments and wanted in VERBS and getattr(VERBS.get(wanted), "PASSES_ON", False):
+    if "--" in arguments and wanted is not None and wanted in VERBS and getattr(VERBS.get(wanted), "PASSES_ON", False):
         cut = arguments.index("--")
         arguments, extra = arguments[:cut], arguments[cut + 1 :]
     parser, verbs = _parser(wanted)
