@@ -28,7 +28,7 @@ from vlmcompress.models._names import (
     unfound_text,
     written_names,
 )
-from vlmcompress.models._read import check_files, read_config, shards, tensor_headers
+from vlmcompress.models._read import check_files, read_config, read_json, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
@@ -58,6 +58,7 @@ __all__ = [
     "memory_names",
     "quiet",
     "read_config",
+    "read_json",
     "refuse_quantized",
     "resolve",
     "shards",
