@@ -39,7 +39,7 @@ from serving_model import ROOT, SIDE, Variant, prepare
 
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.serving import ALWAYS, FLAGS
-from vlmcompress.commands._terminal import Progress
+from vlmcompress.common.progress import ProgressBar
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse as parse_reducer
@@ -64,7 +64,7 @@ RESIDENT = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)
 
 
 @contextlib.contextmanager
-def servers(group: str, folders: Mapping[Variant, Path], progress: Progress) -> Iterator[dict[Variant, Server]]:
+def servers(group: str, folders: Mapping[Variant, Path], progress: ProgressBar) -> Iterator[dict[Variant, Server]]:
     """All servers of a group, up; two start at a time."""
     flags = [*FLAGS[state(group)], *ALWAYS, *RESIDENT]
     with contextlib.ExitStack() as stack:
@@ -79,7 +79,7 @@ def servers(group: str, folders: Mapping[Variant, Path], progress: Progress) -> 
 
 
 def run_group(
-    group: str, folders: Mapping[Variant, Path], turns: int, progress: Progress
+    group: str, folders: Mapping[Variant, Path], turns: int, progress: ProgressBar
 ) -> Iterator[list[dict[str, Any]]]:
     """The bursts of a group as rows, turn by turn."""
     prompts = open_prompts(None, [(448, 448)], *(2 * (next(iter(folders.values())),)), seed=0)
@@ -144,7 +144,7 @@ def measure_groups(groups: Sequence[str], folders: Mapping[Variant, Path], optio
     """Run groups, one after the other; what one has measured stays when it fails, and the next one is run."""
     kept = options.out is not None and options.out.is_file()
     found: dict[str, Any] = json.loads(options.out.read_text()) if kept else {}
-    progress, failed = Progress(), []
+    progress, failed = ProgressBar(), []
     for group in groups:
         own, rows = {variant: folders[variant] for variant in GROUPS[group]}, []
         began = time.monotonic()

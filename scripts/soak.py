@@ -40,7 +40,7 @@ from transformers import AutoConfig
 
 from vlmcompress.bench import counters
 from vlmcompress.bench.serving import FLAGS
-from vlmcompress.commands._terminal import Progress
+from vlmcompress.common.progress import ProgressBar
 from vlmcompress.data.sources import bundled, load_samples
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
@@ -58,7 +58,7 @@ METRICS = (
 )
 
 
-def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], progress: Progress) -> list[Reply]:
+def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], progress: ProgressBar) -> list[Reply]:
     """The answer of each conversation by a server without caches that works on one at a time."""
     replies = [Reply() for _ in asked]
 
@@ -149,7 +149,7 @@ class Soak:
             self.problems.append(f"conversation {entry.number} ({kind}), {entry.delivery}: {verdict.why}")
 
 
-def soak(soaked: Soak, running: Server, clients: int, progress: Progress) -> dict[str, Any]:
+def soak(soaked: Soak, running: Server, clients: int, progress: ProgressBar) -> dict[str, Any]:
     """Send everything; what the server and its memory did."""
 
     def done(index: int, reply: Reply) -> None:
@@ -227,7 +227,7 @@ def main() -> int:
     samples = load_samples(data, samples=None, seed=options.seed, check_images=False)
     asks = traffic(options.requests, options.seed)
     asked = conversations(samples, 1 + max(ask.number for ask in asks), options.seed)
-    progress = Progress()
+    progress = ProgressBar()
     right = reference(options.model, asked, flags, progress)
     hard = [*pressure(options.model, right, options.clients), *flags]
     with server(options.model, flags=hard, images=MOST_IMAGES, log=options.log) as running:

@@ -41,8 +41,9 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         static = one.activations is not None and not one.activations.dynamic
         result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16)
         quantized[name] = (result, one, torch.tensor(0.05) if static else None)
-    groups = targets(chosen, names, spec)
-    ignore = models.ignore_patterns(model, spec, set(chosen), names)
+    written = models.written_names(names, spec)
+    groups = targets(chosen, written, spec)
+    ignore = models.ignore_patterns(model, spec, set(chosen), written)
     attention = [f"{layer}.self_attn" for layer in models.decoder_layers(model, spec)]
     recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
     return {
@@ -50,6 +51,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "quantized": quantized,
         "names": names,
         "exporter": compressed_tensors,
+        "written": written,
         "quantization_config": compressed_tensors.quantization_config(groups, ignore, kv_cache=kv_cache),
         "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
         "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.counters import Counters
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_a_run_that_is_not_what_it_says_is_refused() -> None:
 def test_what_was_measured_stays_when_a_later_turn_or_group_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def run_group(group: str, folders: dict, turns: int, progress: terminal.Progress) -> Iterator[list[dict]]:
+    def run_group(group: str, folders: dict, turns: int, progress: ProgressBar) -> Iterator[list[dict]]:
         yield [row(name, 0, 1.0) for name in ("bf16 full", "bf16 dart:1/4", "bf16 uniform:1/1024")]
         if group == "cold":
             raise UserError("the server is gone")
@@ -134,8 +134,8 @@ def test_groups_in_the_real_server(work: Path) -> None:
     """Three decoder layers, of which the surrogate runs two ahead; what each burst claims is checked as it runs."""
     variants = (FULL, QUARTER, Variant("bf16", bench_serving.SURROGATE))
     folders = {variant: prepare(variant, work, 3) for variant in variants}
-    (cold,) = bench_serving.run_group("cold", folders, 1, terminal.Progress())
-    (warm,) = bench_serving.run_group("warm", {v: folders[v] for v in variants[:2]}, 1, terminal.Progress())
+    (cold,) = bench_serving.run_group("cold", folders, 1, ProgressBar())
+    (warm,) = bench_serving.run_group("warm", {v: folders[v] for v in variants[:2]}, 1, ProgressBar())
     assert [(r["variant"], r["load"]) for r in cold] == [(str(v), k) for k in ("latency", "load") for v in variants]
     assert [r["load"] for r in warm] == ["again", "again"]
     for full, quarter in (cold[3:5], warm):

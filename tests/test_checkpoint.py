@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import rtn
 from tests.tiny import build
+from vlmcompress import models
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint import write as checkpoint
 from vlmcompress.common import tensor_files
@@ -66,6 +67,27 @@ def test_changed_parameters_and_kv_scales(source, out):
     assert torch.equal(got[given["names"][norm]], value)
     assert got["language_model.model.layers.1.self_attn.k_scale"].tolist() == pytest.approx([0.02], rel=2**-8)
     assert got["language_model.model.layers.1.self_attn.v_scale"].tolist() == pytest.approx([0.03], rel=2**-8)
+
+
+@pytest.mark.parametrize("family", models.REGISTRY.names())
+def test_names_that_an_engine_does_not_find_are_put_right(tmp_path, family):
+    """Oracle: the same model under the hub's names. What is made of it as transformers saves it is equal, name by name."""
+    for kind, hub in (("hub", True), ("saved", False)):
+        build(family, tmp_path / kind, hub_names=hub)
+        rtn.write(
+            tmp_path / kind,
+            tmp_path / f"{kind}-out",
+            W4,
+            rtn.SCHEMES["fp8"],
+            kv_cache=family != "lfm2-vl",
+            shard_size="300KB",
+        )
+    expected, got = load(tmp_path / "hub-out"), load(tmp_path / "saved-out")
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+    index = json.loads((tmp_path / "saved-out" / tensor_files.INDEX).read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    configs = [json.loads((tmp_path / f"{kind}-out" / "config.json").read_text()) for kind in ("hub", "saved")]
+    assert configs[0] == configs[1]
 
 
 def test_same_inputs_same_bytes(source, tmp_path):

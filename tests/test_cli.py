@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from vlmcompress import cli
+from vlmcompress import cli, commands
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.registry import Registry
 from vlmcompress.errors import GateError, UserError
 
 
@@ -34,7 +37,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 
 def replaced(monkeypatch, verb):
     """`vlmcompress list` does what `verb` does."""
-    monkeypatch.setitem(cli.VERBS, "list", verb)
+    monkeypatch.setattr(cli.VERBS.get("list"), "run", verb)
 
 
 def test_quantize_in_a_process_of_its_own(model, tmp_path):
@@ -50,6 +53,86 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path):
     again = run("quantize", model, "-o", out, "--scheme", "rtn")
     assert again.returncode == 2 and again.stdout == ""
     assert again.stderr.startswith("error: output ") and again.stderr.count("\n") == 1
+
+
+def test_every_verb_has_its_place(capfd):
+    """`--help` has the verbs in the order of their places; each is a whole file."""
+    verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
+    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 14
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capfd.readouterr().out
+    assert re.findall(r"^    ([a-z-]+)", shown, re.MULTILINE) == verbs
+    for name in verbs:
+        module = cli.VERBS.get(name)
+        assert callable(module.options) and callable(module.run)
+        assert f"{cli.VERBS.summary(name)}." in " ".join((module.__doc__ or "").split())
+
+
+GREET = '''"""Greet somebody. Politely."""
+
+PASSES_ON = True
+
+
+def options(parser):
+    """Add the verb's flags."""
+    parser.add_argument("name")
+
+
+def run(args):
+    """Greet."""
+    return 0, {"greeted": args.name, "extra": args.extra}, f"Good day, {args.name}."
+'''
+
+
+def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
+    """A file in the folder is a verb: in `--help` behind the others, with flags, text, JSON and errors of its own."""
+    (tmp_path / "say_hello.py").write_text(GREET)
+    folders = [*commands.__path__, str(tmp_path)]
+    monkeypatch.setattr(commands, "__path__", folders)
+    monkeypatch.setattr(commands.__spec__, "submodule_search_locations", folders)
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "list        List what has a name.\n    say-hello   Greet somebody.\n" in capfd.readouterr().out
+    assert cli.main(["say-hello", "Ada"]) == 0
+    assert capfd.readouterr().out == "Good day, Ada.\n"
+    assert cli.main(["say-hello", "Ada", "--json", "--", "--loud"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"greeted": "Ada", "extra": ["--loud"]}
+    assert cli.main(["say-hello"]) == 2
+    assert capfd.readouterr().err == "error: vlmcompress say-hello: missing name; see vlmcompress say-hello --help\n"
+    assert cli.main(["say-helo", "Ada"]) == 2
+    assert "did you mean 'say-hello'" in capfd.readouterr().err
+
+
+def test_a_verb_of_a_third_party(capfd, monkeypatch, tmp_path):
+    """A distribution with an entry point of the group adds a verb; one with a name that exists is refused."""
+    (tmp_path / "their_verb.py").write_text(GREET)
+    info = tmp_path / "their_verb-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-verb\nVersion: 1\n")
+    points = info / "entry_points.txt"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    points.write_text("[vlmcompress.commands]\ngreet = their_verb\n")
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
+    assert cli.main(["greet", "Ada"]) == 0
+    assert capfd.readouterr().out == "Good day, Ada.\n"
+
+    points.write_text("[vlmcompress.commands]\nlist = their_verb\n")
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
+    assert cli.main(["greet", "Ada"]) == 2
+    assert "entry point 'their_verb' takes the verb name 'list', which exists" in capfd.readouterr().err
+
+
+def test_only_the_verb_that_is_asked_for_is_imported():
+    code = (
+        "import sys; from vlmcompress.cli import parse\n"
+        "parse(['tokens', 'm', '--image-size', '8x8'])\n"
+        "print(*sorted(name.rpartition('.')[2] for name in sys.modules if name.startswith('vlmcompress.commands.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if not name.startswith("_")] == ["tokens"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "reducers"], ["quantize", "--help"]])
@@ -226,9 +309,11 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
 
 
 def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
-    monkeypatch.setitem(cli.VERBS, "quantize", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(cli.VERBS.get("quantize"), "run", raising(KeyboardInterrupt()))
     assert cli.main(["quantize", "m", "--scheme", "rtn"]) == 130
     assert capfd.readouterr().err == "interrupted; continue with --resume\n"
+    assert cli.main(["quantize", "m", "--scheme", "rtn", "--dry-run"]) == 130
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 def test_internal_error_keeps_its_traceback_in_a_file(capfd, monkeypatch, tmp_path):
@@ -244,12 +329,12 @@ def test_internal_error_keeps_its_traceback_in_a_file(capfd, monkeypatch, tmp_pa
 
 
 def test_progress_only_on_a_terminal(capsys, monkeypatch):
-    silent = terminal.Progress()
+    silent = ProgressBar()
     silent("calibrating", 1, 2)
     silent.close()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = terminal.Progress()
+    shown = ProgressBar()
     for done in range(5):
         shown("calibrating", done, 4)
     shown("writing", 4, 4)
@@ -261,7 +346,7 @@ def test_progress_only_on_a_terminal(capsys, monkeypatch):
 def test_a_line_every_half_minute_without_a_terminal(capsys):
     """By a clock of the test's: nothing in short runs, then a line each 30 s, whatever the work is called."""
     now = 100.0
-    progress = terminal.Progress(clock=lambda: now)
+    progress = ProgressBar(clock=lambda: now)
     for label, done, seconds in [
         ("loading", 1, 10),
         ("loading", 2, 10),

@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from vlmcompress import cli, reducers
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands import _arguments as arguments
 from vlmcompress.common.registry import Registry
 from vlmcompress.data.samples import to_sample
 from vlmcompress.evaluation import gate
@@ -65,7 +64,7 @@ SCRIPTS = sorted({name for text in TEXTS.values() for name in re.findall(r"\bscr
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_parse(line):
     words = shlex.split(line, comments=True)
-    assert arguments.parse(words[1:]).verb in cli.VERBS
+    assert cli.parse(words[1:]).verb in cli.VERBS
 
 
 def test_every_verb_is_shown():

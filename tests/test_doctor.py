@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from tests import rtn
 from tests.tiny import build
@@ -160,6 +161,33 @@ def test_a_scheme_mismatch_among_fused_layers(patient):
     edit_json(patient, "config.json", lambda c: c["quantization_config"]["ignore"].append(r"re:.*layers\.0\..*q_proj"))
     found = failures(patient)
     assert "q_proj: unquantized" in found["fused"] and "tensors" in found
+
+
+def test_tensor_names_that_only_transformers_finds(patient, source, tmp_path):
+    """A tower as transformers saves it: vLLM asks for `vision_model`. All else is in order but for `ignore`, made for that."""
+
+    def rename(tensors):
+        for name in [name for name in tensors if name.startswith("vision_tower.")]:
+            tensors[name.replace(".vision_model.", ".")] = tensors.pop(name)
+
+    edit_tensors(patient, rename)
+    saved = build("llava", tmp_path / "saved", hub_names=False)
+    for folder in (patient, saved):
+        wrong = failures(folder)["names"]
+        assert "'vision_tower.embeddings.class_embedding'" in wrong and "'vision_tower.vision_model.embeddings" in wrong
+    assert failures(patient).keys() <= {"names", "engine"}
+
+
+@pytest.mark.parametrize("family", models.REGISTRY.names())
+def test_a_model_saved_by_transformers_passes(tmp_path, family):
+    """Written under names that every engine finds, and read back by transformers without a missing key."""
+    folder = build(family, tmp_path / "source", hub_names=False)
+    rtn.write(folder, tmp_path / "out", rtn.SCHEMES["w4-symmetric"])
+    assert failures(tmp_path / "out", folder) == {}
+    with models.quiet():
+        load = AutoModelForImageTextToText.from_pretrained
+        _, info = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def test_names_that_only_transformers_understands(patient):

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests import calibration_rows, tiny
 from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands import _arguments as arguments
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands.calibrate import STATISTICS
 from vlmcompress.compression.calibrate import KINDS, calibrate, gram_bytes
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
@@ -236,7 +236,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_the_names_of_statistics():
-    assert frozenset(arguments.STATISTICS) == KINDS
+    assert frozenset(STATISTICS) == KINDS
 
 
 def test_only_statistics_are_overwritten(world, tmp_path):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from vlmcompress.checkpoint import sizes as estimate
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import Format, Scheme
@@ -82,8 +85,6 @@ def test_output_tensors(scheme, local):
 
 def test_no_weight_is_read(models, tmp_path):
     """Weights of NaN give the same plan."""
-    from safetensors.torch import load_file, save_file
-
     bad = tmp_path / "bad"
     tiny.build("llava", bad)
     tensors = {
@@ -161,6 +162,32 @@ def bad(model: Path, engine: str = "vllm", **given) -> dict[str, str]:
 def test_check_finds_nothing_wrong(models, tmp_path):
     (tmp_path / "calib.jsonl").write_text("{}")
     assert bad(models["llava"], scheme="awq", target="cpu", calibrate={"data": str(tmp_path / "calib.jsonl")}) == {}
+
+
+def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
+    """As transformers saves it; what is written is in order, so nothing stands in the way."""
+    saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
+    found = {}
+    for folder in (models["llava"], saved):
+        all_of = check.findings(recipe(folder, scheme="rtn"), "vllm")
+        found[folder] = next(each for each in all_of if each.name == "names")
+        assert all(each.ok for each in all_of)
+    assert found[models["llava"]].detail == "vLLM finds every tensor by its name"
+    assert "'vision_tower.vision_model." in found[saved].detail and "can't load" in found[saved].detail
+
+
+def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
+    """Published checkpoints of 2023 have it, transformers drops it, and vLLM 0.32 dies of it."""
+    old, out = Path(shutil.copytree(models["llava"], tmp_path / "old")), tmp_path / "out"
+    buffer = "vision_tower.vision_model.embeddings.position_ids"
+    tensors = load_file(old / "model.safetensors") | {buffer: torch.arange(17)}
+    save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
+    assert f"'{buffer}', which should not be there" in str(check.findings(recipe(old, scheme="rtn"), "vllm"))
+    assert [c.name for c in doctor.diagnose(old) if "should not be there" in c.detail] == ["names"]
+    chosen = recipe(old, scheme="rtn", out=str(out))
+    assert quantize(chosen).manifest["size"]["weights_after"] == plan.build(chosen).bytes_after
+    assert buffer not in load_file(out / "model.safetensors")
+    assert all(each.ok for each in doctor.diagnose(out, old))
 
 
 def test_check_lists_everything(models, tmp_path):

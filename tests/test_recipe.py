@@ -209,7 +209,7 @@ def test_bundled_recipes(name):
 
 
 def test_every_flag_is_a_recipe_key():
-    from vlmcompress.commands._arguments import RECIPE_KEYS
+    from vlmcompress.commands._flags import RECIPE_KEYS
     from vlmcompress.recipe import Calibrate
 
     known = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}

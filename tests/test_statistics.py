@@ -248,10 +248,10 @@ def test_killed(world, tmp_path):
     command = ["calibrate", str(world / "llava"), "-o", str(stats), "--samples", "5", "--kv-cache", "fp8"]
     command += ["--calib", str(world / "calib.jsonl")]
     code = (
-        "import os, signal, sys; from vlmcompress import cli, terminal\n"
+        "import os, signal, sys; from vlmcompress import cli; from vlmcompress.common import progress\n"
         "def stop(self, label, done, total):\n"
         "    if done > total // 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "terminal.Progress.__call__ = stop\n"
+        "progress.ProgressBar.__call__ = stop\n"
         "cli.main(sys.argv[1:])"
     )
     killed = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=False)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from vlmcompress import engines, models
+from vlmcompress.common import hub
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression.calibrate import KINDS
 from vlmcompress.compression.calibrate import calibrate as _calibrate
@@ -122,8 +123,8 @@ def evaluate(
 
 
 def load(path: str | Path, *, trust_remote_code: bool = False) -> VLM:
-    """Load a model with its processor, on the CPU, in the type of its checkpoint; `attach` takes what this returns."""
-    return models.load(path, trust_remote_code=trust_remote_code)
+    """Load a model, a folder or an id on the Hub, with its processor: on the CPU, in its own type. `attach` takes it."""
+    return models.load(hub.local(path, code=trust_remote_code), trust_remote_code=trust_remote_code)
 
 
 def attach(vlm: VLM, reducer: str) -> Attachment:
@@ -151,6 +152,6 @@ def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
         raise UserError(
             f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
         )
-    if reason := refusal(models.spec_for(models.read_config(model)), chosen.method):
+    if reason := refusal(models.spec_for(models.read_config(hub.local(model, weights="none"))), chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     return dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))

@@ -1,33 +1,28 @@
-"""The verbs. Each turns arguments into a call of the package and returns what to print; `main` does the rest.
+"""The door: parse a call, run its verb, print what that returns, exit with its code.
 
-A verb gets parsed arguments and returns `(exit code, data, text)`. While it runs, stdout leads to stderr; then either the text
-or, with `--json`, the data as one JSON object goes to stdout. Heavy imports are inside the verbs.
+The verbs are `vlmcompress.commands`. While one runs, stdout leads to stderr; then either its text or, with `--json`, its data
+as one JSON object goes to stdout. Every error is one line on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib
 import json
 import os
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable
-from typing import Any
 
-from vlmcompress.commands import _arguments as arguments
-from vlmcompress.commands import _summary as summary
+from vlmcompress import __version__
+from vlmcompress.commands import REGISTRY as VERBS
+from vlmcompress.commands import _flags
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
 from vlmcompress.common.messages import shortened
 from vlmcompress.common.paths import unusable
 from vlmcompress.errors import GateError, UserError
-
-Outcome = tuple[int, Any, str]
-OK, GATE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 130
 
 # Package that is absent -> the extra that brings it.
 _EXTRAS = {
@@ -41,194 +36,65 @@ _EXTRAS = {
 }
 
 
-def quantize(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress quantize`"""
-    from vlmcompress.recipe import resolve
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The arguments of one call; `verb` names its verb, `extra` has what stands behind `--` for another program.
 
-    given = arguments.given(args)
-    resolved = resolve(given, args.recipe, weights="headers" if args.dry_run else "values")
-    if args.dry_run:
-        from vlmcompress.compression.inputs import refuse_without_data
-        from vlmcompress.planning import plan
+    Raises:
+        UserError: the call is not one that the command line understands.
+    """
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    extra: list[str] = []
+    if "--" in arguments and wanted is not None and wanted in VERBS and getattr(VERBS.get(wanted), "PASSES_ON", False):
+        cut = arguments.index("--")
+        arguments, extra = arguments[:cut], arguments[cut + 1 :]
+    parser, verbs = _parser(wanted)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        verbs[args.verb].refuse(unknown[0])
+    args.extra = extra
+    return args
 
-        planned = plan.build(resolved.recipe)
-        refuse_without_data(planned)
-        if planned.budget and planned.statistics:
-            from vlmcompress.common.progress import silent
-            from vlmcompress.compression import allocate
 
-            whole = resolve(given, args.recipe).recipe  # bits are shared out by the weights themselves
-            planned = allocate.planned(dataclasses.replace(planned, recipe=whole), progress=silent)
-        return OK, {"ok": True, **planned.to_dict(), "origins": resolved.origins}, summary.plan_text(planned, resolved)
-    if resolved.recipe.out is None:
-        raise UserError("no output folder given; add -o OUT")
-    from vlmcompress.compression.quantize import quantize as run
-
-    began, progress = time.monotonic(), terminal.Progress()
-    try:
-        done = run(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
-    finally:
-        progress.close()
-    for line in done.manifest["warnings"]:
-        print(f"warning: {line}", file=sys.stderr)
-    result = summary.quantize_result(
-        done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - began
+def _parser(wanted: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """The grammar with a line for every verb and the flags of the one that is wanted; also the parser of each verb."""
+    parser = Parser(
+        prog="vlmcompress",
+        description="Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost.",
+        epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
+        "130 interrupted.",
     )
-    return OK, result, summary.quantize_text(result)
-
-
-def calibrate(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress calibrate`"""
-    from vlmcompress.recipe import resolve
-
-    given = arguments.given(args)
-    arguments.refuse_foreign(given)
-    chosen = resolve(given | {"scheme": "none"}).recipe
-    needs = arguments.needs(args.needs)
-    from vlmcompress.compression.calibrate import calibrate as run
-
-    began, progress = time.monotonic(), terminal.Progress()
-    try:
-        done = run(chosen, needs=needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
-    finally:
-        progress.close()
-    result = summary.calibrate_result(done.out, hub.shown(chosen.model), done.manifest, time.monotonic() - began)
-    return OK, result, summary.calibrate_text(result)
-
-
-def check(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress check`"""
-    from vlmcompress.recipe import resolve
-
-    recipe = resolve(arguments.given(args), args.recipe, refuse=False, weights="headers").recipe
-    from vlmcompress.planning.check import findings
-
-    engine = args.engine or recipe.engine
-    found = findings(recipe, engine)
-    fine = all(finding.ok for finding in found)
-    title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
-    data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
-    return OK if fine else BAD_INPUT, data, summary.looked_text(title, found)
-
-
-def _verb(module: str, function: str = "run_verb") -> Callable[[argparse.Namespace], Outcome]:
-    """A verb of another module, which is imported when it runs."""
-
-    def run(args: argparse.Namespace) -> Outcome:
-        return getattr(importlib.import_module(f"vlmcompress.{module}"), function)(args)
-
-    return run
-
-
-def serve(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress serve`: this process becomes the server."""
-    from vlmcompress.engines.vllm.serve import serve as run
-
-    names = ("host", "port", "images", "videos", "max_model_len")
-    run(args.out, **{name: getattr(args, name) for name in names}, extra=args.extra)
-    return OK, {"ok": True}, ""
-
-
-def listing(args: argparse.Namespace) -> Outcome:
-    """`vlmcompress list`"""
-    from vlmcompress import targets
-    from vlmcompress.common.registry import Registry
-    from vlmcompress.recipe import layers as settings
-    from vlmcompress.recipe import recipe
-
-    def registered(registry: Registry) -> list[dict[str, Any]]:
-        return [{"name": name, "about": registry.summary(name)} for name in registry.names()]
-
-    def machines() -> list[dict[str, Any]]:
-        found = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
-        return [
-            {
-                "name": name,
-                "about": f"{t.title}: {t.schemes[None]} by default, {t.schemes['throughput']} for throughput",
-            }
-            for name, t in found
-        ]
-
-    def recipes() -> list[dict[str, Any]]:
-        lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in settings.bundled().items()}
-        return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
-
-    def reducers() -> list[dict[str, Any]]:
-        from vlmcompress.engines.vllm.plugin import REDUCERS as registry
-        from vlmcompress.engines.vllm.plugin import served
-
-        keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
-        return [
-            {"name": name, "about": registry.summary(name), "vllm": served(name)}
-            | {key: registry.constant(name, constant) for key, constant in keys.items()}
-            for name in registry.names()
-        ]
-
-    def gates() -> list[dict[str, Any]]:
-        from vlmcompress.evaluation import gate
-
-        return [{"name": name, "about": gate.about(name)} for name in gate.names()]
-
-    def suites() -> list[dict[str, Any]]:
-        from vlmcompress.evaluation import catalogue
-
-        return [{"name": name, "about": catalogue.about(name)} for name in catalogue.names()]
-
-    kinds: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "schemes": lambda: registered(recipe.SCHEMES),
-        "targets": machines,
-        "families": lambda: registered(Registry("vlmcompress.models", "model family")),
-        "recipes": recipes,
-        "formats": lambda: registered(recipe.FORMATS),
-        "reducers": reducers,
-        "suites": suites,
-        "gates": gates,
-    }
-    entries = {kind: find() for kind, find in kinds.items() if args.what in (None, kind)}
-    return OK, entries, summary.list_text(entries)
-
-
-VERBS = {
-    "calibrate": calibrate,
-    "quantize": quantize,
-    "check": check,
-    "doctor": _verb("doctor_options"),
-    "tokens": _verb("reduction.verbs", "tokens"),
-    "inspect": _verb("reduction.verbs", "inspect"),
-    "thresholds": _verb("thresholds_options"),
-    "eval": _verb("evaluation.options"),
-    "bench": _verb("bench.options"),
-    "report": _verb("report.options"),
-    "report-error": _verb("report.error_options"),
-    "sweep": _verb("report.sweep_options"),
-    "serve": serve,
-    "list": listing,
-}
+    parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    places = {name: VERBS.constant(name, "PLACE") for name in VERBS}
+    for name in sorted(places, key=lambda name: float("inf") if places[name] is None else places[name]):
+        about = f"{VERBS.summary(name)}."
+        verb = verbs.add_parser(name, help=about, description=about)
+        if name == wanted:
+            _flags.common(verb)
+            VERBS.get(name).options(verb)
+    return parser, dict(verbs.choices)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one call and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
     as_json, debug = "--json" in given, "--debug" in given
+    args = argparse.Namespace()
     try:
-        args = arguments.parse(given)
-        if not args.verbose and args.verb != "serve":  # a server's log is what one looks at
+        args = parse(given)
+        if not args.verbose:
             terminal.quiet_libraries()
         hub.only_ids()  # nothing is fetched behind the user's back
         with terminal.stdout_kept_clean():
-            code, data, text = VERBS[args.verb](args)
+            code, data, text = VERBS.get(args.verb).run(args)
         print(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text, flush=True)
         return code
     except BrokenPipeError:  # the reader of our stdout left
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
     except KeyboardInterrupt:
-        hint = (
-            "; continue with --resume"
-            if given[:1] in (["quantize"], ["calibrate"]) and "--dry-run" not in given
-            else ""
-        )
-        return _fail(f"interrupted{hint}", INTERRUPTED, as_json)
+        goes_on = "resume" in args and not getattr(args, "dry_run", False)
+        return _fail(f"interrupted{'; continue with --resume' if goes_on else ''}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)
     except UserError as error:
@@ -255,7 +121,7 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:
-    """One line on stderr; with --json also the object."""
+    """Say what went wrong, in one line on stderr and with `--json` also as an object."""
     line = shortened(" ".join(message.split()))
     print(f"error: {line}" if code != INTERRUPTED else line, file=sys.stderr, flush=True)
     if as_json:
@@ -264,6 +130,7 @@ def _fail(message: str, code: int, as_json: bool) -> int:
 
 
 def _save_traceback() -> str:
+    """Keep the traceback of the current error in a file of its own."""
     with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)
     return file.name

@@ -10,7 +10,7 @@ import torch
 from tests import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands import _summary as summary
+from vlmcompress.commands import calibrate as verb
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.inputs import read_inputs
 from vlmcompress.compression.quantize import quantize
@@ -78,8 +78,8 @@ def test_statistics_are_those_of_both(world, tmp_path):
     origin = facts["calibration"]
     assert origin["samples"] == 8 and origin["images"] == 4
     assert origin["text"]["source"] == "text.jsonl" and origin["text"]["samples"] == 4
-    assert "'calib.jsonl' and 'text.jsonl' (4 of text alone)" in summary.calibrate_text(
-        summary.calibrate_result(tmp_path, world / "llava", facts, 1.0)
+    assert "'calib.jsonl' and 'text.jsonl' (4 of text alone)" in verb.text(
+        verb.result(tmp_path, world / "llava", facts, 1.0)
     )
     vlm = models.load(world / "llava")
     batches = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").batches

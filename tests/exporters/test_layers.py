@@ -8,7 +8,8 @@ import pytest
 
 from tests.rtn import SCHEMES
 from tests.tiny import build
-from vlmcompress import exporters, models
+from vlmcompress import models
+from vlmcompress.checkpoint.layer_targets import misread, targets
 from vlmcompress.exporters import compressed_tensors as ct
 
 W4, FP8 = SCHEMES["w4-symmetric"], SCHEMES["fp8"]
@@ -28,7 +29,7 @@ def family_of(tmp_path_factory):
 
 def configure(model, spec, names, schemes):
     """Config and expected group of every layer."""
-    groups = exporters.targets(schemes, names, spec)
+    groups = targets(schemes, names, spec)
     config = ct.quantization_config(groups, models.ignore_patterns(model, spec, set(schemes), names))
     order = [scheme for scheme, _ in groups]
     expected = {
@@ -51,7 +52,7 @@ def test_every_reader_agrees(family_of, family, vision):
     model, spec, names = family_of(family)
     schemes = decoder(model, spec, W4) | (tower(model, spec, vision) if vision else {})
     config, expected = configure(model, spec, names, schemes)
-    assert exporters.misread(config, expected, names, spec) == []
+    assert misread(config, expected, names, spec) == []
     assert len(config["config_groups"]) == (2 if vision == FP8 and tower(model, spec, FP8) else 1)
 
 
@@ -65,7 +66,7 @@ def test_single_layers_may_differ(family_of, family):
     for group in [groups[0], *models.vision_linears(model, spec)[1:2]]:
         del schemes[group.linears[0]]
     config, expected = configure(model, spec, names, schemes)
-    assert exporters.misread(config, expected, names, spec) == []
+    assert misread(config, expected, names, spec) == []
 
 
 @pytest.mark.parametrize("family", models.REGISTRY.names())
@@ -74,7 +75,7 @@ def test_only_the_tower(family_of, family):
     if not models.vision_linears(model, spec):
         pytest.skip("vLLM runs this tower in 16 bits only")
     config, expected = configure(model, spec, names, tower(model, spec, FP8))
-    assert exporters.misread(config, expected, names, spec) == []
+    assert misread(config, expected, names, spec) == []
 
 
 def test_misread_names_the_layer(family_of):
@@ -82,4 +83,4 @@ def test_misread_names_the_layer(family_of):
     model, spec, names = family_of("qwen2-5-vl")
     config, expected = configure(model, spec, names, decoder(model, spec, W4))
     config["config_groups"]["group_0"]["targets"] = [r"re:model\.language_model\.layers\..*"]
-    assert exporters.misread(config, expected, names, spec)[0] == ("model.layers.0.self_attn.q_proj", "group_0", None)
+    assert misread(config, expected, names, spec)[0] == ("model.layers.0.self_attn.q_proj", "group_0", None)

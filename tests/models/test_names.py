@@ -48,6 +48,35 @@ def test_disk_names_are_where_the_values_come_from(family, hub_names, checkpoint
     assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
 
 
+SAVED_WITHOUT_VISION_MODEL = ("gemma3", "lfm2-vl", "llava", "llava-next", "llava-onevision")
+
+
+def spelled(checkpoint, family: str) -> tuple[models.ModelSpec, dict[str, dict[str, str]]]:
+    """The family, and memory name -> name on disk as on the hub, as transformers saves it, and as it is in memory."""
+    bones = models.skeleton(checkpoint(family))
+    kinds = {"hub": True, "transformers": False}
+    found = {
+        kind: models.disk_names(bones, models.tensor_headers(checkpoint(family, hub))) for kind, hub in kinds.items()
+    }
+    return models.spec_for(models.read_config(checkpoint(family))), found | {"memory": {m: m for m in found["hub"]}}
+
+
+def test_hub_names_are_those_of_hub_checkpoints(family, checkpoint):
+    spec, spellings = spelled(checkpoint, family)
+    assert {memory: spec.hub_name(memory) for memory in spellings["hub"]} == spellings["hub"]
+
+
+def test_names_that_vllm_does_not_find(family, checkpoint):
+    """The hub's it finds; of those that transformers saves it lacks the whole tower where it asks for `vision_model`."""
+    spec, spellings = spelled(checkpoint, family)
+    assert models.unfound(spellings["hub"], spec) == {}
+    for kind in ("transformers", "memory"):
+        names, lacks = spellings[kind], family in SAVED_WITHOUT_VISION_MODEL
+        tower = {disk: spellings["hub"][memory] for memory, disk in names.items() if memory.startswith(spec.vision)}
+        assert models.unfound(names, spec) == (tower if lacks else {})
+        assert models.written_names(names, spec) == (spellings["hub"] if lacks else names)
+
+
 def test_disk_names_refuse_what_does_not_fit(checkpoint):
     folder = checkpoint("llava")
     bones, disk = models.skeleton(folder), list(models.tensor_headers(folder))

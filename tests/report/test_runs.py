@@ -91,7 +91,7 @@ def test_verb(tmp_path: Path) -> None:
     options.options(parser)
     (folder,) = written(tmp_path, a=make_results())
     args = parser.parse_args([str(folder), "-o", str(tmp_path / "out")])
-    code, data, text = options.run_verb(args)
+    code, data, text = options.run(args)
     assert code == 0 and data["files"]["html"] == str(tmp_path / "out" / "report.html") and "report.html" in text
     with pytest.raises(UserError, match="give a folder that vlmcompress eval or bench wrote"):
-        options.run_verb(parser.parse_args([str(tmp_path / "nowhere")]))
+        options.run(parser.parse_args([str(tmp_path / "nowhere")]))

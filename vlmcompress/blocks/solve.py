@@ -125,24 +125,18 @@ def solve_layer(
     """
     result, current = LayerResult(), _Current(weights)
     for group in groups:
-        if group.name not in stats or not _foldable(group, groups):
-            continue
-        chosen, own = method.of(group), [current[name] for name in group.linears]
-        if chosen.by_block:
-            scale = (scales or {}).get(group.name)
-        else:
-            with _naming(group):
-                scale = quantizers.smooth(chosen.module, own, stats[group.name], chosen.options, scale_dtype)
-        if scale is None:
-            continue
-        assert group.smooth is not None
-        if norms and group.smooth in norms:
-            scale = _as_stored(scale, norms[group.smooth], norm_offset)
-        result.smoothing[group.smooth] = scale
-        stats[group.name] = stats[group.name].rescaled(scale)
-        for name in group.linears:
-            current.multiply_columns(name, scale)
-        current.divide_rows(group.smooth, scale)
+        if group.name in stats and _foldable(group, groups):
+            scale = _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
+            if scale is None:
+                continue
+            assert group.smooth is not None
+            if norms and group.smooth in norms:
+                scale = _as_stored(scale, norms[group.smooth], norm_offset)
+            result.smoothing[group.smooth] = scale
+            stats[group.name] = stats[group.name].rescaled(scale)
+            for name in group.linears:
+                current.multiply_columns(name, scale)
+            current.divide_rows(group.smooth, scale)
     for group in groups:
         own, chosen = [current[name] for name in group.linears], method.of(group)
         group_stats = stats.pop(group.name, None)
@@ -159,6 +153,23 @@ def solve_layer(
             if solution.input_scale is not None:
                 result.input_scales[name] = solution.input_scale
     return result
+
+
+def _smoothing(
+    group: Group,
+    current: _Current,
+    stats: GroupStats,
+    method: Method,
+    scale_dtype: torch.dtype,
+    scales: Mapping[str, Tensor],
+) -> Tensor | None:
+    """The scale `[in]` that smooths a group's input: one found before, or what its method finds; None: it stays as it is."""
+    chosen = method.of(group)
+    if chosen.by_block:
+        return scales.get(group.name)
+    own = [current[name] for name in group.linears]
+    with _naming(group):
+        return quantizers.smooth(chosen.module, own, stats, chosen.options, scale_dtype)
 
 
 @contextmanager

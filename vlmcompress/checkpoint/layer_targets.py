@@ -17,6 +17,8 @@ from vlmcompress.exporters.compressed_tensors import group_of
 from vlmcompress.models import ModelSpec
 from vlmcompress.numerics import Scheme
 
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
+
 
 def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
     """Schemes with their targets, the decoder's main scheme last (readers warn about a target that another one hides).
@@ -50,8 +52,15 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
 
 def _pattern(stem: str, members: Iterable[str]) -> str:
     """One pattern for layers of a tower (names within it), whatever their block. It must not match embeddings, which
-    transformers would quantize too."""
+    transformers would quantize too.
+
+    What vLLM makes one matrix of is named as such, too: LLaVA-OneVision's class does not tell it the parts (vLLM 0.32).
+    """
     tails = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in members)
+    for fused, parts in _FUSED.items():
+        for prefix in [tail.removesuffix(parts[0]) for tail in tails if tail.endswith(parts[0])]:
+            if all(prefix + part in tails for part in parts):
+                tails[prefix + fused] = None
     return f"re:(.*\\.)?{re.escape(stem)}\\.(.*\\.)?({'|'.join(map(re.escape, tails))})$"
 
 

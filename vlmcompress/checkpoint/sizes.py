@@ -7,6 +7,7 @@ from types import ModuleType
 
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
+from vlmcompress.models import left_out
 from vlmcompress.numerics import Scheme
 
 
@@ -26,7 +27,8 @@ def output_tensors(
         exporter: the format that is written.
         kv_layers: decoder blocks that get scales of keys and values.
     """
-    specs = dict(stored)
+    gone = left_out(names, stored)
+    specs = {name: spec for name, spec in stored.items() if name not in gone}
     for name, scheme in schemes.items():
         weight = specs.pop(names[f"{name}.weight"])
         try:

@@ -1,8 +1,9 @@
 """Write the compressed checkpoint: the source folder with some tensors replaced.
 
 Nothing goes through transformers' saving: tensors that do not change are copied as bytes, under the names they had, so
-what an engine could read before it can read now. Every other file (tokenizer, processor, chat template, ...) is copied
-too. One layer is in memory at a time. Equal inputs give byte-identical files.
+what an engine could read before it can read now; names that vLLM does not find are put right (`models.written_names`).
+Every other file (tokenizer, processor, chat template, ...) is copied too. One layer is in memory at a time. Equal inputs
+give byte-identical files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vlmcompress.common import folders, json_files, tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
-from vlmcompress.models import refuse_quantized, shards
+from vlmcompress.models import left_out, refuse_quantized, shards
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reducers import TokenCounter
@@ -64,6 +65,7 @@ def write(
     exporter: ModuleType,
     quantization_config: dict,
     manifest: dict,
+    written: Mapping[str, str] | None = None,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: Chosen | None = None,
@@ -82,6 +84,7 @@ def write(
         exporter: the format that is written, a module of `vlmcompress.exporters`.
         quantization_config: block to add to config.json, as the exporter makes it; may be empty.
         manifest: what `manifest.build` returned; files and sizes are added here.
+        written: memory name of a parameter -> its name in `out`; None: `names`.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: of visual tokens, that the checkpoint is to carry.
@@ -95,7 +98,7 @@ def write(
     config = json_files.read(source / "config.json")
     refuse_quantized(config)
     entries = [entry for file in shards(source) for entry in tensor_files.read_entries(file)]
-    plan = _plan(entries, quantized, names, changed or {}, kv_scales or {}, exporter)
+    plan = _plan(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     others = list(_other_files(source))
     _check_space(out, plan.nbytes + sum(file.stat().st_size for file, _ in others))
     with folders.new_folder(out) as tree:
@@ -117,6 +120,7 @@ def _plan(
     entries: list[Entry],
     quantized: Mapping[str, Quantized],
     names: Mapping[str, str],
+    written: Mapping[str, str],
     changed: Mapping[str, Tensor],
     kv_scales: Mapping[str, Tensor],
     exporter: ModuleType,
@@ -126,28 +130,32 @@ def _plan(
     values = {names[parameter]: value for parameter, value in changed.items()}
     if overlap := layers.keys() & values.keys():
         raise ValueError(f"both quantized and changed: {sorted(overlap)}")
-    plan = _Plan()
+    plan, renamed = _Plan(), {disk: written[memory] for memory, disk in names.items()}
+    unwanted = left_out(names, [entry.name for entry in entries])
     for entry in entries:
+        name = renamed.get(entry.name, entry.name)
+        if name in unwanted:
+            continue
         if entry.name in layers:
             module = layers.pop(entry.name)
             weight, scheme, input_scale = quantized[module]
             if tuple(weight.q.shape) != entry.spec.shape:
                 raise ValueError(f"{entry.name} is {entry.spec.shape}, its quantized form {tuple(weight.q.shape)}")
-            prefix = entry.name.removesuffix("weight")
+            prefix = name.removesuffix("weight")
             for local, spec in exporter.layout(weight, scheme, input_scale).items():
                 plan.pieces.append(_Piece(prefix + local, spec, (module, local)))
         elif entry.name in values:
             value = values.pop(entry.name)
             if Spec.of(value) != entry.spec:
                 raise ValueError(f"{entry.name} is stored as {entry.spec}, its new value is {Spec.of(value)}")
-            plan.pieces.append(_Piece(entry.name, entry.spec, value))
+            plan.pieces.append(_Piece(name, entry.spec, value))
         else:
-            plan.pieces.append(_Piece(entry.name, entry.spec, entry))
+            plan.pieces.append(_Piece(name, entry.spec, entry))
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
     dtypes = {entry.name: entry.spec.dtype for entry in entries}
     for module, scales in kv_scales.items():
-        prefix, sibling = _disk_prefix(module, names)
+        prefix, sibling = _disk_prefix(module, names, written)
         stored = scales.to(tensor_files.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
         for local, scale in zip(("k_scale", "v_scale"), stored.reshape(2, 1), strict=True):
             plan.pieces.append(_Piece(prefix + local, Spec.of(scale), scale))
@@ -156,10 +164,10 @@ def _plan(
     return plan
 
 
-def _disk_prefix(module: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Name on disk, with the dot, of a module that has no tensor of its own, and a tensor below it that tells it."""
+def _disk_prefix(module: str, names: Mapping[str, str], written: Mapping[str, str]) -> tuple[str, str]:
+    """Name to write, with the dot, of a module that has no tensor of its own, and a source's tensor below it."""
     memory, disk = next((memory, disk) for memory, disk in names.items() if memory.startswith(f"{module}."))
-    return disk.removesuffix(memory.removeprefix(f"{module}.")), disk
+    return written[memory].removesuffix(memory.removeprefix(f"{module}.")), disk
 
 
 def _check_space(out: Path, needed: int) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from vlmcompress.common import folders as atomic
+from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
+from vlmcompress.common.folders import user_errors
 from vlmcompress.evaluation import gate as gates
 from vlmcompress.report import findings
 from vlmcompress.report.files import write
 from vlmcompress.report.text import text
 from vlmcompress.results import FILE, Results, Verdict, joined, load
 
-EXIT: dict[Verdict, int] = {"pass": 0, "fail": 1, "inconclusive": 4}
+EXIT: dict[Verdict, int] = {"pass": OK, "fail": GATE, "inconclusive": UNDECIDED}
 
 
 def check_folder(folder: str | Path | None) -> None:
@@ -23,16 +23,14 @@ def check_folder(folder: str | Path | None) -> None:
         UserError: it can't be made, or written to.
     """
     if folder:
-        with atomic.user_errors(Path(folder)):
+        with user_errors(Path(folder)):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
 
 
-def conclude(
-    results: Results, gate: gates.GateFile | None, folder: str | Path | None
-) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data for `--json`, text.
+def conclude(results: Results, gate: gates.GateFile | None, folder: str | Path | None) -> Outcome:
+    """Judge, join and write results.
 
     Args:
         gate: what to judge by; None: nothing is judged and the code is 0.
@@ -44,8 +42,8 @@ def conclude(
     if gate:
         results = results.model_copy(update={"gate": gates.judge(results, gate)})
     files = write(results, folder) if folder else {}
-    code = EXIT[results.gate.verdict] if results.gate else 0
-    data = {"ok": code == 0, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
+    code = EXIT[results.gate.verdict] if results.gate else OK
+    data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
     lines = [text(results), "", *findings.headline(results)]
     if files:
         lines.append(f"Report: {files['html']}")

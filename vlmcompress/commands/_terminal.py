@@ -9,8 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from vlmcompress.common.progress import ProgressBar as Progress  # noqa: F401
-
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:

@@ -1,14 +1,20 @@
-"""The verb `bench`: its flags, and what it does with them."""
+"""Measure speed and memory against the original; flags after -- go to vllm serve."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
-from vlmcompress.bench.text import text
-from vlmcompress.commands import _terminal as terminal
-from vlmcompress.commands.eval import judging
-from vlmcompress.results import Results
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import Outcome
+from vlmcompress.common.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from vlmcompress.results import Results
+
+PLACE = 100
+PASSES_ON = True
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +40,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    judging(parser)
+    _flags.judging(parser)
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Run `vlmcompress bench`: exit code, data for `--json`, text."""
+def run(args: argparse.Namespace) -> Outcome:
+    """Measure both sides, and judge them where a gate is given."""
+    from vlmcompress.bench.text import text
     from vlmcompress.commands._conclude import check_folder, conclude
     from vlmcompress.evaluation import gate as gates
 
@@ -52,12 +59,11 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def measure(args: argparse.Namespace) -> Results:
     """What the flags ask for. `args.extra` are further flags of `vllm serve`."""
+    from vlmcompress.bench import runs
     from vlmcompress.bench.measure import parse_slo
-    from vlmcompress.bench.runs import run
 
-    progress = terminal.Progress()
-    try:
-        return run(
+    with closing(ProgressBar()) as progress:
+        return runs.run(
             args.out,
             args.baseline,
             load=args.load,
@@ -71,9 +77,7 @@ def measure(args: argparse.Namespace) -> Results:
             offline=not args.no_offline,
             resident=args.resident,
             max_model_len=args.max_model_len,
-            flags=getattr(args, "extra", ()),
+            flags=args.extra,
             seed=args.seed,
             progress=progress,
         )
-    finally:
-        progress.close()

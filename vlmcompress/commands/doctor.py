@@ -1,16 +1,25 @@
-"""`vlmcompress doctor`: look at a checkpoint's files, or, with --engine vllm, at how vLLM serves it."""
+"""Examine a finished checkpoint, or ask it in the engine that will serve it."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.commands import _lean
+from vlmcompress.commands._outcome import BAD_INPUT, GATE, OK, Outcome
+from vlmcompress.commands._text import looked_text
+from vlmcompress.common import hub
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.errors import UserError
+
+PLACE = 50
 ENGINES = ("vllm",)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--source", metavar="MODEL", help="compare with the original, too")
     parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
@@ -25,16 +34,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text. 2 when the folder is broken, 1 when what an engine answers is not what it should be."""
-    from vlmcompress.commands import _summary as summary
-    from vlmcompress.common import hub
-    from vlmcompress.errors import UserError
-
+def run(args: argparse.Namespace) -> Outcome:
+    """Examine the files or ask the engine. 2 when the folder is broken, 1 when what an engine answers is wrong."""
     if args.engine is None:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
+        _lean.import_transformers()
         from vlmcompress.diagnosis.files import diagnose
 
         checks = diagnose(Path(args.out), hub.local(args.source, weights="headers") if args.source else None)
@@ -42,20 +48,16 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         checks = _asked(args)
     fine = all(check.ok for check in checks)
     data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
-    return 0 if fine else 2 if args.engine is None else 1, data, summary.looked_text(args.out, checks)
+    return OK if fine else BAD_INPUT if args.engine is None else GATE, data, looked_text(args.out, checks)
 
 
 def _asked(args: argparse.Namespace) -> list[Any]:
-    from vlmcompress.commands import _terminal as terminal
+    """What the engine answered to questions about the checkpoint."""
     from vlmcompress.engines.vllm import conformance
-    from vlmcompress.errors import UserError
 
     if args.source is not None:
         raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
-    progress = terminal.Progress()
-    try:
+    with closing(ProgressBar()) as progress:
         count = conformance.PROMPTS if args.prompts is None else args.prompts
         data = Path(args.data) if args.data else None
         return conformance.examine(args.out, prompts=count, data=data, seed=args.seed, progress=progress)
-    finally:
-        progress.close()

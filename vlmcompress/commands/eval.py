@@ -1,17 +1,22 @@
-"""The verb `eval`: its flags, and what it does with them."""
+"""Ask the compressed and the original model the same questions and compare."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from vlmcompress import engines
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import Outcome
+from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
-from vlmcompress.results import Results
+
+if TYPE_CHECKING:
+    from vlmcompress.results import Results
+
+PLACE = 90
 
 JOURNAL = "answers.jsonl"
 
@@ -39,20 +44,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    judging(parser)
+    _flags.judging(parser)
     parser.add_argument(
         "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
     )
 
 
-def judging(parser: argparse.ArgumentParser) -> None:
-    """Flags of what happens with results, for `eval` and `bench`."""
-    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
-    parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
-
-
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Run `vlmcompress eval`: exit code, data for `--json`, text."""
+def run(args: argparse.Namespace) -> Outcome:
+    """Measure both sides, and judge them where a gate is given."""
     from vlmcompress.commands._conclude import check_folder, conclude
     from vlmcompress.evaluation import gate as gates
 
@@ -64,43 +63,24 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return conclude(results, gate, args.report)
 
 
-def reducing(name: str, reduce: str, model: str) -> engines.Engine:
-    """The engine of that name with a reducer on the model. UserError where they do not go together."""
-    from vlmcompress.common import hub
-    from vlmcompress.models import read_config, spec_for
-    from vlmcompress.recipe.reducer import parse
-    from vlmcompress.reduction import refusal
-
-    chosen = parse(reduce)
-    if name != "hf":
-        raise UserError(
-            f"--reduce attaches to transformers models, not in {name}; add --engine hf, or quantize --reduce"
-        )
-    if reason := refusal(spec_for(read_config(hub.local(model, weights="none"))), chosen.method):
-        raise UserError(f"--reduce {chosen}: {reason}")
-    from vlmcompress.engines.hf import ENGINE
-
-    return dataclasses.replace(ENGINE, name=f"hf, {chosen}", reduce=str(chosen))
-
-
 def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
     """What the flags ask for."""
-    from vlmcompress.evaluation.accuracy import Ask, evaluate
+    from vlmcompress.api import evaluate
 
-    engine = reducing(args.engine, args.reduce, args.out) if args.reduce else engines.get(args.engine)
     if args.baseline is None and not args.reduce:
         raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
-    progress = terminal.Progress()
-    how = Ask(
-        engine=engine,
-        baseline_engine=engines.get(args.baseline_engine or args.engine),
-        limit=args.limit,
-        seed=args.seed,
-        margin=margins,
-        journal=Path(args.report) / JOURNAL if args.report else None,
-        progress=progress,
-    )
-    try:
-        return evaluate(args.out, args.baseline or args.out, args.suite, Path(args.data) if args.data else None, how)
-    finally:
-        progress.close()
+    with closing(ProgressBar()) as progress:
+        return evaluate(
+            args.out,
+            args.baseline or args.out,
+            suites=args.suite,
+            data=args.data,
+            engine=args.engine,
+            baseline_engine=args.baseline_engine,
+            reduce=args.reduce,
+            limit=args.limit,
+            seed=args.seed,
+            margins=margins,
+            journal=Path(args.report) / JOURNAL if args.report else None,
+            progress=progress,
+        )

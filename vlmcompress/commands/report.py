@@ -1,23 +1,26 @@
-"""`vlmcompress report`: reports of runs that were made before, one or many."""
+"""Put the reports of several runs on one page."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+
+from vlmcompress.commands._outcome import OK, Outcome
+
+PLACE = 110
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's flags."""
     parser.add_argument(
         "runs", metavar="DIR", nargs="+", help="folder with a results.json, from eval or bench --report"
     )
     parser.add_argument("-o", "--out", metavar="FOLDER", default="report", help="folder to write; default: report")
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text. It reports and doesn't judge: a failed gate is for `eval` to exit with."""
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the page. It reports and doesn't judge: a failed gate is for `eval` to exit with."""
     from vlmcompress.report.runs import write_comparison
 
     files = write_comparison(args.runs, args.out)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
-    return 0, data, f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."
+    return OK, data, f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."

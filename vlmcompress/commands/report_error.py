@@ -1,21 +1,23 @@
-"""`vlmcompress report-error`: where the error of a checkpoint lies, layer by layer and modality by modality."""
+"""Show each layer's error by modality, and what changed between two checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.diagnosis.layer_errors import LayerErrors
 
+PLACE = 120
 SHOWN = 12  # layers in the table
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's flags."""
     parser.add_argument("checkpoint", metavar="OUT", help="folder written by vlmcompress quantize")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one: show what changed from OUT to OTHER")
     parser.add_argument("-o", "--out", metavar="FILE", help="write a page with heat maps; .html")
@@ -30,8 +32,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text."""
+def run(args: argparse.Namespace) -> Outcome:
+    """Read or measure the errors, and write a page of them where one is asked for."""
     from vlmcompress.common.folders import save
     from vlmcompress.report import error_text
 
@@ -41,7 +43,7 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         raise UserError("--stats and --model belong together; give both or none")
     if args.out is not None and Path(args.out).suffix not in (".html", ".htm"):
         raise UserError(f"--out {args.out}: a page is written; name it FILE.html")
-    first, *rest = _found(args)
+    first, *rest = _errors(args)
     other = rest[0] if rest else None
     data = {"ok": True, **error_text.data(first, other)}
     text = error_text.text(first, other, args.top)
@@ -53,20 +55,21 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             raise UserError(f"{out} is a folder; name the file to write")
         data["file"] = str(save(out.parent, {"html": (out.name, page(first, other))})["html"])
         text += f"\n\nWrote {out}."
-    return 0, data, text
+    return OK, data, text
 
 
-def _found(args: argparse.Namespace) -> list[LayerErrors]:
+def _errors(args: argparse.Namespace) -> list[LayerErrors]:
+    """The errors of the checkpoint, and of the other one where there is one."""
     folders = [Path(folder) for folder in (args.checkpoint, args.other) if folder is not None]
     if args.stats is None:
         from vlmcompress.diagnosis import layer_errors
 
         return [layer_errors.read(folder) for folder in folders]
-    from vlmcompress.calibration import statistics_folder as statistics
+    from vlmcompress.calibration import statistics_folder
     from vlmcompress.common import hub
-    from vlmcompress.diagnosis import measured_errors as stored_errors
+    from vlmcompress.diagnosis import measured_errors
 
-    seen, model = statistics.read(Path(args.stats)), hub.local(args.model)
+    statistics, model = statistics_folder.read(Path(args.stats)), hub.local(args.model)
     if not model.is_dir():
         raise UserError(f"{model} is not a folder; give the original that the statistics are of")
-    return [stored_errors.measure(folder, seen, model) for folder in folders]
+    return [measured_errors.measure(folder, statistics, model) for folder in folders]

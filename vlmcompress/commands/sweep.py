@@ -1,23 +1,29 @@
-"""`vlmcompress sweep`: dozens of settings scored from statistics alone, as a table, a plot and a recipe."""
+"""Score dozens of settings from statistics alone: predicted error against size."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import parse_size, size, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.compression.sweep import Point, Sweep
 
+PLACE = 30
 MOST_BITS = 16
 PLOTS = (".html", ".svg")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's flags."""
     parser.add_argument("stats", metavar="STATS", help="what calibrate wrote")
     parser.add_argument("model", metavar="MODEL", help="folder of the original")
     parser.add_argument("--target", default=argparse.SUPPRESS, help="leave out what this machine does not run")
@@ -41,16 +47,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text."""
+def run(args: argparse.Namespace) -> Outcome:
+    """Score the settings, choose one, write what is asked for."""
     _check(args)
-    from vlmcompress.commands import _arguments as arguments
-    from vlmcompress.commands import _terminal as terminal
-    from vlmcompress.common.text import parse_size
     from vlmcompress.compression import sweep
     from vlmcompress.recipe import resolve
 
-    given = arguments.given(args)
+    given = _flags.given(args)
     if foreign := [key for key in given if key in ("scheme", "options", "bits")]:
         raise UserError(f"--set {foreign[0]}: a sweep tries these itself; leave it out")
     base = {"scheme": "rtn", "options": {"group_size": -1, "bits": 8}}
@@ -61,12 +64,9 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
         targets.get(target)
     limit = None if args.max_size is None else parse_size(args.max_size, "--max-size")
-    progress = terminal.Progress()
     budgets = sweep.BUDGETS if args.budget is None else sorted({*sweep.BUDGETS, args.budget})
-    try:
+    with closing(ProgressBar()) as progress:
         found, _ = sweep.run(recipe, progress, rows=args.rows or sweep.ROWS, budgets=budgets)
-    finally:
-        progress.close()
     chosen = sweep.choose(found.points, budget=args.budget, nbytes=limit)
     data = {"ok": True, "unit": found.unit, "left_out": found.left_out, "chosen": dataclasses.asdict(chosen)}
     data["points"] = [dataclasses.asdict(point) for point in found.points]
@@ -79,10 +79,11 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
         data[kind] = str(save(Path(name).parent, {kind: (Path(name).name, content)})[kind])
         text += f"\nWrote {name}."
-    return 0, data, text
+    return OK, data, text
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raise `UserError` for flags that do not go together, or files that cannot be written."""
     if args.budget is not None and args.max_size is not None:
         raise UserError("give one of --budget and --max-size")
     if args.budget is not None and not 0 < args.budget <= MOST_BITS:
@@ -99,8 +100,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _text(found: Sweep, chosen: Point) -> str:
-    from vlmcompress.common.text import size, table
-
+    """A line for each setting."""
     rows: list[tuple] = [("setting", "bits", "weights", "predicted", "")]
     for point in found.points:
         mark = "chosen" if point is chosen else "best of its size" if point.best else ""
@@ -111,6 +111,7 @@ def _text(found: Sweep, chosen: Point) -> str:
 
 
 def _plot(found: Sweep, suffix: str, model: str) -> str:
+    """Predicted error against size, as a page or as a picture."""
     from vlmcompress.report.charts.tradeoff import COLOURS, tradeoff
     from vlmcompress.report.page import render
 

@@ -1,16 +1,21 @@
-"""`vlmcompress thresholds`: what DyMU merges in each layer of a model's encoder, learnt once, kept in a file."""
+"""Learn DyMU's thresholds: how alike tokens must be to merge, layer by layer."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
+
+PLACE = 80
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's flags."""
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", help="folder of the original")
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
@@ -25,32 +30,27 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    """Exit code, data, text."""
+def run(args: argparse.Namespace) -> Outcome:
+    """Learn the thresholds and write them."""
     from vlmcompress import models, reduction
-    from vlmcompress.commands import _arguments as arguments
-    from vlmcompress.commands import _terminal as terminal
     from vlmcompress.compression.inputs import read_inputs
-    from vlmcompress.recipe import reducer as chosen
     from vlmcompress.recipe import resolve
+    from vlmcompress.recipe.reducer import parse
     from vlmcompress.reduction import learning, threshold_file
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out {out}: thresholds go to a file; name it FILE.json")
-    reducer = chosen.parse(f"{threshold_file.METHOD}:{args.keep}")
-    given = {key: value for key, value in arguments.given(args).items() if key != "out"}
+    reducer = parse(f"{threshold_file.METHOD}:{args.keep}")
+    given = {key: value for key, value in _flags.given(args).items() if key != "out"}
     recipe = resolve(given | {"scheme": "none"}).recipe
     if reason := reduction.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     reduction.check(vlm, reducer.method, reducer.options)
     inputs = read_inputs(recipe, vlm, "vlmcompress thresholds")
-    progress = terminal.Progress()
-    try:
+    with closing(ProgressBar()) as progress:
         learnt = learning.learn(vlm, inputs.batches, reducer, progress)
-    finally:
-        progress.close()
     content = threshold_file.save(out, vlm, learnt, learning.kept(vlm, inputs.batches, learnt), inputs.origin or {})
     facts = content["kept"]
     lines = [
@@ -58,4 +58,4 @@ def run_verb(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         f"{facts['mean']:g} tokens on average, {facts['least']} to {facts['most']}.",
         f"Wrote {out}; use it with --reduce {threshold_file.METHOD}:thresholds={out}",
     ]
-    return 0, {"ok": True, "out": str(out), **content}, "\n".join(lines)
+    return OK, {"ok": True, "out": str(out), **content}, "\n".join(lines)

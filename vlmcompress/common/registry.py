@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vlmcompress.errors import UserError, did_you_mean
 
 
 class Registry:
-    """The entries of one plug folder; modules are imported only when asked for.
+    """The entries of one plug folder; modules are imported only when asked for. `in` and `for` are about their names.
 
     Args:
         package: dotted name of the folder, e.g. `vlmcompress.quantizers`; also the entry-point group.
@@ -50,6 +51,12 @@ class Registry:
     def names(self) -> list[str]:
         """All names, sorted, without importing anything."""
         return list(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
 
     def get(self, name: str) -> Any:
         """The module behind `name`; what it has, the folder's docstring says. Raises `UserError` with the closest name when
@@ -85,5 +92,5 @@ class Registry:
         spec = importlib.util.find_spec(self.package)
         if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:
             return None
-        file = Path(spec.submodule_search_locations[0], f"{module.rpartition('.')[2]}.py")
-        return ast.parse(file.read_text(encoding="utf-8"))
+        files = (Path(folder, f"{module.rpartition('.')[2]}.py") for folder in spec.submodule_search_locations)
+        return ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.models import VLM
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe.reducer import Chosen, calibrated, same
-from vlmcompress.reducers._counter import TokenCounter
+from vlmcompress.reducers import TokenCounter
 from vlmcompress.reduction import learning, threshold_file
 
 Samples = Sequence[Mapping[str, Any]]

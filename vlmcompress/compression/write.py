@@ -48,13 +48,15 @@ def write_checkpoint(
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in result.smoothing}
-    names = work.source.names
-    ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), names)
+    source = work.source
+    renamed = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), source.written)
     return write(
         vlm.path,
         recipe.out,
         quantized=quantized,
-        names=names,
+        names=source.names,
+        written=source.written,
         exporter=exporter,
         quantization_config=exporter.quantization_config(work.targets, ignore, kv_cache=bool(recipe.kv_cache)),
         manifest=manifest.build(
@@ -65,7 +67,7 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=reducers.warnings(recipe.reduce, origin) + warnings(results),
+            warnings=reducers.warnings(recipe.reduce, origin) + warnings(results) + renamed,
             allocation=work.allocation,
             visual_tokens=work.visual_tokens and work.visual_tokens.example,
         ),

@@ -209,13 +209,21 @@ def _fused(subject: _Subject) -> str:
     return f"{len(fused)} fused matrices, one scheme each"
 
 
+def _names(subject: _Subject) -> str:
+    if lost := models.unfound(subject.names, subject.spec, subject.entries):
+        remedy = "let `vlmcompress quantize` write the original again, it puts names right"
+        raise UserError(f"{models.unfound_text(lost)}; {remedy}")
+    return f"{len(subject.names)} tensors have names that vLLM looks for"
+
+
 def _engine(subject: _Subject) -> str:
     names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
     wrong = misread(subject.quantization, subject.groups, names, subject.spec)
     if wrong:
         name, expected, got = wrong[0]
         raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
-    return f"{len(subject.groups)} layers mean the same in memory, on disk and in vLLM"
+    quantized = sum(group is not None for group in subject.groups.values())
+    return f"memory, disk and vLLM agree by name on which {quantized} of {len(subject.groups)} layers are quantized, and how"
 
 
 def _values(subject: _Subject) -> str:
@@ -262,6 +270,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "tensors": (("weights", "config"), _tensors),
     "layers": (("tensors",), _layers),
     "fused": (("weights", "config"), _fused),
+    "names": (("tensors",), _names),
     "engine": (("tensors",), _engine),
     "values": (("weights",), _values),
     "size": (("manifest", "weights"), _size),

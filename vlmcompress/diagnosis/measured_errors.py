@@ -51,7 +51,7 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     if "gram" not in statistics.facts["needs"]:
         raise UserError(f"statistics {statistics.folder} have no Gram matrices; calibrate with --needs gram")
     before = Weights(model)
-    after = Weights(folder, before.names)
+    after = Weights(folder, models.written_names(before.names, before.spec))
     blocks: dict[int, list[Group]] = {}
     for group in before.groups:
         if any(after.scheme(name) for name in group.linears):
@@ -76,7 +76,7 @@ class Weights:
     """The weights of a checkpoint, plain or compressed, by memory name and as an engine computes with them.
 
     Args:
-        names: memory name of a parameter of the original -> name on disk, which a checkpoint of ours shares; None: found.
+        names: memory name of a parameter of the original -> name on disk in a checkpoint of ours; None: found.
     """
 
     def __init__(self, folder: Path, names: Mapping[str, str] | None = None):

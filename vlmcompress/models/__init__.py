@@ -17,8 +17,18 @@ from vlmcompress.models._load import (
     skeleton,
     spec_for,
 )
-from vlmcompress.models._names import disk_module, disk_names, linear_names, memory_names, tied_names
-from vlmcompress.models._read import check_files, read_config, shards, tensor_headers
+from vlmcompress.models._names import (
+    disk_module,
+    disk_names,
+    left_out,
+    linear_names,
+    memory_names,
+    tied_names,
+    unfound,
+    unfound_text,
+    written_names,
+)
+from vlmcompress.models._read import check_files, read_config, read_json, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
@@ -41,12 +51,14 @@ __all__ = [
     "disk_names",
     "ignore_patterns",
     "layer_class",
+    "left_out",
     "linear_names",
     "load",
     "load_processor",
     "memory_names",
     "quiet",
     "read_config",
+    "read_json",
     "refuse_quantized",
     "resolve",
     "shards",
@@ -54,5 +66,8 @@ __all__ = [
     "spec_for",
     "tensor_headers",
     "tied_names",
+    "unfound",
+    "unfound_text",
     "vision_linears",
+    "written_names",
 ]

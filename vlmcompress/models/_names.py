@@ -7,7 +7,7 @@ is right for hub names, for names saved by transformers 5 and for whatever a lat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from vlmcompress.errors import UserError
+from vlmcompress.models._spec import ModelSpec
 
 
 def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
@@ -75,6 +76,38 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Memory name of each tied parameter -> the parameter it shares, e.g. `lm_head.weight` -> the embedding."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def unfound(names: Mapping[str, str], spec: ModelSpec, stored: Iterable[str] = ()) -> dict[str, str | None]:
+    """Tensor on disk whose place vLLM does not find -> the name under which it does, that of the hub; None: it has no place.
+
+    Args:
+        names: memory name of a tensor -> its name on disk.
+        stored: names of all tensors on disk; those that the model has no place for are looked at only here.
+    """
+    lost = {memory: disk for memory, disk in names.items() if spec.engine_reads(disk) != spec.engine_name(memory)}
+    return {disk: spec.hub_name(memory) for memory, disk in lost.items()} | dict.fromkeys(left_out(names, stored))
+
+
+def left_out(names: Mapping[str, str], stored: Iterable[str]) -> list[str]:
+    """Stored tensors that are not written: buffers of old transformers, which today's drops and vLLM has no place for."""
+    known = set(names.values())
+    return [disk for disk in stored if disk.endswith(".position_ids") and disk not in known]
+
+
+def unfound_text(lost: Mapping[str, str | None]) -> str:
+    """For people: how many tensors `unfound` has found, and the first of them."""
+    first, wanted = min(lost.items())
+    should = f"should be '{wanted}'" if wanted else "should not be there"
+    return f"vLLM does not find {len(lost)} tensors by their names, first '{first}', which {should}"
+
+
+def written_names(names: Mapping[str, str], spec: ModelSpec) -> dict[str, str]:
+    """Memory name of each tensor -> the name under which a checkpoint made of this one has it.
+
+    It is the name on disk where vLLM finds every tensor by that; else all get the names of the hub, which every reader knows.
+    """
+    return {memory: spec.hub_name(memory) for memory in names} if unfound(names, spec) else dict(names)
 
 
 def disk_module(memory_module: str, names: dict[str, str]) -> str:

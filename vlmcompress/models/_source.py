@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from vlmcompress.common import tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.models._load import VLM, skeleton, spec_for
-from vlmcompress.models._names import disk_names
+from vlmcompress.models._names import disk_names, unfound, written_names
 from vlmcompress.models._read import read_config, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks
 from vlmcompress.models._spec import Group, ModelSpec
@@ -56,6 +56,16 @@ class Source:
     def entries(self) -> dict[str, Entry]:
         """Tensor name on disk -> where its bytes are."""
         return {entry.name: entry for file in shards(self.path) for entry in tensor_files.read_entries(file)}
+
+    @cached_property
+    def written(self) -> dict[str, str]:
+        """Memory name of a parameter -> its name in a checkpoint that is made of this one, where every engine finds it."""
+        return written_names(self.names, self.spec)
+
+    @cached_property
+    def unfound(self) -> dict[str, str | None]:
+        """Tensor on disk whose place vLLM does not find -> the name that it gets, None: it is left out."""
+        return unfound(self.names, self.spec, self.stored)
 
     @property
     def vlm(self) -> VLM:

@@ -1,7 +1,8 @@
 """What the project knows about one model family, as data.
 
 All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from
-transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`.
+transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`. What vLLM makes of a name on disk
+(`engine_reads`) must come to the same; transformers saves some towers under names for which it does not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 from vlmcompress.models._layout import Cut
 
 SmoothKind = Literal["norm", "linear"]
+Prefixes = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class ModelSpec:
             where tiles are scaled down behind the tower (`resized`).
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
+        engine_mapper: prefix on disk -> prefix in vLLM, likewise: the `hf_to_vllm_mapper` of vLLM's class.
         engine_parts: path component -> its name in vLLM, wherever it stands below.
+        hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, likewise. All readers know these.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
     """
 
@@ -92,19 +96,35 @@ class ModelSpec:
     vision_cls: bool = False
     vision_units: Literal["patch", "block", "resized"] = "block"
     norm_offset: float = 0.0
-    engine_prefixes: tuple[tuple[str, str], ...] = ()
+    engine_prefixes: Prefixes = ()
+    engine_mapper: Prefixes = ()
     engine_parts: tuple[tuple[str, str], ...] = ()
+    hub_prefixes: Prefixes = ()
     vllm_cpu: str | None = None
 
     def engine_name(self, memory_name: str) -> str:
-        """The name of a module in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""
-        name = memory_name
-        for memory, engine in self.engine_prefixes:
-            if name == memory or name.startswith(memory + "."):
-                name = engine + name[len(memory) :]
-                break
+        """The name of a module or tensor in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""
+        return self._in_engine(_moved(memory_name, self.engine_prefixes))
+
+    def engine_reads(self, disk_name: str) -> str:
+        """The name under which vLLM looks for the place of a tensor that is called `disk_name` on disk."""
+        return self._in_engine(_moved(disk_name, self.engine_mapper))
+
+    def hub_name(self, memory_name: str) -> str:
+        """The name of a tensor in the family's checkpoints on the hub."""
+        return _moved(memory_name, self.hub_prefixes)
+
+    def _in_engine(self, name: str) -> str:
         parts = dict(self.engine_parts)
         return ".".join(parts.get(part, part) for part in name.split("."))
+
+
+def _moved(name: str, prefixes: Prefixes) -> str:
+    """The name under the first prefix that it has."""
+    for old, new in prefixes:
+        if name == old or name.startswith(old + "."):
+            return new + name[len(old) :]
+    return name
 
 
 # Blocks that several families share.
@@ -126,15 +146,21 @@ CLIP = (
     LinearGroup("fc2", ("mlp.fc2",)),
 )
 
-# vLLM's prefixes for the LLaVA shape: everything that transformers keeps under `model.` is top-level there.
-LLAVA_ENGINE = (
+# The LLaVA shape in vLLM: everything that transformers keeps under `model.` is top-level there, as it is on the hub.
+LLAVA_MAPPER: Prefixes = (
     ("model.language_model", "language_model.model"),
-    ("model.vision_tower", "vision_tower.vision_model"),  # CLIP, SigLIP
+    ("model.vision_tower", "vision_tower"),
     ("model.multi_modal_projector", "multi_modal_projector"),
+    ("model.image_newline", "image_newline"),
     ("lm_head", "language_model.lm_head"),
 )
-QWEN_ENGINE = (
+# CLIP and SigLIP are a module inside the tower there; transformers 5 has none, and saves none.
+LLAVA_ENGINE: Prefixes = (("model.vision_tower", "vision_tower.vision_model"), *LLAVA_MAPPER)
+QWEN_ENGINE: Prefixes = (
     ("model.language_model", "language_model.model"),
     ("model.visual", "visual"),
     ("lm_head", "language_model.lm_head"),
 )
+# Qwen2-VL and Qwen2.5-VL, older than the names of transformers 5
+QWEN2_MAPPER: Prefixes = (*QWEN_ENGINE, ("model", "language_model.model"))
+QWEN2_HUB: Prefixes = (("model.language_model", "model"), ("model.visual", "visual"))

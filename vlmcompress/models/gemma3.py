@@ -7,7 +7,7 @@ Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP r
 from __future__ import annotations
 
 from vlmcompress.models._layout import pooled
-from vlmcompress.models._spec import ATTENTION_OUT, CLIP, DOWN, LLAVA_ENGINE, QKV, LinearGroup, ModelSpec
+from vlmcompress.models._spec import ATTENTION_OUT, CLIP, DOWN, LLAVA_ENGINE, LLAVA_MAPPER, QKV, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="gemma3",
@@ -29,4 +29,6 @@ SPEC = ModelSpec(
     mixed_blocks="attention in windows, and both ways within an image",
     norm_offset=1.0,
     engine_prefixes=LLAVA_ENGINE,
+    engine_mapper=LLAVA_MAPPER,
+    hub_prefixes=LLAVA_ENGINE,
 )

@@ -6,7 +6,7 @@ vLLM 0.32 builds this tower without a quantization config, so none of it can be 
 from __future__ import annotations
 
 from vlmcompress.models._layout import tiled
-from vlmcompress.models._spec import LLAMA, ModelSpec
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
     family="internvl",
@@ -20,10 +20,7 @@ SPEC = ModelSpec(
     image_token="image_token_id",
     layout=tiled,
     visual_grid="tiles",
-    engine_prefixes=(
-        ("model.language_model", "language_model.model"),
-        ("model.vision_tower", "vision_tower"),
-        ("model.multi_modal_projector", "multi_modal_projector"),
-        ("lm_head", "language_model.lm_head"),
-    ),
+    engine_prefixes=LLAVA_MAPPER,
+    engine_mapper=LLAVA_MAPPER,
+    hub_prefixes=LLAVA_MAPPER,
 )

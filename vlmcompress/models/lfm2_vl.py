@@ -7,7 +7,7 @@ followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups 
 from __future__ import annotations
 
 from vlmcompress.models._layout import adaptive
-from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LLAVA_MAPPER, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="lfm2-vl",
@@ -32,5 +32,7 @@ SPEC = ModelSpec(
     visual_grid="shapes",
     mixed_blocks="short convolutions",
     engine_prefixes=LLAVA_ENGINE,
+    engine_mapper=LLAVA_MAPPER,
     engine_parts=(("conv", "short_conv"),),
+    hub_prefixes=(("model.vision_tower", "model.vision_tower.vision_model"),),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._layout import square
-from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, ModelSpec
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
     family="llava",
@@ -20,4 +20,6 @@ SPEC = ModelSpec(
     vision_cls=True,
     vision_units="patch",
     engine_prefixes=LLAVA_ENGINE,
+    engine_mapper=LLAVA_MAPPER,
+    hub_prefixes=LLAVA_ENGINE,
 )

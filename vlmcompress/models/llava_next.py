@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._layout import anyres
-from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, ModelSpec
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
     family="llava-next",
@@ -19,4 +19,6 @@ SPEC = ModelSpec(
     visual_grid="anyres",
     vision_units="patch",
     engine_prefixes=LLAVA_ENGINE,
+    engine_mapper=LLAVA_MAPPER,
+    hub_prefixes=LLAVA_ENGINE,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.models._layout import native
-from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="qwen2-5-vl",
@@ -24,4 +24,6 @@ SPEC = ModelSpec(
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
+    engine_mapper=QWEN2_MAPPER,
+    hub_prefixes=QWEN2_HUB,
 )

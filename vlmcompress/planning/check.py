@@ -49,6 +49,7 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
         return [*found, Finding("model", False, str(error))]
     found.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     found.append(_processor(recipe.model))
+    found += _names(plan, engine)
     found += _reducer(plan, engine)
     if plan.problems:
         found += [Finding("shapes", False, problem) for problem in plan.problems]
@@ -143,6 +144,14 @@ def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
         known = ", ".join(map(str, sorted(target.head_sizes)))
         return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {known}")]
     return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
+
+
+def _names(plan: Plan, engine: str) -> list[Finding]:
+    """Whether vLLM finds the model's tensors, and what is done where it does not."""
+    if plan.source.unfound:
+        lost = models.unfound_text(plan.source.unfound)
+        return [Finding("names", True, f"{lost}; so it can't load the source, but it loads what quantize writes")]
+    return [Finding("names", True, "vLLM finds every tensor by its name")] if engine == "vllm" else []
 
 
 def _processor(model: Path) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,7 @@ def survey(
     vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
 
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    for scheme in dict.fromkeys(schemes.values()):
-        problems += fit.format_problems(scheme, exporter)
-    if recipe.kv_cache and not all(blocks):
-        problems.append(f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none")
-    if not schemes and recipe.reduce is None:
-        problems.append("the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce")
+    problems += _unwritable(recipe, schemes, blocks)
     kv_layers = len(blocks) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (source.stored, written))
@@ -170,7 +165,7 @@ def survey(
         blocks=blocks,
         vision_method=vision_method,
         vision_groups=vision_groups,
-        targets=config_targets(schemes, source.names, source.spec),
+        targets=config_targets(schemes, source.written, source.spec),
         rows=_rows(source, "decoder", groups, None if budget else schemes)
         + _rows(source, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
@@ -182,6 +177,21 @@ def survey(
         budget=budget,
         visual_tokens=reducer.visual_tokens(recipe, example=not problems),
     )
+
+
+def _unwritable(recipe: Recipe, schemes: Mapping[str, Scheme], blocks: list[list[Group]]) -> Iterator[str]:
+    """Why no checkpoint can hold what the recipe asks for, or holds nothing of it.
+
+    Args:
+        schemes: quantized linear layer -> its number formats.
+        blocks: the groups that are quantized in each decoder block.
+    """
+    for scheme in dict.fromkeys(schemes.values()):
+        yield from fit.format_problems(scheme, recipe.exporter)
+    if recipe.kv_cache and not all(blocks):
+        yield f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none"
+    if not schemes and recipe.reduce is None:
+        yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 
 def _peak(

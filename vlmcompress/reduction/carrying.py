@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.models import VLM, spec_for
-from vlmcompress.models._read import read_json
+from vlmcompress.models import VLM, read_json, spec_for
 from vlmcompress.recipe.reducer import Chosen
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction.attaching import attach

@@ -15,7 +15,7 @@ from vlmcompress import __version__
 from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
 from vlmcompress.errors import UserError
-from vlmcompress.models._read import read_json, shards
+from vlmcompress.models import read_json, shards
 from vlmcompress.results import Calibration, Made, Side
 
 

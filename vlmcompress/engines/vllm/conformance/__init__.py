@@ -7,7 +7,7 @@ batches, aborted neighbours, ...), and transformers with the same reducer attach
     _questions  conversations            _plan     engines, their settings, rounds of questions
     _reference  transformers' answers    _checks   what is judged
     _findings   all that was said        worker    the engine's side, a process of its own
-    _compare    equal but for ties
+    _compare    equal but for ties       _names    does it find every tensor, asked of names_worker before all else
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vlmcompress.checkpoint.reducer_block import Carried
 from vlmcompress.common.finding import Check
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, interpreter, runner
-from vlmcompress.engines.vllm.conformance import _plan, _questions
+from vlmcompress.engines.vllm.conformance import _names, _plan, _questions
 from vlmcompress.engines.vllm.conformance._checks import CHECKS
 from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.engines.vllm.conformance._questions import Questions
@@ -45,8 +45,15 @@ ENGINE = replace(
 
 
 def examine(folder: str | Path, **settings: Any) -> list[Check]:
-    """Ask the checkpoint in vLLM and in transformers, and compare. Settings and errors are those of `collect`."""
-    return judge(collect(folder, **settings))
+    """Ask the checkpoint in vLLM and in transformers, and compare. Settings and errors are those of `collect`.
+
+    Where vLLM can't load it because of its tensors' names, that is the only check.
+    """
+    try:
+        findings = collect(folder, **settings)
+    except _names.Unplaced as error:
+        return [Check("names", False, str(error))]
+    return [Check("names", True, findings.names), *judge(findings)]
 
 
 def collect(
@@ -64,6 +71,7 @@ def collect(
         data: take images and questions from there; None: images are drawn.
 
     Raises:
+        Unplaced: vLLM does not find all tensors.
         UserError: the folder is no checkpoint, its reducer block is not right, there are too few questions, or vLLM is not
             there. What an engine can't do is among the findings.
     """
@@ -76,7 +84,10 @@ def collect(
         media, view = Path(place, "media"), Path(place, folder.resolve().name)
         media.mkdir()
         asked = _questions.make(media, prompts, data, "mrope_section" in json.dumps(config), seed)
+        progress("asking vLLM for the tensors' places", 0, 1)
+        names = _names.check(folder)
         findings = _expected(folder, config, asked, found, progress)
+        findings.names = names
         _mirror(folder, view)
         exact = "auto" if config.get("quantization_config") else "float32"
         plan = _plan.engines(view, config, asked, exact, _cut(findings))

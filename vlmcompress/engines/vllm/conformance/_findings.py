@@ -21,6 +21,7 @@ class Findings:
         reduced, unreduced: the same in the checkpoint's own type, with its reducer and without; the same if it has none.
         ends: tokens that end an answer.
         engines: what each engine gave.
+        names: what vLLM says of the tensors' names.
     """
 
     questions: Questions
@@ -30,6 +31,7 @@ class Findings:
     reduced: dict[str, Expected]
     unreduced: dict[str, Expected]
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    names: str = ""
 
     @property
     def asks(self) -> bool:

@@ -1,33 +1,86 @@
-"""Results in words: what `vlmcompress` prints on stdout when it was not asked for JSON."""
+"""Write a compressed checkpoint."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common import hub
+from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, smaller, table
+from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.planning.plan import Plan
     from vlmcompress.recipe import Resolved
 
+PLACE = 20
 
-class Looked(Protocol):
-    """A finding of `check` or a check of `doctor`."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def detail(self) -> str: ...
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    _flags.recipe(parser)
+    parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the checkpoint; with `--dry-run`, show the plan."""
+    from vlmcompress.recipe import resolve
+
+    given = _flags.given(args)
+    resolved = resolve(given, args.recipe, weights="headers" if args.dry_run else "values")
+    if args.dry_run:
+        return _planned(resolved, given, args.recipe)
+    if resolved.recipe.out is None:
+        raise UserError("no output folder given; add -o OUT")
+    from vlmcompress.compression.quantize import quantize
+
+    began = time.monotonic()
+    with closing(ProgressBar()) as progress:
+        done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    for line in done.manifest["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+    data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - began)
+    return OK, data, text(data)
+
+
+def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None) -> Outcome:
+    """What would be done, widths of groups included where statistics say them.
+
+    Args:
+        resolved: the recipe, of a model of which only headers may be at hand.
+        given, file: what it was resolved from.
+    """
+    _lean.import_transformers()
+    from vlmcompress.compression.inputs import refuse_without_data
+    from vlmcompress.planning.plan import build
+
+    plan = build(resolved.recipe)
+    refuse_without_data(plan)
+    if plan.budget and plan.statistics:
+        from vlmcompress.common.progress import silent
+        from vlmcompress.compression import allocate
+        from vlmcompress.recipe import resolve
+
+        whole = resolve(given, file).recipe  # bits are shared out by the weights themselves
+        plan = allocate.planned(dataclasses.replace(plan, recipe=whole), progress=silent)
+    return OK, {"ok": True, **plan.to_dict(), "origins": resolved.origins}, plan_text(plan, resolved)
 
 
 def plan_text(plan: Plan, resolved: Resolved) -> str:
-    """What `--dry-run` shows."""
+    """A plan in words: settings with their origins, layers, sizes."""
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
     settings = [
         (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
@@ -86,8 +139,8 @@ def allocation_text(found: Mapping[str, Any]) -> str:
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
 
 
-def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The outcome of `quantize` as data."""
+def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """What was written, as data for `--json`."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     compare = f"vlmcompress eval {shlex.quote(str(out))} --baseline {shlex.quote(str(model))}"
@@ -107,51 +160,6 @@ def quantize_result(out: Path, model: Path, manifest: Mapping[str, Any], seconds
         "warnings": manifest["warnings"],
         "next": [compare, serve] if recipe.get("engine", "vllm") == "vllm" else [f"{compare} --engine hf"],
     }
-
-
-def calibrate_result(out: Path, model: Path, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The outcome of `calibrate` as data."""
-    reduce = facts["calibration"].get("reduce")
-    same = f" --reduce {shlex.quote(_asked_for(reduce))}" if reduce else ""
-    return {
-        "ok": True,
-        "out": str(out),
-        "seconds": round(seconds, 3),
-        "bytes": sum(file["size"] for file in facts["files"].values()),
-        "blocks": sum(bool(groups) for groups in facts["blocks"]),
-        "groups": sum(map(len, facts["blocks"])),
-        "needs": facts["needs"],
-        "kv_cache": facts["kv_cache"],
-        "calibration": facts["calibration"],
-        "next": [
-            f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))}{same} -o OUT --scheme SCHEME"
-        ],
-    }
-
-
-def calibrate_text(result: Mapping[str, Any]) -> str:
-    """The same for people."""
-    data = result["calibration"]
-    tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
-    text = data.get("text")
-    mixed = f" and '{text['source']}' ({text['samples']} of text alone)" if text else ""
-    kinds = ", ".join(result["needs"]) + (", ranges of keys and values" if result["kv_cache"] else "")
-    rows = [
-        ("statistics", f"{kinds}: {result['groups']} groups in {result['blocks']} blocks, {size(result['bytes'])}"),
-        ("data", f"{data['samples']} samples of '{data['source']}'{mixed}, {data['images']} images"),
-        ("tokens", tokens),
-        ("prefix", "float: the model ran unquantized"),
-    ]
-    if data.get("reduce"):
-        rows.append(("behind", f"{_asked_for(data['reduce'])}, whose dropped tokens are not counted"))
-    lines = [f"Wrote {result['out']} in {duration(result['seconds'])}.", table(rows), "Next:"]
-    return "\n".join([*lines, *(f"  {command}" for command in result["next"])])
-
-
-def _asked_for(reduce: Mapping[str, Any]) -> str:
-    from vlmcompress.recipe.reducer import read
-
-    return str(read(reduce).asked_for)
 
 
 def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> list[dict[str, Any]]:
@@ -175,52 +183,32 @@ def kv_cache(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"attentions": len(found), "clipped": {kind: {"share": s, "where": w} for kind, (s, w) in clipped.items()}}
 
 
-def quantize_text(result: Mapping[str, Any]) -> str:
-    """The same for people."""
-    lines = [f"Wrote {result['out']} in {duration(result['seconds'])}."]
-    before, after = result["weights_before"], result["weights_after"]
+def text(done: Mapping[str, Any]) -> str:
+    """What was written, in words. `done`: what `result` returns."""
+    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}."]
+    before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else changed}")
-    if result["reduce"]:
+    if done["reduce"]:
         from vlmcompress.planning.reducer import tokens_text
         from vlmcompress.recipe.reducer import read
 
-        lines.append(f"  images    {tokens_text(read(result['reduce']), result['visual_tokens'])}")
-    if result["bits"]:
-        lines.append(f"  bits      {result['bits']:g} per weight of the quantized layers, scales included")
-    for number, layer in enumerate(result["worst_layers"]):
+        lines.append(f"  images    {tokens_text(read(done['reduce']), done['visual_tokens'])}")
+    if done["bits"]:
+        lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
+    for number, layer in enumerate(done["worst_layers"]):
         error = ", ".join(f"{modality} {value:.2%}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
-    if result["worst_layers"]:
+    if done["worst_layers"]:
         lines.append(f"  {'':<9} (squared error of a layer's output, relative to the output)")
-    if result["kv_cache"]:
-        worst = result["kv_cache"]["clipped"]["vision"]
-        text = f"scales for {result['kv_cache']['attentions']} layers; calibrated on text tokens alone they would clip up to"
-        lines.append(f"  KV cache  {text} {worst['share']:.2%} of visual values ({worst['where']})")
-    lines += ["Next:", *(f"  {command}" for command in result["next"])]
+    if done["kv_cache"]:
+        worst = done["kv_cache"]["clipped"]["vision"]
+        scales = (
+            f"scales for {done['kv_cache']['attentions']} layers; calibrated on text tokens alone they would clip up to"
+        )
+        lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
+    lines += ["Next:", *(f"  {command}" for command in done["next"])]
     return "\n".join(lines)
-
-
-def looked_text(title: str, findings: Sequence[Looked]) -> str:
-    """Findings or checks, one a line."""
-    bad = sum(not finding.ok for finding in findings)
-    rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
-    verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
-    return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
-
-
-def list_text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """Everything that has a name."""
-    return "\n\n".join(f"{what}\n{table([_listed(entry) for entry in found])}" for what, found in entries.items())
-
-
-def _listed(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    if "stage" not in entry:
-        return entry["name"], entry["about"]
-    families = entry["vllm"]
-    where = ", ".join(families) if len(families) <= 3 else f"{len(families)} families"
-    where = f"vLLM: {where}" if families else "transformers only"
-    return entry["name"], entry["stage"], f"{entry['count']} count", where, entry["about"]
 
 
 def _ratio(plan: Plan) -> str:

@@ -1,0 +1,104 @@
+"""Every family's tables of names against the real vLLM: its own model and loading, on the meta device, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import rtn
+from tests.models.conftest import FAMILIES, can_process
+from vlmcompress import cli, models
+from vlmcompress.checkpoint import manifest
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.engines.vllm.conformance import _names
+from vlmcompress.recipe import resolve
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
+ROOT = Path(__file__).parents[2]
+SPELLINGS = ["hub", "transformers", "memory"]
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint, tmp_path_factory) -> dict[str, Path]:
+    """`FAMILY KIND` -> folder: the family in each spelling, and quantized from two of them."""
+    pytest.importorskip("vllm")
+    found = {}
+    for family in filter(can_process, FAMILIES):
+        found |= {f"{family} {kind}": checkpoint(family, kind == "hub") for kind in ("hub", "transformers")}
+        found[f"{family} memory"] = in_memory_names(checkpoint(family), tmp_path_factory.mktemp("memory"))
+        for kind in ("hub", "transformers"):
+            source, out = found[f"{family} {kind}"], tmp_path_factory.mktemp("quantized") / "out"
+            spec = models.spec_for(models.read_config(source))
+            tower = rtn.SCHEMES["fp8"] if spec.vision_groups else None
+            rtn.write(source, out, rtn.SCHEMES["w4-symmetric"], tower, kv_cache=family != "lfm2-vl")
+            found[f"{family} {kind} quantized"] = out
+    return found
+
+
+@pytest.fixture(scope="module")
+def placed(folders) -> dict[str, dict]:
+    """What vLLM makes of each."""
+    return _names.places(folders)
+
+
+def in_memory_names(source: Path, folder: Path) -> Path:
+    """The checkpoint with the names that its tensors have in memory."""
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    names = models.disk_names(models.skeleton(source), models.tensor_headers(source))
+    tensors = load_file(source / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file({memory: tensors[disk] for memory, disk in names.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_the_tables_find_what_vllm_finds(family, kind, folders, placed):
+    """`models.unfound` names exactly the tensors that vLLM has no place for, and vLLM misses some only then."""
+    folder, found = folders[f"{family} {kind}"], placed[f"{family} {kind}"]
+    spec, bones = models.spec_for(models.read_config(folder)), models.skeleton(folder)
+    names = models.disk_names(bones, models.tensor_headers(folder))
+    assert found["lost"].keys() == models.unfound(names, spec).keys()
+    assert bool(found["missing"]) == bool(found["lost"])
+
+
+def test_a_place_has_the_name_that_the_tables_say(family, folders, placed):
+    """But for what vLLM fuses: then it is one with another last module, beside the others of the group."""
+    places = placed[f"{family} hub"]["places"]
+    spec = models.spec_for(models.read_config(folders[f"{family} hub"]))
+    for disk, found in places.items():
+        for place in found:
+            expected = spec.engine_reads(disk)
+            assert place == expected or place.split(".")[:-2] == expected.split(".")[:-2], (disk, place)
+
+
+@pytest.mark.parametrize("kind", ["hub", "transformers"])
+def test_vllm_takes_all_of_a_quantized_checkpoint(family, kind, placed):
+    found = placed[f"{family} {kind} quantized"]
+    assert (found["lost"], found["missing"]) == ({}, [])
+
+
+def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path):
+    """The whole way: saved by `save_pretrained`, quantized, answered by the engine."""
+    source, out = checkpoint("llava", False), tmp_path / "out"
+    given = {"model": str(source), "out": str(out), "scheme": "awq", "vision": "fp8"}
+    quantize(resolve(given | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
+    assert "vision_tower.vision_model." in " ".join(manifest.read(out)["warnings"])
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "tests/models/engine_probe.py", str(out)]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]
+    assert all(answer["answer"] for answer in json.loads(line.removeprefix("PROBE "))["answers"])
+
+
+def test_doctor_asks_for_names_before_all_else(checkpoint, capfd):
+    """One failing check says what the engine lacks; no question is asked."""
+    assert cli.main(["doctor", str(checkpoint("llava", False)), "--engine", "vllm", "--json"]) == 1
+    (found,) = json.loads(capfd.readouterr().out)["checks"]
+    assert found["name"] == "names" and "no place for 55 tensors, first 'vision_tower.embeddings" in found["detail"]

@@ -1,0 +1,101 @@
+"""Flags that several verbs have, and the recipe values that flags give."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+# Destination of a flag -> the recipe key that it gives a value to.
+RECIPE_KEYS = {
+    "model": "model",
+    "out": "out",
+    "target": "target",
+    "goal": "goal",
+    "scheme": "scheme",
+    "vision": "vision",
+    "kv_cache": "kv_cache",
+    "reduce": "reduce",
+    "calib": "calibrate.data",
+    "text": "calibrate.text",
+    "samples": "calibrate.samples",
+    "stats": "calibrate.stats",
+    "seed": "seed",
+}
+
+
+def common(parser: argparse.ArgumentParser) -> None:
+    """The flags of every verb."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries log")
+    parser.add_argument("--debug", action="store_true", help="print tracebacks")
+
+
+def recipe(parser: argparse.ArgumentParser) -> None:
+    """The flags that stand for recipe keys; absent ones leave no trace."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help="folder of the original")
+    parser.add_argument("-o", "--out", default=none, help="folder to write")
+    parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
+    parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
+    parser.add_argument("--target", default=none, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
+    parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
+    reducer(parser, "what the checkpoint carries: a visual-token reducer")
+    data(parser)
+    parser.add_argument(
+        "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
+    )
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.bits=4"
+    )
+
+
+def data(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose calibration data."""
+    none = argparse.SUPPRESS
+    parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
+    parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
+    parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+
+
+def reducer(parser: argparse.ArgumentParser, about: str) -> None:
+    """The flag of the one reducer that a recipe can have. `about`: what becomes of it."""
+    example = "e.g. dart:0.5, see vlmcompress list reducers"
+    parser.add_argument("--reduce", metavar="METHOD:KEEP", default=argparse.SUPPRESS, help=f"{about}, {example}")
+
+
+def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
+    """The flag of several reducers to compare."""
+    parser.add_argument(
+        "--reduce",
+        metavar="METHOD:KEEP",
+        action="append",
+        default=[],
+        required=required,
+        help="e.g. dart:0.25 or dart:0.25,pivots=8; may be repeated; see vlmcompress list reducers",
+    )
+
+
+def judging(parser: argparse.ArgumentParser) -> None:
+    """Flags of what becomes of results: a report, a gate."""
+    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe values that flags gave, nested. What was not given is absent; what is falsy was given."""
+    from vlmcompress.recipe.layers import assign
+
+    values: dict[str, Any] = {}
+    for name, key in RECIPE_KEYS.items():
+        if hasattr(args, name):
+            *parents, last = key.split(".")
+            into = values
+            for parent in parents:
+                into = into.setdefault(parent, {})
+            into[last] = getattr(args, name)
+    for setting in args.set:
+        assign(values, setting)
+    return values

@@ -1,0 +1,132 @@
+"""Collect statistics of a model's activations once; quantize --stats then needs no forward pass."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common import hub
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import duration, size, table
+from vlmcompress.errors import UserError, did_you_mean
+
+PLACE = 10
+STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original")
+    parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
+    _flags.data(parser)
+    parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
+    _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
+    parser.add_argument(
+        "--needs",
+        metavar="A,B",
+        help="of gram (the large one), absmax, absmean, entropy, gradient (only with answers); default: all",
+    )
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="calibrate.max_length or trust_remote_code"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace STATS once the new ones are whole")
+    parser.epilog = (
+        "Statistics are of the unquantized model (prefix float) and serve every scheme: for each group of layers and each\n"
+        "modality (text, vision, answer) the Gram matrix X^T X, absolute maxima, means and counts. quantize without --stats\n"
+        "observes each block behind quantized ones instead (prefix quantized)."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Collect the statistics and say what they are of."""
+    from vlmcompress.recipe import resolve
+
+    given = _flags.given(args)
+    _refuse_foreign(given)
+    recipe = resolve(given | {"scheme": "none"}).recipe
+    needs = _needs(args.needs)
+    from vlmcompress.compression.calibrate import calibrate
+
+    began = time.monotonic()
+    with closing(ProgressBar()) as progress:
+        done = calibrate(recipe, needs=needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
+    return OK, data, text(data)
+
+
+def _needs(text: str | None) -> tuple[str, ...] | None:
+    """The statistics that `--needs` names; None: all that the data have."""
+    if text is None:
+        return None
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in STATISTICS:
+            raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
+    return names
+
+
+def _refuse_foreign(values: dict[str, Any]) -> None:
+    """Raise `UserError` for recipe keys that mean nothing to a calibration."""
+    known = ("model", "out", "kv_cache", "reduce", "calibrate", "trust_remote_code", "seed")
+    foreign = [key for key in values if key not in known]
+    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
+    if foreign:
+        raise UserError(f"--set {foreign[0]}: no such key of calibrate{did_you_mean(foreign[0], known)}")
+
+
+def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """What was collected, as data for `--json`.
+
+    Args:
+        facts: the manifest of the statistics.
+    """
+    reduce = facts["calibration"].get("reduce")
+    same = f" --reduce {shlex.quote(_asked_for(reduce))}" if reduce else ""
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "bytes": sum(file["size"] for file in facts["files"].values()),
+        "blocks": sum(bool(groups) for groups in facts["blocks"]),
+        "groups": sum(map(len, facts["blocks"])),
+        "needs": facts["needs"],
+        "kv_cache": facts["kv_cache"],
+        "calibration": facts["calibration"],
+        "next": [
+            f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))}{same} -o OUT --scheme SCHEME"
+        ],
+    }
+
+
+def text(done: Mapping[str, Any]) -> str:
+    """What was collected, in words. `done`: what `result` returns."""
+    data = done["calibration"]
+    tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
+    words = data.get("text")
+    mixed = f" and '{words['source']}' ({words['samples']} of text alone)" if words else ""
+    kinds = ", ".join(done["needs"]) + (", ranges of keys and values" if done["kv_cache"] else "")
+    rows = [
+        ("statistics", f"{kinds}: {done['groups']} groups in {done['blocks']} blocks, {size(done['bytes'])}"),
+        ("data", f"{data['samples']} samples of '{data['source']}'{mixed}, {data['images']} images"),
+        ("tokens", tokens),
+        ("prefix", "float: the model ran unquantized"),
+    ]
+    if data.get("reduce"):
+        rows.append(("behind", f"{_asked_for(data['reduce'])}, whose dropped tokens are not counted"))
+    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), "Next:"]
+    return "\n".join([*lines, *(f"  {command}" for command in done["next"])])
+
+
+def _asked_for(reduce: Mapping[str, Any]) -> str:
+    from vlmcompress.recipe.reducer import read
+
+    return str(read(reduce).asked_for)

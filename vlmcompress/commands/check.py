@@ -1,0 +1,34 @@
+"""Tell in seconds whether a recipe works for a model, a target and an engine."""
+
+from __future__ import annotations
+
+import argparse
+
+from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
+from vlmcompress.commands._text import looked_text
+from vlmcompress.common import hub
+
+PLACE = 40
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    _flags.recipe(parser)
+    parser.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Look at everything that speaks for or against the recipe. 2 when something is against it."""
+    from vlmcompress.recipe import resolve
+
+    recipe = resolve(_flags.given(args), args.recipe, refuse=False, weights="headers").recipe
+    _lean.import_transformers()
+    from vlmcompress.planning.check import findings
+
+    engine = args.engine or recipe.engine
+    found = findings(recipe, engine)
+    fine = all(finding.ok for finding in found)
+    title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
+    data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
+    return OK if fine else BAD_INPUT, data, looked_text(title, found)

@@ -1,0 +1,89 @@
+"""Draw which parts of an image reducers keep, merge and drop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common import hub
+from vlmcompress.common.text import table
+from vlmcompress.errors import UserError
+
+PLACE = 70
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("model", metavar="MODEL", help="folder of the original")
+    parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
+    parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
+    _flags.reducers(parser, required=True)
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the picture to write; .png")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the picture and say what became of the tokens of each image."""
+    _lean.import_transformers()
+    from vlmcompress.data.encode import encode_prompt
+    from vlmcompress.data.images import open_image
+    from vlmcompress.data.samples import Sample
+    from vlmcompress.models import load, read_config, spec_for
+    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.reduction import refusal
+    from vlmcompress.reduction.capture import decide
+    from vlmcompress.reduction.cost import too_small
+    from vlmcompress.reduction.picture import Counts, sheet
+
+    out = Path(args.out)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: a picture is written; name it FILE.png")
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name the file to write")
+    reducers = [parse(text) for text in args.reduce]
+    model = hub.local(args.model)
+    family = spec_for(read_config(model))
+    for one in reducers:
+        if reason := refusal(family, one.method):
+            raise UserError(f"--reduce {one}: {reason}")
+        if "query" in one.module.NEEDS and not args.question.strip():
+            raise UserError(f"--reduce {one}: '{one.method}' looks at the question; add --question")
+    images = [open_image(Path(name), "--image") for name in args.image]
+    vlm = load(model)
+    inputs = encode_prompt(Sample("prompt", images, args.question, origin="the prompt"), vlm)
+    layouts = [vlm.spec.layout(vlm.processor, *image.size, len(images)) for image in images]
+    found = [(str(one), decide(vlm, inputs, layouts, one)) for one in reducers]
+    for note in {f"{one}: {text}" for one in reducers for layout in layouts for text in too_small(one, layout)}:
+        print(f"warning: {note}", file=sys.stderr)
+    _write(out, sheet(images, layouts, found))
+    shown = [
+        {
+            "image": str(name),
+            "tokens": layout.tokens,
+            "reduced": {label: vars(Counts.of(part[number])) for label, part in found},
+        }
+        for number, (name, layout) in enumerate(zip(args.image, layouts, strict=True))
+    ]
+    lines = [
+        f"{name}\n{table([(label, Counts.of(part[number])) for label, part in found])}"
+        for number, name in enumerate(args.image)
+    ]
+    data = {"ok": True, "model": str(args.model), "images": shown, "file": str(out)}
+    return OK, data, "\n".join([*lines, f"Wrote {out}."])
+
+
+def _write(out: Path, picture: Any) -> None:
+    """Write a PNG, whole or not at all."""
+    from vlmcompress.common.folders import user_errors
+
+    part = out.with_name(f".{out.name}.part")
+    with user_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            picture.save(part, "PNG")
+            part.replace(out)
+        finally:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,112 @@
+"""List what has a name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common.registry import Registry
+from vlmcompress.common.text import table
+
+PLACE = 140
+Entries = list[dict[str, Any]]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("what", nargs="?", choices=tuple(KINDS))
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """List everything, or the kind of things that is asked for."""
+    entries = {kind: find() for kind, find in KINDS.items() if args.what in (None, kind)}
+    return OK, entries, _text(entries)
+
+
+def _registered(registry: Registry) -> Entries:
+    return [{"name": name, "about": registry.summary(name)} for name in registry.names()]
+
+
+def _schemes() -> Entries:
+    from vlmcompress.recipe import SCHEMES
+
+    return _registered(SCHEMES)
+
+
+def _targets() -> Entries:
+    from vlmcompress import targets
+
+    machines = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
+    return [
+        {"name": name, "about": f"{m.title}: {m.schemes[None]} by default, {m.schemes['throughput']} for throughput"}
+        for name, m in machines
+    ]
+
+
+def _families() -> Entries:
+    return _registered(Registry("vlmcompress.models", "model family"))  # `models.REGISTRY` would bring torch along
+
+
+def _recipes() -> Entries:
+    from vlmcompress.recipe.layers import bundled
+
+    lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in bundled().items()}
+    return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
+
+
+def _formats() -> Entries:
+    from vlmcompress.recipe import FORMATS
+
+    return _registered(FORMATS)
+
+
+def _reducers() -> Entries:
+    from vlmcompress.engines.vllm.plugin import REDUCERS, served
+
+    keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
+    return [
+        {"name": name, "about": REDUCERS.summary(name), "vllm": served(name)}
+        | {key: REDUCERS.constant(name, constant) for key, constant in keys.items()}
+        for name in REDUCERS.names()
+    ]
+
+
+def _suites() -> Entries:
+    from vlmcompress.evaluation import catalogue
+
+    return [{"name": name, "about": catalogue.about(name)} for name in catalogue.names()]
+
+
+def _gates() -> Entries:
+    from vlmcompress.evaluation import gate
+
+    return [{"name": name, "about": gate.about(name)} for name in gate.names()]
+
+
+KINDS: dict[str, Callable[[], Entries]] = {
+    "schemes": _schemes,
+    "targets": _targets,
+    "families": _families,
+    "recipes": _recipes,
+    "formats": _formats,
+    "reducers": _reducers,
+    "suites": _suites,
+    "gates": _gates,
+}
+
+
+def _text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
+    """A table for each kind of things."""
+    return "\n\n".join(f"{what}\n{table([_row(entry) for entry in found])}" for what, found in entries.items())
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """The line of one thing; reducers say more about themselves than the others."""
+    if "stage" not in entry:
+        return entry["name"], entry["about"]
+    families = entry["vllm"]
+    where = ", ".join(families) if len(families) <= 3 else f"{len(families)} families"
+    where = f"vLLM: {where}" if families else "transformers only"
+    return entry["name"], entry["stage"], f"{entry['count']} count", where, entry["about"]

@@ -1,0 +1,30 @@
+"""Run vLLM's OpenAI-compatible server; flags after -- go to vllm serve."""
+
+from __future__ import annotations
+
+import argparse
+
+from vlmcompress.commands._outcome import OK, Outcome
+
+PLACE = 130
+PASSES_ON = True
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    parser.add_argument("--images", type=int, default=4, metavar="N", help="most images of a request")
+    parser.add_argument("--videos", type=int, default=0, metavar="N", help="most videos of a request; default: none")
+    parser.set_defaults(verbose=True)  # a server's log is what one looks at
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Start the server; this process becomes it."""
+    from vlmcompress.engines.vllm.serve import serve
+
+    names = ("host", "port", "images", "videos", "max_model_len")
+    serve(args.out, **{name: getattr(args, name) for name in names}, extra=args.extra)
+    return OK, {"ok": True}, ""

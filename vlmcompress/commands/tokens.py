@@ -1,0 +1,90 @@
+"""Count what images cost before and after a reducer, without reading weights."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common import hub
+from vlmcompress.common.text import size as size_text
+from vlmcompress.common.text import table
+from vlmcompress.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from vlmcompress.reduction.cost import Planned
+
+PLACE = 60
+CACHE_BYTES = {"fp8": 1, "bf16": 2}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("model", metavar="MODEL", help="folder with config.json and the processor's files")
+    parser.add_argument(
+        "--image-size", metavar="WxH", action="append", required=True, help="may be repeated: images of one prompt"
+    )
+    _flags.reducers(parser, required=False)
+    parser.add_argument("--question", metavar="Q", default="", help="text behind the images")
+    parser.add_argument("--kv-cache", metavar="TYPE", help="fp8 or bf16; default: the model's own type")
+    parser.epilog = (
+        "prefill and KV cache are the language model's; the encoder works on whole images whatever is dropped."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Count the tokens, the work on them and the cache that they fill."""
+    if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
+        raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
+    _lean.import_transformers()
+    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.reduction import cost
+
+    sizes = [_size(text) for text in args.image_size]
+    reducers = [parse(text) for text in args.reduce]
+    model = hub.local(args.model, weights="none")
+    found = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache))
+    for note in found.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    data = {"ok": True, "model": str(args.model), **found.to_dict()}
+    for image, size in zip(data["images"], args.image_size, strict=True):
+        image["size"] = size
+    return OK, data, _text(found, args.image_size)
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)[x×X*]([1-9]\d*)", text)
+    if not found or len(text) > 20:
+        raise UserError(f"--image-size {text[:40]} is not a size; write it WIDTHxHEIGHT, like 1024x768")
+    return int(found[1]), int(found[2])
+
+
+def _text(found: Planned, sizes: list[str]) -> str:
+    """Images, then costs."""
+    images = [("image", "visual tokens", "rows x columns")]
+    for size, layout in zip(sizes, found.layouts, strict=True):
+        grids = [f"{piece.rows}x{piece.columns}" for piece in layout.pieces]
+        same = [f"{grids.count(grid)} of {grid}" if grids.count(grid) > 1 else grid for grid in dict.fromkeys(grids)]
+        images.append((size, f"{layout.tokens:,}", ", ".join(same)))
+    full, none = found.full, found.text_only
+    rows = [("", "visual", "kept", "prompt", "prefill", "KV cache", "of images")]
+    for name, cost in {"all": full, **found.reduced}.items():
+        if cost is None:
+            rows.append((name, "depends on what the image shows", "", "", "", "", ""))
+            continue
+        kept, work = cost.visual / max(full.visual, 1), cost.multiply_adds / full.multiply_adds
+        cache = size_text(cost.kv_bytes_prompt), size_text(cost.kv_bytes)
+        rows.append((name, f"{cost.visual:,}", f"{kept:.1%}", f"{cost.prompt:,}", f"{work:.1%}", *cache))
+    share, work = full.visual / full.prompt, 1 - none.multiply_adds / full.multiply_adds
+    return "\n".join(
+        [
+            f"{found.family}: a prompt with {len(sizes)} image{'s' * (len(sizes) > 1)} and {found.text:,} other tokens",
+            table(images),
+            "",
+            table(rows),
+            f"\nVisual tokens are {share:.1%} of the prompt and {work:.1%} of the language model's work on it.",
+        ]
+    )

@@ -1,0 +1,86 @@
+"""vLLM for `engines/worker.py`: where does its own loading put each tensor of a checkpoint? Nothing is read, nothing is run.
+
+vLLM's model is built without memory (on torch's meta device) and given the checkpoint's tensors, without their contents, one
+by one. A request is `{"id": name, "folder": path}`, its answer
+
+    {"class": of the model, "places": {tensor: [parameter, ...]}, "lost": {tensor: error}, "missing": [parameter, ...]}
+
+A tensor whose places are none is one that vLLM knows and leaves out, such as those of a tower's unused last layer. A checkpoint
+of which no model can be built gives `{"error": line}`. Imports only the standard library and what vLLM brings along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import traceback
+
+PACKAGE = "vllm"
+
+
+def start(job: dict):
+    """Process groups of one; vLLM's layers ask them for their rank."""
+    import vllm
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{job['requests']}.group", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    return None, {"name": "vllm", "version": vllm.__version__}
+
+
+def answers(_, requests, job: dict):
+    """What vLLM makes of each folder."""
+    for request in requests:
+        try:
+            yield request["id"], look(request["folder"])
+        except Exception as error:
+            traceback.print_exc()
+            yield request["id"], {"error": line(error)}
+
+
+def look(folder: str) -> dict:
+    """What vLLM makes of one folder."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(model=folder, enforce_eager=True).create_engine_config()
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)
+    places: dict[str, list[str]] = {}
+    lost: dict[str, str] = {}
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(dtype), torch.device("meta"):
+            model = initialize_model(vllm_config=config)
+        for name, tensor in tensors(folder):
+            try:
+                places[name] = sorted(model.load_weights([(name, tensor)]))
+            except Exception as error:
+                lost[name] = line(error)
+    loaded = {place for found in places.values() for place in found}
+    with contextlib.suppress(ValueError):  # it adds what a checkpoint need not have, then complains about the rest
+        quantized = config.model_config.quantization is not None
+        DefaultModelLoader(config.load_config).track_weights_loading(model, loaded, quantized=quantized)
+    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    return {"class": type(model).__name__, "places": places, "lost": lost, "missing": missing}
+
+
+def tensors(folder: str):
+    """Name and shape of each stored tensor, as tensors without contents."""
+    from safetensors import safe_open
+
+    for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                yield name, stored.get_tensor(name).to("meta")  # mapped from the file, of which no page is read
+
+
+def line(error: Exception) -> str:
+    """The first sentence of an error; vLLM lists all of a model's parameters behind it."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).split(" The available parameters")[0][:300]
