@@ -40,7 +40,7 @@ def counter(tokens: VisualTokens | None, reducer: Chosen | None, vlm: VLM, sampl
         tokens: what the plan says of the reducer.
         reducer: the same with what it has learnt.
     """
-    return learning.counter(vlm, samples, reducer) if tokens and tokens.counted else None
+    return learning.counter(vlm, samples, reducer) if reducer and tokens and tokens.counted else None
 
 
 def warnings(reducer: Chosen | None, origin: Mapping[str, Any] | None) -> list[str]:
