@@ -42,7 +42,7 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
     """Write one checkpoint, examine it and let transformers answer; what went wrong, or None."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from tests.models.inputs import images
+    from tests.kit.inputs import images
     from vlmcompress import models
     from vlmcompress.compression.quantize import quantize
     from vlmcompress.diagnosis import files as doctor
@@ -71,7 +71,7 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
 
 def in_vllm(folders: list[Path]) -> dict[str, dict]:
     """Folder -> what the engine said, all in one engine process."""
-    command = [sys.executable, str(ROOT / "tests/models/engine_probe.py"), *map(str, folders)]
+    command = [sys.executable, "-m", "tests.kit.engine_probe", *map(str, folders)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line.removeprefix("PROBE ") for line in done.stdout.splitlines() if line.startswith("PROBE ")]
@@ -81,7 +81,7 @@ def in_vllm(folders: list[Path]) -> dict[str, dict]:
 def measure() -> dict:
     """Try every family with every scheme."""
     sys.path.insert(0, str(ROOT))
-    from tests import tiny
+    from tests.kit import tiny
     from vlmcompress import models
 
     found: dict[str, dict[str, dict]] = {}

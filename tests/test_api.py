@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import vlmcompress
+from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "eval" / "demo" / "demo-llava"
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 
 
 def test_the_examples_run(tmp_path, monkeypatch):
     """All examples of the page, one after the other, as a reader would paste them; folders and the model are put in."""
     monkeypatch.chdir(tmp_path)
-    data = ROOT / "eval" / "demo" / "data" / "llava" / "calibration.parquet"
-    code = "\n".join(EXAMPLES).replace('"MODEL"', repr(str(DEMO))).replace('"IMAGES"', repr(str(data)))
+    data = DEMOS / "data" / "llava" / "calibration.parquet"
+    code = "\n".join(EXAMPLES).replace('"MODEL"', repr(str(DEMO_LLAVA))).replace('"IMAGES"', repr(str(data)))
     names: dict = {}
     exec(compile(code, "docs/python.md", "exec"), names)
     assert names["done"].manifest["size"]["weights_after"] < names["done"].manifest["size"]["weights_before"]
@@ -40,12 +38,12 @@ def test_the_examples_run(tmp_path, monkeypatch):
 )
 def test_bad_keys_are_user_errors(keys, part):
     with pytest.raises(vlmcompress.UserError, match=re.escape(part)):
-        vlmcompress.Recipe.of(DEMO, "OUT", **keys)
+        vlmcompress.Recipe.of(DEMO_LLAVA, "OUT", **keys)
 
 
 def test_a_reducer_needs_transformers():
     with pytest.raises(vlmcompress.UserError, match="attaches to transformers models"):
-        vlmcompress.evaluate(DEMO, DEMO, reduce="divprune:0.5")
+        vlmcompress.evaluate(DEMO_LLAVA, DEMO_LLAVA, reduce="divprune:0.5")
 
 
 def test_importing_the_package_imports_no_library():

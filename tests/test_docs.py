@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 from pydantic import BaseModel
 
+from tests.kit.places import DEMO_LLAVA, ROOT
 from vlmcompress import cli, reducers
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common.registry import Registry
@@ -28,7 +29,6 @@ from vlmcompress.reducers import Signals, TokenCounter
 from vlmcompress.results import load, records
 from vlmcompress.statistics import gradients
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 WIDTH = 120
@@ -158,7 +158,7 @@ def test_the_reference_of_recipes_is_printed():
 def test_recipes_in_pages_are_recipes(tmp_path):
     from vlmcompress.recipe import resolve
 
-    model = ROOT / "eval/demo/demo-llava"
+    model = DEMO_LLAVA
     for number, (page, block) in enumerate(fenced("yaml")):
         file = tmp_path / f"{number}.yaml"
         file.write_text(block)

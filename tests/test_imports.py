@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import sys
-from pathlib import Path
 
 import grimp
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.kit.places import ROOT
+
 PACKAGE = ROOT / "vlmcompress"
 FILES = sorted(PACKAGE.rglob("*.py"))
 GRAPH = grimp.build_graph("vlmcompress", include_external_packages=True)
@@ -87,3 +87,16 @@ def test_files_and_functions_are_short(folder):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path.relative_to(ROOT)}: {node.name} is over 60 lines"
+
+
+def test_no_test_imports_a_test():
+    """What tests share is in `tests/kit`, which is imported by its whole name."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    bare = {path.stem for path in files} - sys.stdlib_module_names
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                inside = name.split(".")[0] == "tests"
+                assert below(name, "tests.kit") if inside else name not in bare, f"{file.relative_to(ROOT)}: {name}"

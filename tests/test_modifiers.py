@@ -19,7 +19,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from tests import tiny
+from tests.kit import tiny
 from vlmcompress import models, modifiers
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import block_search

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import calibration_rows, tiny
+from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import block_clip

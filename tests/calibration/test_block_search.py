@@ -13,7 +13,7 @@ from llmcompressor.modifiers.transform.awq import AWQModifier
 from PIL import Image
 from torch import Tensor, nn
 
-from tests import tiny
+from tests.kit import tiny
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import block_search

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests import calibration_rows, tiny
+from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.entropy import Reservoir, cluster_entropy, conditional_entropy

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.calibration.kit import picture
+from tests.kit.pictures import picture
 from vlmcompress import quantizers
 from vlmcompress.blocks.solve import Method
 from vlmcompress.blocks.store import LayerStore

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests import rtn
-from tests.engines.processes import session_ends, session_members
+from tests.kit import rtn
+from tests.kit.places import DEMOS
+from tests.kit.processes import session_ends, session_members
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import get
@@ -29,8 +30,7 @@ from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
-DEMO = Path(__file__).parents[2] / "eval" / "demo"
-MODEL = DEMO / "demo-llava"
+MODEL = DEMOS / "demo-llava"
 SETTINGS = Settings(max_tokens=8, logprobs=5)
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.engine
 def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], Path]:
     """A question of each of eight families, with one image, two or none, and the folder of their images."""
     media = tmp_path_factory.mktemp("media")
-    samples = load_samples(DEMO / "data" / "llava" / "test.parquet", samples=None, seed=0)
+    samples = load_samples(DEMOS / "data" / "llava" / "test.parquet", samples=None, seed=0)
     families = {sample.family or "": sample for sample in samples}
     requests = []
     for family in sorted(families)[-8:]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines import reduced_cases as cases
+from tests.kit import reduced_cases as cases
+from tests.kit.places import DEMOS
 from vlmcompress import cli
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance import _compare, _questions
@@ -17,7 +17,6 @@ from vlmcompress.engines.vllm.conformance._checks import CHECKS
 from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.errors import UserError
 
-DEMO = Path(__file__).parents[2] / "eval" / "demo"
 engine = pytest.mark.engine
 
 
@@ -49,7 +48,7 @@ def test_questions_come_from_a_seed(tmp_path):
     assert [question.kind for question in made[0].plain] == [*_questions.KINDS] * 2
     pictures = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert pictures[0] == pictures[1] and len(set(pictures[0].values())) == len(pictures[0]) == 10
-    data = DEMO / "data" / "llava" / "validation.parquet"
+    data = DEMOS / "data" / "llava" / "validation.parquet"
     given = _questions.make(tmp_path, 4, data, False, seed=0)
     assert sum("image_url" in json.dumps(question.messages) for question in given.plain) == 3
     with pytest.raises(UserError, match="take at least 4"):
@@ -60,8 +59,8 @@ def test_questions_come_from_a_seed(tmp_path):
 def found(tmp_path_factory) -> Findings:
     """What vLLM and transformers say about a reduced demo model."""
     pytest.importorskip("vllm")
-    folder = cases.reduced(DEMO / "demo-qwen", tmp_path_factory.mktemp("reduced") / "demo-qwen", "dart:0.5")
-    return conformance.collect(folder, prompts=8, data=DEMO / "data" / "qwen" / "validation.parquet")
+    folder = cases.reduced(DEMOS / "demo-qwen", tmp_path_factory.mktemp("reduced") / "demo-qwen", "dart:0.5")
+    return conformance.collect(folder, prompts=8, data=DEMOS / "data" / "qwen" / "validation.parquet")
 
 
 @engine
@@ -153,14 +152,14 @@ def test_an_engine_that_fails_fails_what_needs_it(found):
     ],
 )
 def test_bad_calls_of_doctor(arguments, text, capfd):
-    assert cli.main(["doctor", str(DEMO / "demo-llava"), *arguments]) == 2
+    assert cli.main(["doctor", str(DEMOS / "demo-llava"), *arguments]) == 2
     assert text in capfd.readouterr().err
 
 
 def test_doctor_without_an_engine(tmp_path, monkeypatch, capfd):
     """One line that says what to do, before any model is loaded."""
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
-    assert cli.main(["doctor", str(DEMO / "demo-llava"), "--engine", "vllm", "--json"]) == 2
+    assert cli.main(["doctor", str(DEMOS / "demo-llava"), "--engine", "vllm", "--json"]) == 2
     assert "point it to the Python that has vLLM" in json.loads(capfd.readouterr().out)["error"]
 
 
@@ -182,7 +181,7 @@ SLOW = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "reducer"), [(model, each) for model, found in SLOW.items() for each in found])
 def test_two_hundred_prompts(tmp_path, model, reducer):
-    folder = cases.reduced(DEMO / model, tmp_path / model, reducer)
-    data = DEMO / "data" / model.removeprefix("demo-") / "validation.parquet"
+    folder = cases.reduced(DEMOS / model, tmp_path / model, reducer)
+    data = DEMOS / "data" / model.removeprefix("demo-") / "validation.parquet"
     failed = [check for check in conformance.examine(folder, prompts=200, data=data) if not check.ok]
     assert failed == []

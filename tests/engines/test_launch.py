@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.processes import alive, wait_until_gone
+from tests.kit.processes import alive, wait_until_gone
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.launch import server
 from vlmcompress.errors import UserError

@@ -5,22 +5,20 @@ One engine with a prefix cache that is hit and with chunks that cut images.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 from transformers import AutoConfig
 
-from tests.engines import reduced_cases as cases
-from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit import reduced_cases as cases
+from tests.kit.places import DEMO_LLAVA
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import learning as thresholds
-
-SOURCE = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 
 
 def prompts() -> list[cases.Turns]:
@@ -33,8 +31,8 @@ def prompts() -> list[cases.Turns]:
 @pytest.mark.engine
 def test_counts_and_answers_are_those_of_transformers(tmp_path):
     pytest.importorskip("vllm")
-    vlm = cases.loaded(SOURCE)
-    batches = encode(load_samples(bundled(SOURCE, "calibration"), samples=32, seed=0), vlm)
+    vlm = cases.loaded(DEMO_LLAVA)
+    batches = encode(load_samples(bundled(DEMO_LLAVA, "calibration"), samples=32, seed=0), vlm)
     reducer = thresholds.learn(vlm, batches, parse("dymu:0.4"))
     counter = thresholds.counter(vlm, batches, reducer)
     requests = [cases.request(vlm, turns, tmp_path / "images") for turns in prompts()]
@@ -42,7 +40,7 @@ def test_counts_and_answers_are_those_of_transformers(tmp_path):
     files = [Image.open(file) for one in requests for file in one["images"]]
     pixels = vlm.processor.image_processor(files, return_tensors="pt")["pixel_values"]
     assert len({counter.count(image) for image in pixels}) > 3
-    folder = cases.reduced(SOURCE, tmp_path / "model", reducer, counter)
+    folder = cases.reduced(DEMO_LLAVA, tmp_path / "model", reducer, counter)
     job = {"folder": str(folder), "settings": CHUNKED | CACHED, "passes": 2, "max_tokens": TOKENS, "requests": requests}
     (found,) = probe([job], tmp_path)
     check(found, expected)
@@ -53,7 +51,7 @@ def test_without_counts_it_is_refused():
     pytest.importorskip("vllm")
     from vlmcompress.engines.vllm.plugin._reducer import Reducer
 
-    config = AutoConfig.from_pretrained(SOURCE)
+    config = AutoConfig.from_pretrained(DEMO_LLAVA)
     plain = {"model_type": "llava", "architectures": config.architectures}
     block = reducer_block.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
     given = SimpleNamespace(**{**vars(config), **block, "vision_config": config.vision_config})

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import reduced_cases as cases
-from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit import reduced_cases as cases
+from tests.kit.places import DEMO_LLAVA
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
 
 pytestmark = pytest.mark.engine
-DEMO = cases.DEMO.with_name("demo-llava")
 ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
 # Source, reducer, settings, passes.
 CASES = {
@@ -56,7 +56,7 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
     jobs, expected, models = [], [], {}
     for name, (source, reducer, settings, passes) in chosen.items():
         if source not in models:
-            path = DEMO if source == "demo" else cases.tiny(source, folder / source)
+            path = DEMO_LLAVA if source == "demo" else cases.tiny(source, folder / source)
             models[source] = path, cases.loaded(path)
         path, vlm = models[source]
         turns = cases.questions(count, "llava") if source == "demo" else cases.noisy()

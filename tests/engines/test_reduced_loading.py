@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.engines.reduced_cases import reduced
+from tests.kit.places import DEMO_LLAVA, ROOT
+from tests.kit.reduced_cases import reduced
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
@@ -25,9 +26,7 @@ from vlmcompress.models import all_specs
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "eval" / "demo" / "demo-llava"
-PLAIN = json.loads((DEMO / "config.json").read_text())
+PLAIN = json.loads((DEMO_LLAVA / "config.json").read_text())
 
 
 def config(reducer: str, folder: Path, **block):
@@ -66,7 +65,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_
 
 def test_a_config_without_a_reducer_is_refused():
     with pytest.raises(UserError, match="carries no reducer"):
-        Reducer.of(AutoConfig.from_pretrained(DEMO))
+        Reducer.of(AutoConfig.from_pretrained(DEMO_LLAVA))
 
 
 @pytest.mark.parametrize("family", FAMILIES.names())
@@ -183,7 +182,7 @@ def test_vllm_refuses(plugins, version, reducer, impl, text, tmp_path):
     """A vLLM that this plugin was not made for, a method that engines cannot serve, and a vLLM without the plugin, also
     where it is to run models by transformers' code."""
     pytest.importorskip("vllm")
-    folder = reduced(DEMO, tmp_path / "model", reducer)
+    folder = reduced(DEMO_LLAVA, tmp_path / "model", reducer)
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
     command = [sys.executable, "-c", PROBE, str(folder), version, impl]

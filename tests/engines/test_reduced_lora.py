@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.engines import reduced_cases as cases
-from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit import reduced_cases as cases
+from tests.kit.places import DEMOS
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
 from vlmcompress.models import VLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -41,7 +42,7 @@ def adapter(vlm: VLM, folder: Path) -> dict[str, torch.Tensor]:
 def test_answers_are_those_of_the_merged_model(tmp_path, name, reducer):
     """Oracle: transformers in float32 with the same reducer attached and the adapter added to its weights."""
     pytest.importorskip("vllm")
-    source = cases.DEMO.with_name(f"demo-{name}")
+    source = DEMOS / f"demo-{name}"
     vlm = cases.loaded(source)
     requests = [cases.request(vlm, turns, tmp_path / "images") for turns in cases.questions(8, name)]
     plain = cases.reference(vlm, reducer, requests, TOKENS)

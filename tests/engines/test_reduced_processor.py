@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
-from tests.engines.reduced_cases import reduced
+from tests.kit import tiny
+from tests.kit.places import DEMO_LLAVA, ROOT
+from tests.kit.reduced_cases import reduced
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "eval" / "demo" / "demo-llava"
 REDUCERS = {"half": "dart:0.5", "quarter": "dart:0.25", "asks": "relevance:0.5"}
 FILMED = ("internvl", "short", "llava-onevision")
 ROOM = 256
@@ -87,7 +86,7 @@ def found(tmp_path_factory) -> dict:
     """Of each checkpoint what its processor makes of the script's prompts."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("reduced")
-    folders = {name: str(reduced(DEMO, folder / name, text)) for name, text in REDUCERS.items()}
+    folders = {name: str(reduced(DEMO_LLAVA, folder / name, text)) for name, text in REDUCERS.items()}
     films = {name: str(filmed(name, folder / name)) for name in FILMED}
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     tiles = reduced(onevision(folder / "onevision"), folder / "tiles", "dart:0.1")

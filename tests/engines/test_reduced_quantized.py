@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import calibration_rows, tiny
+from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.compression.quantize import quantize

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import reduced_cases as cases
-from tests.engines.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit import reduced_cases as cases
+from tests.kit.places import DEMO_QWEN
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
 
 pytestmark = pytest.mark.engine
 METHODS = [f"{method}:{keep}" for method in ("random", "uniform", "dart", "divprune") for keep in (0.5, 0.25)]
@@ -84,7 +85,7 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
 def checkpoint(name: str, folder: Path) -> Path:
     """The demo model, a family's tiny one, or one that takes images of which a side has over 256 tokens."""
     if name == "demo":
-        return cases.DEMO
+        return DEMO_QWEN
     if name == "tall":
         return cases.tiny("qwen2-5-vl", folder / name, longest_edge=28 * 28 * 800)
     return cases.tiny(name, folder / name)

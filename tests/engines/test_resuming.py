@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines import reduced_cases as cases
-from tests.engines.reduced_serving import probe
+from tests.kit import reduced_cases as cases
+from tests.kit.places import DEMO_LLAVA
+from tests.kit.reduced_serving import probe
 
 TOKENS = 380
 QUESTION = "what is it " * 6
@@ -26,7 +27,7 @@ ROOMY = {"enable_prefix_caching": False, "max_model_len": 512}
 @pytest.mark.engine
 def test_a_preempted_request_encodes_its_image_again(tmp_path):
     """Oracle: the same engine with room for all. Without a reducer vLLM 0.32 ends; once it does not, `_resuming.py` can go."""
-    source = cases.DEMO.with_name("demo-llava")
+    source = DEMO_LLAVA
     vlm = cases.loaded(source)
     reduced = cases.reduced(source, tmp_path / "model", "divprune:0.5")
     turns = [[cases.turn(cases.noise(seed, 96, 96), QUESTION)] for seed in range(2)]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.engines.processes import alive, wait_until_gone
-from tests.tiny import build
+from tests.kit.processes import alive, wait_until_gone
+from tests.kit.tiny import build
 from vlmcompress.engines.process import last_words
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.engines.vllm.runner import Answer, Request, Settings, answer

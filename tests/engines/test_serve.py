@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.engines.processes import session_ends
-from tests.tiny import build
+from tests.kit.processes import session_ends
+from tests.kit.tiny import build
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.serve import example, flags, remarks, serve
 from vlmcompress.errors import UserError

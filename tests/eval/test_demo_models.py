@@ -14,8 +14,8 @@ from eval.demo.learner import qwen_patches
 from eval.demo.measure import answers, load_rows, messages
 from eval.demo.sequences import Writer
 from eval.demo.text import build_tokenizer
+from tests.kit.places import DEMOS
 
-DEMO = Path(__file__).resolve().parents[2] / "eval" / "demo"
 KINDS = ("qwen", "llava")
 CLASSES = {"qwen": "Qwen2_5_VLForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}
 HUB_PREFIXES = {
@@ -28,7 +28,7 @@ HUB_PREFIXES = {
 
 
 def folder(kind: str) -> Path:
-    return DEMO / f"demo-{kind}"
+    return DEMOS / f"demo-{kind}"
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,7 +1,6 @@
 """The world: splits are disjoint, everything is a function of its seed, answers are what the scene says."""
 
 import io
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -16,8 +15,9 @@ from eval.world.scene import Cell, Scene, sample_scene
 from eval.world.stamps import digit_pool
 from eval.world.textual import ask_text
 from eval.world.vocab import BAR_LEVELS, FAMILIES, SPLITS, THINGS, TOKEN
+from tests.kit.places import DEMOS
 
-DATA = Path(__file__).resolve().parents[2] / "eval" / "demo" / "data"
+DATA = DEMOS / "data"
 
 
 def frozen(variant: str, split: str) -> list[dict]:

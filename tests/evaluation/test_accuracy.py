@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import build
+from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError

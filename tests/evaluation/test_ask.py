@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.echo import Echo, checkpoint, picture, question, write_rows
+from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
+from tests.kit.places import DEMO_LLAVA, ROOT
 from vlmcompress.engines.base import Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.ask import Asked, ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
-
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "eval" / "demo" / "demo-llava"
 
 
 @pytest.fixture
@@ -131,8 +129,8 @@ from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
 with open_journal(Path({str(path)!r})) as journal:
-    suite = load_suite("world", candidate={str(DEMO)!r}, baseline={str(DEMO)!r})
-    ask_suite({str(DEMO)!r}, suite, ENGINE, journal=journal)
+    suite = load_suite("world", candidate={str(DEMO_LLAVA)!r}, baseline={str(DEMO_LLAVA)!r})
+    ask_suite({str(DEMO_LLAVA)!r}, suite, ENGINE, journal=journal)
 """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as run:
@@ -141,11 +139,11 @@ with open_journal(Path({str(path)!r})) as journal:
         run.kill()
     from vlmcompress.engines.vllm.runner import ENGINE
 
-    suite = load_suite("world", candidate=DEMO, baseline=DEMO, limit=400)
+    suite = load_suite("world", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, limit=400)
     with open_journal(path) as journal:
         before = len(journal)
         assert before >= 20
-        asked = ask_suite(DEMO, suite, ENGINE, Settings(), journal)
+        asked = ask_suite(DEMO_LLAVA, suite, ENGINE, Settings(), journal)
         assert len(journal) == before + len(suite) - asked.resumed + 1  # and the engine's words about itself
     scores = [sample.score for sample in asked.samples]
     assert 0 < asked.resumed < 400 and asked.engine["name"] == "vllm"

@@ -11,13 +11,13 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from PIL import Image as Pillow
 
-from tests.evaluation.echo import Echo, checkpoint, question
+from tests.kit.echo import Echo, checkpoint, question
+from tests.kit.places import DEMO_LLAVA
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.ask import Asked, ask_suite
 from vlmcompress.evaluation.catalogue import about, names
 from vlmcompress.evaluation.tasks import load_suite
 
-DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 TEXT = Value("string")
 
 
@@ -213,8 +213,8 @@ def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
 
     tasks = ", ".join(BENCHMARKS)
     (data / "all.yaml").write_text(f"group: all\ntask: [{tasks}]\n")
-    suite = load_suite(data / "all.yaml", candidate=DEMO, baseline=DEMO)
-    asked = ask_suite(DEMO, suite, ENGINE)
+    suite = load_suite(data / "all.yaml", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA)
+    asked = ask_suite(DEMO_LLAVA, suite, ENGINE)
     assert len(asked.samples) == sum(len(rows) for *_, rows in BENCHMARKS.values()) + 1  # two expressions of a region
     assert set(asked.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 512
     assert all(sample.answer.prompt_tokens > 1 and 0 <= sample.score <= 1 for sample in asked.samples)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.echo import Echo, checkpoint, picture, question, write_rows
+from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.evaluation.accuracy import Ask, evaluate
 from vlmcompress.recipe.reducer import parse

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from tests.evaluation.echo import checkpoint, picture, write_rows
+from tests.kit.echo import checkpoint, picture, write_rows
+from tests.kit.places import DEMO_LLAVA
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.catalogue import names
 from vlmcompress.evaluation.tasks import LoadedSuite, load_suite
 
-DEMO = Path(__file__).parents[2] / "eval" / "demo" / "demo-llava"
 YAML = """
 task: mine
 dataset_path: parquet
@@ -28,7 +28,7 @@ metadata: {{version: 1.0, scoring: as written}}
 
 
 def load(suite, data=None, **more) -> LoadedSuite:
-    return load_suite(suite, data, candidate=DEMO, baseline=DEMO, **more)
+    return load_suite(suite, data, candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, **more)
 
 
 def ids(suite: LoadedSuite) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_choice_is_stratified_and_its_documents_are_found_again() -> None:
 
 
 def test_one_family_and_another_copy() -> None:
-    other = DEMO.parent / "data" / "qwen" / "test.parquet"
+    other = DEMO_LLAVA.parent / "data" / "qwen" / "test.parquet"
     suite = load("world_count", other)
     assert len(suite) == 250 and {place.family for place in suite.places} == {"count"} and suite.source == str(other)
     assert all(identity.startswith("test-qwen-count") for identity in ids(suite))

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from tests.rtn import SCHEMES
+from tests.kit.rtn import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors as ct

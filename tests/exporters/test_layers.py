@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from tests.rtn import SCHEMES
-from tests.tiny import build
+from tests.kit.rtn import SCHEMES
+from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.checkpoint.layer_targets import misread, targets
 from vlmcompress.exporters import compressed_tensors as ct

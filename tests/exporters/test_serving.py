@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests import rtn
-from tests.models.inputs import encode
-from tests.tiny import build
+from tests.kit import rtn
+from tests.kit.inputs import encode
+from tests.kit.places import ROOT
+from tests.kit.tiny import build
 from vlmcompress import models
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
 CASES = {
     "llava": ("w4-asymmetric", "fp8", False),
     "qwen2-5-vl": ("int8", None, True),
@@ -32,7 +32,7 @@ CASES = {
 
 def served(folder: Path) -> dict:
     pytest.importorskip("vllm")
-    command = [sys.executable, "tests/exporters/serve_probe.py", str(folder)]
+    command = [sys.executable, "-m", "tests.kit.serve_probe", str(folder)]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     lines = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, CompressedTensorsConfig
 
-from tests import rtn
-from tests.tiny import build
+from tests.kit import rtn
+from tests.kit.tiny import build
 
 CASES = {
     "mixed": ("w4-asymmetric", "fp8", False),

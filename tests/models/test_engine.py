@@ -15,12 +15,12 @@ import pytest
 import torch
 import transformers
 
-from tests.models.conftest import FAMILIES, RECIPES, can_process
-from tests.models.inputs import encode
+from tests.kit.families import FAMILIES, RECIPES, can_process
+from tests.kit.inputs import encode
+from tests.kit.places import ROOT
 from vlmcompress import models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
-ROOT = Path(__file__).parents[2]
 KINDS = ["source", *RECIPES]
 # How far below its best token's log-probability transformers may see the engine's token. BF16 leaves near-ties; the
 # quantized kernels round activations in another order than the dequantized layers of transformers.
@@ -42,7 +42,7 @@ def folders(checkpoint, quantized) -> dict[tuple[str, str], Path]:
 def probed(folders) -> dict[str, dict]:
     """Folder -> what `engine_probe.py` says about it."""
     pytest.importorskip("vllm")
-    command = [sys.executable, "tests/models/engine_probe.py", *map(str, folders.values())]
+    command = [sys.executable, "-m", "tests.kit.engine_probe", *map(str, folders.values())]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
     lines = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests import rtn
-from tests.models.conftest import FAMILIES, can_process
+from tests.kit import rtn
+from tests.kit.families import FAMILIES, can_process
+from tests.kit.places import ROOT
 from vlmcompress import cli, models
 from vlmcompress.checkpoint import manifest
 from vlmcompress.compression.quantize import quantize
@@ -20,7 +21,6 @@ from vlmcompress.engines.vllm.conformance import _names
 from vlmcompress.recipe import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
-ROOT = Path(__file__).parents[2]
 SPELLINGS = ["hub", "transformers", "memory"]
 
 
@@ -91,7 +91,7 @@ def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path
     quantize(resolve(given | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
     assert "vision_tower.vision_model." in " ".join(manifest.read(out)["warnings"])
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "tests/models/engine_probe.py", str(out)]
+    command = [sys.executable, "-m", "tests.kit.engine_probe", str(out)]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]
     assert all(answer["answer"] for answer in json.loads(line.removeprefix("PROBE "))["answers"])

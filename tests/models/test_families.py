@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.models.inputs import encode
+from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.models import Group, ModelSpec
 

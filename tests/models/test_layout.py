@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from tests.models.inputs import QUESTION
+from tests.kit.inputs import QUESTION
 from vlmcompress.models import VLM
 
 SIZES = [(80, 60), (60, 80), (56, 56), (57, 55), (200, 40), (31, 190), (300, 300), (113, 112), (1, 40), (151, 97)]

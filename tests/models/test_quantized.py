@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from tests.models.conftest import RECIPES
-from tests.models.inputs import encode
+from tests.kit.families import RECIPES
+from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.diagnosis import files as doctor
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quant_data import inputs, output_error, statistics, weight
 
+from tests.kit.quant_data import inputs, output_error, statistics, weight
 from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
 from vlmcompress.quantizers import awq, rtn, solve
 

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant_data import inputs, output_error, weight
-from test_gptq import slow_gptq
 
+from tests.kit.quant_data import COUNTS, MBQ, WIDTH, collected, losses, slow_gptq, tokens, weight
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import REGISTRY, awq, gptq, int8, smooth, solve
 from vlmcompress.statistics.balance import Sensitivity, check_balance
 from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
 
-WIDTH = 128
-COUNTS = {"text": 120, "vision": 360, "answer": 60}
 RATIO = {"text": 3, "vision": 1, "answer": 6}  # repetitions that make the counts equal
-MBQ = {"text": 0, "vision": 0.5, "answer": 1}  # its squared-error objective with rho = 0.5
 METHODS = {"gptq": {"group_size": 32}, "awq": {"group_size": 32}, "int8": {}}
-
-
-def tokens() -> dict[str, torch.Tensor]:
-    """Inputs of each modality, whose large channels differ."""
-    return {name: inputs(WIDTH, count, seed) for seed, (name, count) in enumerate(COUNTS.items())}
-
-
-def collected(parts: dict[str, torch.Tensor], repeat: dict[str, int] | None = None) -> GroupStats:
-    stats = GroupStats(WIDTH, NEEDS)
-    for code, name in enumerate(MODALITIES, start=1):
-        for _ in range(1 if repeat is None else repeat[name]):
-            stats.update(parts[name], torch.full((len(parts[name]),), code))
-    return stats
-
-
-def losses(parts: dict[str, torch.Tensor], new: torch.Tensor, old: torch.Tensor) -> dict[str, float]:
-    """Mean squared output error of a token, by modality, from the activations."""
-    return {name: output_error(x, new, old) / len(x) for name, x in parts.items()}
 
 
 def run(name: str, stats: GroupStats, **options) -> list[torch.Tensor]:

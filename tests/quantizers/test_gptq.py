@@ -6,31 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quant_data import inputs, output_error, statistics, weight
 
-from vlmcompress.numerics import Format, decode, encode, find_params
+from tests.kit.quant_data import inputs, output_error, slow_gptq, statistics, weight
+from vlmcompress.numerics import Format
 from vlmcompress.quantizers import gptq, rtn
 from vlmcompress.statistics.inputs import GroupStats
-
-
-def slow_gptq(w, gram, fmt, damp, actorder):
-    """Optimal brain quantization in float64 (arXiv 2208.11580, eq. 3): fix a column, spread its error over the columns
-    not yet fixed by the inverse Hessian of those, shrink the problem by that column, repeat. No factor, no blocks."""
-    h = gram.double().clone()
-    h.diagonal().add_(damp * h.diagonal().mean())
-    order = gram.diagonal().argsort(descending=True, stable=True) if actorder else torch.arange(len(h))
-    scale, zero = find_params(w, fmt, scale_dtype=torch.bfloat16, importance=gram.diagonal())
-    w, result = w.double().clone(), torch.empty_like(w, dtype=torch.float64)
-    free = order.tolist()
-    while free:
-        i, rest = free[0], free[1:]
-        g = i // fmt.group
-        s, z = scale[:, g].double(), None if zero is None else zero[:, g].double()
-        result[:, i] = decode(encode(w[:, i], s, z, fmt), s, z)
-        inverse = torch.linalg.inv(h[free][:, free])
-        w[:, rest] -= torch.outer((w[:, i] - result[:, i]) / inverse[0, 0], inverse[0, 1:])
-        free = rest
-    return result
 
 
 @pytest.mark.parametrize("actorder", ["static", None])

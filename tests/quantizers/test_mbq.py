@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant_data import inputs, weight
-from test_balance import MBQ, collected, losses, tokens
 
+from tests.kit.quant_data import MBQ, WIDTH, collected, inputs, losses, tokens, weight
 from vlmcompress.blocks.solve import Method
 from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
 from vlmcompress.quantizers import mbq, smooth, solve
 from vlmcompress.statistics.balance import Sensitivity
-
-WIDTH = 128
 
 
 def measured(rho: float):
@@ -136,6 +133,6 @@ def test_bad_options(options, message):
 
 
 def test_published_weights_are_those_of_the_balance():
-    """The weights that the modalities' means get are what test_balance calls MBQ."""
+    """The weights that the modalities' means get are `MBQ`."""
     gram = measured(MBQ["vision"]).balanced("mbq").gram()
     torch.testing.assert_close(gram, collected(tokens()).balanced(MBQ).gram())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.quantizers.quant_data import weight
+from tests.kit.quant_data import weight
 from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.quantizers import qvlm, solve
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from quant_data import inputs, output_error, statistics, weight
 
+from tests.kit.quant_data import inputs, output_error, statistics, weight
 from vlmcompress.numerics import Scheme
 from vlmcompress.quantizers import REGISTRY, Quantizer, QuantizerOptions, smooth, solve
 from vlmcompress.statistics.inputs import NEEDS

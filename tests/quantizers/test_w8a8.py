@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant_data import inputs, output_error, statistics, weight
 
+from tests.kit.quant_data import inputs, output_error, statistics, weight
 from vlmcompress.numerics import find_params, round_to_nearest
 from vlmcompress.quantizers import fp8_static, int8, rtn, smooth, solve, w8a16
 

@@ -8,9 +8,8 @@ import math
 
 import pytest
 import torch
-from reducer_data import LAYERS, digest, options, rows, run, signals, threads
-from test_selection import best, cosine
 
+from tests.kit.reducer_data import LAYERS, best, cosine, digest, options, rows, run, signals, threads
 from vlmcompress import reducers
 from vlmcompress.reducers import Reduction, dymu, tome, visionzip, vscan
 

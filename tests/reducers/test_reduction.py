@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from reducer_data import digest, threads
 
+from tests.kit.reducer_data import digest, threads
 from vlmcompress.reducers import Reduction, Signals
 
 

@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from reducer_data import run, signals
-from test_selection import cosine
 
+from tests.kit.reducer_data import cosine, run, signals
 from vlmcompress.reducers import relevance
 
 CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))

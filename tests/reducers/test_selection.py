@@ -8,21 +8,10 @@ import random
 
 import pytest
 import torch
-from reducer_data import options, run, signals
 
+from tests.kit.reducer_data import best, cosine, options, run, signals
 from vlmcompress import reducers
 from vlmcompress.reducers import REGISTRY, dart, divprune, evs, fastv, uniform
-
-
-def cosine(a, b):
-    a, b = a.double().tolist(), b.double().tolist()
-    dot, size = sum(x * y for x, y in zip(a, b, strict=True)), math.hypot(*a) * math.hypot(*b)
-    return dot / size if size else 0.0
-
-
-def best(scores, k):
-    """Indices of the k highest scores, best first, the lower index among equals."""
-    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
 def length(rows):

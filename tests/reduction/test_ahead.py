@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reduction.reduction_data import ONE, encode, tiny
-from tests.reduction.test_attached_signals import recorded
+from tests.kit.attached_cases import recorded
+from tests.kit.reduction_data import ONE, encode, tiny
 from vlmcompress.models import all_specs
 from vlmcompress.reduction import attach
 

@@ -5,24 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
-from tests.reduction.test_hiding import FAMILIES, INSIDE, given
-from vlmcompress import reducers
+from tests.kit import reference
+from tests.kit.attached_cases import FAMILIES, INSIDE, given, recorded
+from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction import attach
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[reducers.Signals]:
-    """Every signals that a reducer is given from now on."""
-    found: list[reducers.Signals] = []
-    real = reducers.reduce
-
-    def spy(module, signals, options):
-        found.append(signals)
-        return real(module, signals, options)
-
-    monkeypatch.setattr(reducers, "reduce", spy)
-    return found
 
 
 def eager(vlm, inputs, part: str):

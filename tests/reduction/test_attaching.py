@@ -9,27 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, StaticCache
 
-from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
-from tests.reduction.test_hiding import CASES, given
-from tests.tiny import build
+from tests.kit.attached_cases import CASES, given, traces
+from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
+from tests.kit.tiny import build
 from vlmcompress.checkpoint import reducer_block as carried
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs, load
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import KeptWhole, attach, attach_carried, refusal
-
-
-def traces(model: torch.nn.Module) -> list:
-    """All that attaching might leave behind: hooks, and attributes by identity."""
-    found: list = []
-    for name, module in model.named_modules():
-        found.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))
-        own = {
-            key: id(value) for key, value in vars(module).items() if key != "rope_deltas"
-        }  # the latest call's, in Qwen
-        found.append(sorted(own.items()))
-    return found
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)

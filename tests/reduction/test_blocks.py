@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, ONE, encode, picture, tiny
-from tests.reduction.test_attaching import traces
-from tests.reduction.test_decoding import GREEDY, STEPS, extended
-from tests.reduction.test_hiding import INSIDE
+from tests.kit import reference
+from tests.kit.attached_cases import GREEDY, INSIDE, STEPS, extended, traces
+from tests.kit.reduction_data import NONE, ONE, encode, picture, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reducers import pevlm

@@ -7,26 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
-from tests.reduction.test_hiding import CASES, FAMILIES, given, layer
+from tests.kit import reference
+from tests.kit.attached_cases import CASES, FAMILIES, GREEDY, STEPS, extended, given, layer
+from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.reduction import attach
 
-STEPS = 4
-GREEDY = {"max_new_tokens": STEPS, "do_sample": False, "suppress_tokens": list(range(256, 300))}
 # One method of each way of applying, for every family that has it.
 DECODING = [case for case in CASES if case[1] in ("random", "relevance", "vscan", "fastv", "dart-llm")]
-
-
-def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs with `tokens [b, t]` behind the prompts."""
-    more = dict(inputs)
-    more["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
-    more["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
-    for name in {"mm_token_type_ids", "token_type_ids"} & {*inputs}:
-        more[name] = torch.cat([inputs[name], torch.zeros_like(tokens).to(inputs[name])], 1)
-    return more
 
 
 @pytest.mark.parametrize(("family", "method"), DECODING)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration, SiglipVisionConfig
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
-from tests.tiny.llava import CLIP
+from tests.kit import reference
+from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
+from tests.kit.tiny.llava import CLIP
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reduction import attach

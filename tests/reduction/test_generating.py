@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
-from tests.reduction.test_attaching import traces
-from tests.reduction.test_decoding import GREEDY, extended
-from tests.reduction.test_hiding import INSIDE
+from tests.kit import reference
+from tests.kit.attached_cases import GREEDY, INSIDE, extended, traces
+from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reduction import Reduced, attach

@@ -7,32 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
-from vlmcompress.models import all_specs
+from tests.kit import reference
+from tests.kit.attached_cases import CASES, FAMILIES, given, layer
+from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reducers import REGISTRY
-from vlmcompress.reduction import attach, refusal
-
-FAMILIES = [spec.family for spec in all_specs() if spec.visual_grid]
-INSIDE = [spec.family for spec in all_specs() if refusal(spec, "fastv") is None]  # methods within the language model
-WHOLE = ("litevlm", "evs")  # chooses among images; looks at videos
-SHARES = [name for name in REGISTRY.names() if hasattr(REGISTRY.get(name).Options, "keep") and name not in WHOLE]
-CASES = [(spec.family, method) for spec in all_specs() for method in SHARES if refusal(spec, method) is None]
-SMALL = {
-    "vscan": {"window": 2, "shallow": 0},
-    "fastv": {"layer": 1},
-    "dart-llm": {"layer": 1},
-    "surrogate": {"layer": 2, "rule": "dart"},
-    "dymu": {"thresholds": (0.3, 0.4)},
-}
-
-
-def given(method: str, keep: float = 0.4) -> dict:
-    return {"keep": keep, **SMALL.get(method, {})}
-
-
-def layer(method: str) -> int:
-    return SMALL.get(method, {}).get("layer", 0) if REGISTRY.get(method).STAGE == "llm" else 0
+from vlmcompress.reduction import attach
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)

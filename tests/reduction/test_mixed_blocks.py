@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import ONE, TWO, encode, tiny
-from tests.reduction.test_decoding import GREEDY, STEPS, extended
+from tests.kit import reference
+from tests.kit.attached_cases import GREEDY, STEPS, extended
+from tests.kit.reduction_data import ONE, TWO, encode, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.reduction import attach
 

@@ -13,10 +13,9 @@ from transformers import AttentionInterface, Qwen2VLImageProcessor
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.vision_utils import get_vision_window_index
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, QUESTION, encode, picture, tiny
-from tests.reduction.test_attaching import traces
-from tests.reduction.test_decoding import GREEDY, STEPS, extended
+from tests.kit import reference
+from tests.kit.attached_cases import GREEDY, STEPS, extended, traces
+from tests.kit.reduction_data import NONE, QUESTION, encode, picture, tiny
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Signals, pixelprune
 from vlmcompress.reduction import Reduced, attach

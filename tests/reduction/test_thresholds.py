@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from tests.reduction.reduction_data import NONE, ONE, TWO, checkpoint, encode, picture, tiny
-from tests.reduction.reduction_data import vlm as loaded
+from tests.kit.reduction_data import NONE, ONE, TWO, checkpoint, encode, picture, tiny
+from tests.kit.reduction_data import vlm as loaded
 from vlmcompress import cli
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import reducer as chosen

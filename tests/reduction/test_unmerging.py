@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, ONE, TWO, encode, tiny
+from tests.kit import reference
+from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction import attach
 
 OPTIONS = {"thresholds": (0.3, 0.4), "vtu": True}

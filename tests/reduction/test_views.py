@@ -6,10 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.reduction import reference
-from tests.reduction.reduction_data import NONE, picture, tiny
-from tests.reduction.test_attaching import traces
-from tests.reduction.test_decoding import GREEDY, STEPS, extended
+from tests.kit import reference
+from tests.kit.attached_cases import GREEDY, STEPS, extended, traces
+from tests.kit.reduction_data import NONE, picture, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, all_specs
 from vlmcompress.reducers import Signals, litevlm

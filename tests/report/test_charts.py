@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.report.conftest import HOSTILE, comparison, layer_errors, make_bench
+from tests.kit.made_results import HOSTILE, comparison, layer_errors, make_bench
 from vlmcompress.report.charts import curves, heatmap, intervals, pareto
 from vlmcompress.report.charts.svg import element, linear, logarithmic
 from vlmcompress.report.findings import Row

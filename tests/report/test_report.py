@@ -7,7 +7,6 @@ import io
 import json
 import re
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from tests.report.conftest import HOSTILE, comparison, make_results, make_samples, make_suite
+from tests.kit.made_results import HOSTILE, comparison, make_results, make_samples, make_suite
+from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.errors import UserError
 from vlmcompress.report import examples, files
 from vlmcompress.report.badge import badge
@@ -24,32 +24,6 @@ from vlmcompress.report.markdown import markdown
 from vlmcompress.report.page import page
 from vlmcompress.results import Gate, Results, Rule
 from vlmcompress.results import records as schema
-
-VOID = {"meta", "img", "br", "wbr"}
-NAMES = {"results.json", "report.md", "report.html", "junit.xml", "badge.json"}
-
-
-class Balanced(HTMLParser):
-    """Fails on tags that are not closed in order; keeps what it saw."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.seen if name == tag]
-
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {},

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.report.conftest import make_bench, make_results, make_suite
-from tests.report.test_report import NAMES, Balanced
+from tests.kit.made_results import make_bench, make_results, make_suite
+from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.commands import report as options
 from vlmcompress.errors import UserError
 from vlmcompress.report import files, runs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.conftest import comparison, make_bench, make_results, make_suite
+from tests.kit.made_results import comparison, make_bench, make_results, make_suite
 from vlmcompress.report import findings, making, words
 from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side
 

@@ -1,0 +1,206 @@
+"""Calibration behind a reducer: the decoder gets what generation gives it, and every pass over its blocks works."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kit import calibration_rows, tiny
+from vlmcompress import models
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
+from vlmcompress.data.encode import ANSWER, VISION
+from vlmcompress.errors import UserError
+from vlmcompress.recipe import resolve
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.reduction import attach
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reduced")
+    calibration_rows.write(folder, 4, lambda i: [] if i == 0 else ["1.png", "0.png"] if i == 1 else f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(world):
+    known = {}
+
+    def get(family):
+        if family not in known:
+            known[family] = tiny.build(family, world / family)
+        return known[family]
+
+    return get
+
+
+def inputs_of(batch):
+    return {name: value for name, value in batch.items() if name != "modality"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("llava", "relevance:0.5"),
+        ("llava", "surrogate:0.5,layer=1"),
+        ("llava", "visionzip:0.5"),
+        ("llava-next", "dart:0.5"),
+        ("idefics3", "dart:0.5,text_pivots=4"),
+        ("qwen2-5-vl", "dart:0.5"),
+        ("qwen3-vl", "relevance:0.5"),
+    ],
+)
+@torch.no_grad()
+def test_the_decoder_computes_what_generation_computes(world, built, kind, text):
+    """Logits of the answers, read after a reduced prefill of the prompt, are those of the decoder on its inputs."""
+    vlm = models.load(built(kind))
+    vlm.model.float()
+    batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
+    chosen = parse(text)
+    found = reduced(vlm, batches, chosen)
+    lost = 0
+    for batch, got in zip(batches, found, strict=True):
+        answered = (batch["modality"][0] == ANSWER).nonzero().flatten()
+        cut, length = int(answered[0]) + 1, batch["input_ids"].shape[1]
+        prompt = {n: v[:, :cut] if v.shape[:2] == (1, length) else v for n, v in inputs_of(batch).items()}
+        with attach(vlm, chosen):
+            parts, cache = [vlm.model(**prompt, use_cache=True)], None
+            for at in range(cut, length) if "pixel_values" in batch else ():
+                cache = parts[-1].past_key_values
+                ids, mask = batch["input_ids"][:, at : at + 1], torch.ones(1, at + 1, dtype=torch.long)
+                parts.append(vlm.model(input_ids=ids, attention_mask=mask, past_key_values=cache))
+            if cache is None:
+                parts = [vlm.model(**inputs_of(batch))]
+        wanted = torch.cat([part.logits for part in parts], 1)
+        logits = decoder(vlm).model(**inputs_of(got)).logits
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        before, after = (one["modality"][0].bincount(minlength=4) for one in (batch, got))
+        assert after.sum() == logits.shape[1] and (after - before).abs()[[0, 1, 3]].sum() == 0
+        assert torch.equal(got["input_ids"][got["modality"] != VISION], batch["input_ids"][batch["modality"] != VISION])
+        lost += int(before[VISION] - after[VISION])
+    assert lost > 0
+
+
+def test_another_answer_changes_nothing_before_it(world, built):
+    """A reducer that looks at the question must not see the answer."""
+    vlm = models.load(built("qwen2-5-vl"))
+    batch = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)[2]
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    at = (batch["modality"][0] == ANSWER).nonzero().flatten() + 1
+    other["input_ids"][0, at] = other["input_ids"][0, at] - 1
+    one, two = reduced(vlm, [batch, other], parse("relevance:0.5"))
+    behind = len(at) + (batch["input_ids"].shape[1] - int(at[-1]) - 1)
+    assert torch.equal(one["inputs_embeds"][:, :-behind], two["inputs_embeds"][:, :-behind])
+    assert not torch.equal(one["inputs_embeds"], two["inputs_embeds"])
+
+
+def recipe(world, model, out, **given):
+    data = {"data": str(world / "calib.jsonl"), "samples": 4}
+    return resolve({"model": str(model), "out": str(out), "calibrate": data, "scheme": "none"} | given).recipe
+
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "gptq": {"scheme": "gptq", "options": {"group_size": 64}},
+    "gptq vlmq": {"scheme": "gptq", "options": {"group_size": 64, "tokens": "vlmq"}},
+    "awq block": {"scheme": "awq", "options": {"group_size": 32, "objective": "block"}},
+    "mbq": {"scheme": "mbq", "options": {"group_size": 32}},
+    "mbq block": {"scheme": "mbq", "options": {"group_size": 32, "objective": "mae"}},
+    "qvlm": {"scheme": "qvlm", "options": {"group_size": 32}},
+    "fp8-static": {"scheme": "fp8-static", "kv_cache": "fp8"},
+    "bits": {"scheme": "gptq", "options": {"group_size": 32}, "bits": {"budget": 4.6}},
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, name):
+    """The manifest tells the reducer and counts the tokens that were left; statistics are of other tokens than without."""
+    model = built("qwen3-vl" if name in ("gptq", "mbq", "awq block") else "llava")
+    done = quantize(recipe(world, model, tmp_path / "reduced", **SCHEMES[name], reduce="uniform:0.5"))
+    plain = quantize(recipe(world, model, tmp_path / "plain", **SCHEMES[name]))
+    now, before = (one.manifest["calibration"] for one in (done, plain))
+    assert now["reduce"] == {"method": "uniform", "keep": 0.5} and "reduce" not in before
+    assert now["tokens"] == before["tokens"] | {"vision": before["tokens"]["vision"] // 2}
+    assert now["sha256"] == before["sha256"]
+    assert done.manifest["errors"].keys() == plain.manifest["errors"].keys()
+    assert done.manifest["errors"] != plain.manifest["errors"]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3-vl"])
+def test_a_reducer_that_keeps_everything_changes_nothing(world, built, tmp_path, kind):
+    """Up to rounding: llm-compressor runs the encoder with another attention kernel."""
+    found = []
+    for name, more in (("plain", {}), ("whole", {"reduce": "uniform:1"})):
+        given = {"scheme": "gptq", "options": {"group_size": 64}}
+        found.append(quantize(recipe(world, built(kind), tmp_path / name, **given, **more)).manifest)
+    plain, whole = found
+    assert whole["calibration"]["tokens"] == plain["calibration"]["tokens"]
+    for modality in ("text", "vision", "answer"):
+        mean, other = (sum(layer[modality] for layer in one["errors"].values()) for one in found)
+        assert mean == pytest.approx(other, rel=0.05)
+
+
+def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_and_says_so(world, built, tmp_path):
+    given = {"scheme": "gptq", "options": {"group_size": 64}, "reduce": "fastv:0.5,layer=1", "engine": "transformers"}
+    done = quantize(recipe(world, built("llava"), tmp_path / "out", **given))
+    assert "calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in done.manifest["warnings"][0]
+    assert "reduce" not in done.manifest["calibration"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"]["layer"] == 1
+
+
+def test_statistics_are_of_one_reducer(world, built, tmp_path):
+    """They are what the model's own layers see behind the attached reducer, and serve recipes with that reducer alone."""
+    model, stats = built("llava"), tmp_path / "stats"
+    calibrate(recipe(world, model, stats, reduce="uniform:0.5"), needs={"gram", "absmax", "absmean", "gradient"})
+    found = statistics_folder.read(stats)
+    assert found.reducer == parse("uniform:0.5")
+    vlm = models.load(model)
+    batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
+    rows = []
+    linear = vlm.model.get_submodule("model.language_model.layers.1.mlp.gate_proj")
+    linear.register_forward_pre_hook(lambda _module, args: rows.append(args[0][0].float()))
+    with attach(vlm, "uniform", {"keep": 0.5}), torch.no_grad():
+        for batch in batches:
+            vlm.model(**inputs_of(batch))
+    gram = sum(part.T @ part for part in rows)
+    own = found.load(1)[0]["gate_up"]
+    assert sum(own.count.values()) == sum(map(len, rows))
+    torch.testing.assert_close(own.gram(), gram, rtol=0.02, atol=0.02 * float(gram.abs().max()))
+    given = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
+    quantize(recipe(world, model, tmp_path / "out", **given, reduce="uniform:0.5"))
+    with pytest.raises(
+        UserError, match=r"behind the reducer uniform:0.5; calibrate without one, or add --reduce uniform"
+    ):
+        quantize(recipe(world, model, tmp_path / "none", **given))
+    with pytest.raises(UserError, match="calibrate with --reduce uniform:0.25, or add --reduce uniform:0.5"):
+        quantize(recipe(world, model, tmp_path / "other", **given, reduce="uniform:0.25"))
+    plain = tmp_path / "plain"
+    calibrate(recipe(world, model, plain), needs={"absmean", "gram"})
+    given["calibrate"] = {"stats": str(plain)}
+    with pytest.raises(UserError, match="are of all visual tokens; calibrate with --reduce dart:0.5, or leave out"):
+        quantize(recipe(world, model, tmp_path / "third", **given, reduce="dart:0.5"))
+
+
+def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_path):
+    """Once: statistics pass theirs on. A checkpoint carries them, and is refused for another model by their number."""
+    model, stats = built("llava"), tmp_path / "stats"
+    dymu = {"reduce": "dymu:0.5", "engine": "transformers"}
+    done = quantize(recipe(world, model, tmp_path / "alone", **dymu))
+    carries = json.loads((tmp_path / "alone" / "config.json").read_text())["vlmcompress"]["reduce"]
+    assert len(carries["thresholds"]) == 2 and done.manifest["recipe"]["reduce"]["thresholds"] == carries["thresholds"]
+    calibrate(recipe(world, model, stats, **dymu), needs={"absmean", "gram"})
+    found = statistics_folder.read(stats).reducer
+    assert found is not None and found.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
+    given = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
+    quantize(recipe(world, model, tmp_path / "out", **given, **dymu))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"] == carries
+    with pytest.raises(UserError, match="are behind the reducer dymu:0.5"):
+        quantize(recipe(world, model, tmp_path / "other", **given, **dymu | {"reduce": "dymu:0.25"}))
+    with pytest.raises(UserError, match="reducer 'dymu' needs calibration images; name some with --calib"):
+        quantize(recipe(world, model, tmp_path / "none", calibrate={}, **dymu))

@@ -1,0 +1,213 @@
+"""The sensitivity pass: against plain autograd, finite differences, and itself with less memory; on every family."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+from tests.kit.pictures import picture, refused
+from vlmcompress.calibration.gradient_pass import answer_loss, gradients
+from vlmcompress.data import Sample, encode
+from vlmcompress.models import VLM, decoder_blocks, decoder_layers
+from vlmcompress.statistics.gradients import Gradients, sensitivities
+from vlmcompress.statistics.inputs import MODALITIES
+
+NEAR = {"rel": 1e-4, "abs": 1e-12}
+
+
+def samples() -> list[Sample]:
+    """Two with an image and one of text, with answers of different lengths; the last has no answer."""
+    return [
+        Sample("a", (picture(80, 60),), "what is it", "red"),
+        Sample("b", (picture(60, 80, seed=1),), "what?", "a blue one"),
+        Sample("c", (), "what is two and two", "four"),
+        Sample("d", (picture(),), "what", None),
+    ]
+
+
+@pytest.fixture(scope="module")
+def float32(loaded):
+    """`float32(family)`: the tiny model in 32 bits, and its encoded samples."""
+
+    def get(family: str) -> tuple[VLM, list[dict[str, torch.Tensor]]]:
+        own = loaded(family)
+        vlm = VLM(copy.deepcopy(own.model).float(), own.processor, own.spec, own.path)
+        return vlm, encode(samples(), vlm)
+
+    return get
+
+
+def keeper(kept: dict[str, torch.Tensor], name: str):
+    def keep(_module, _args, output):
+        output.retain_grad()
+        kept[name] = output
+
+    return keep
+
+
+def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
+    """The oracle: transformers' own loss of the answers, a graph that is kept, and sums by the definitions."""
+    model = vlm.model
+    model.get_input_embeddings().weight.requires_grad_(True)
+    names = [name for groups in decoder_blocks(vlm.model, vlm.spec) for group in groups for name in group.linears]
+    magnitudes = {name: {m: [] for m in MODALITIES} for name in names}
+    squares = {name: {m: [] for m in MODALITIES} for name in names}
+    for batch in batches:
+        kept: dict[str, torch.Tensor] = {}
+        hooks = [model.get_submodule(name).register_forward_hook(keeper(kept, name)) for name in names]
+        labels = batch["input_ids"].masked_fill((batch["modality"] != 3).roll(1), -100)
+        with torch.enable_grad():
+            model(**{key: value for key, value in batch.items() if key != "modality"}, labels=labels).loss.backward()
+        for hook in hooks:
+            hook.remove()
+        for name in names:
+            grad = kept[name].grad.reshape(batch["modality"].numel(), -1).double()
+            for code, modality in enumerate(MODALITIES, start=1):
+                rows = grad[batch["modality"][0] == code]
+                if len(rows):
+                    magnitudes[name][modality].append(rows.abs().mean().item())
+                    squares[name][modality] += rows.square().mean(1).tolist()
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    return {name: {m: (mean(magnitudes[name][m]), mean(squares[name][m])) for m in MODALITIES} for name in names}
+
+
+def test_against_autograd(family, float32):
+    """For every family: the numbers of each layer and modality, and the model is afterwards as it was."""
+    vlm, batches = float32(family)
+    found = gradients(vlm, batches)
+    assert found.samples == 3
+    for block in map(vlm.model.get_submodule, decoder_layers(vlm.model, vlm.spec)):
+        assert "forward" not in vars(block) and not block._forward_pre_hooks
+        assert not any(isinstance(m, torch.nn.Linear) and m._forward_hooks for m in block.modules())
+    assert all(parameter.grad is None for parameter in vlm.model.parameters())
+    expected = plain(vlm, batches[:3])
+    ours = {name: gradient for block in found.blocks for name, gradient in block.items()}
+    assert ours.keys() == expected.keys()
+    for name, by_modality in expected.items():
+        assert ours[name].channels == vlm.model.get_submodule(name).out_features
+        for modality, (magnitude, square) in by_modality.items():
+            assert ours[name].absolute[modality] == pytest.approx(magnitude, **NEAR), (name, modality)
+            assert ours[name].square[modality] == pytest.approx(square, **NEAR), (name, modality)
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "llava"])
+def test_memory_changes_nothing(model, float32, monkeypatch):
+    """The same to the last bit with the whole graph kept, and on an accelerator (the CPU, said to be one), whether all weights
+    fit there or are brought in module by module."""
+    vlm, batches = float32(model)
+    found = gradients(vlm, batches)
+    assert gradients(vlm, batches, checkpointed=False) == found
+    before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    for room in (1 << 40, 0):
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda room=room: (room, room))
+        away = []
+        hook = vlm.model.register_forward_pre_hook(
+            lambda model, _args, away=away: away.append(model.lm_head.weight.is_meta)
+        )
+        assert gradients(vlm, batches) == found
+        hook.remove()
+        assert away == [room == 0] * 3
+        assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
+
+
+def test_what_is_kept_of_the_graph(float32, monkeypatch):
+    """With checkpoints, fewer bytes are alive for the backward pass: those of inputs of blocks."""
+    vlm, batches = float32("llava")
+    alive: dict[bool, int] = {}
+    for checkpointed in (True, False):
+        sizes = {}
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            monkeypatch.setattr(torch.Tensor, "backward", lambda *_args: None)
+            with pytest.raises(Exception, match="does not depend"):
+                gradients(vlm, batches[:1], checkpointed=checkpointed)
+            monkeypatch.undo()
+        alive[checkpointed] = sum(sizes.values())
+    assert alive[True] < alive[False] / 4
+
+
+def test_finite_differences(float32):
+    """A step in an output changes the loss by what the gradient says: the squares of all channels of one token, added up."""
+    vlm, batches = float32("llava")
+    vlm.model.double()
+    batch, name, token, step, total = batches[2], decoder_blocks(vlm.model, vlm.spec)[0][0].linears[1], 3, 0.02, 0.0
+    linear = vlm.model.get_submodule(name)
+    only = torch.where(
+        torch.arange(batch["modality"].numel()) == token, 1, batch["modality"] * (batch["modality"] == 3)
+    )
+    for channel in range(linear.out_features):
+        sides = []
+        for by in (step, -step):
+
+            def nudge(_module, _args, output, channel=channel, by=by):
+                return output.index_put(
+                    (torch.tensor(0), torch.tensor(token), torch.tensor(channel)), output.new_tensor(by), True
+                )
+
+            hook = linear.register_forward_hook(nudge)
+            with torch.no_grad():
+                sides.append(answer_loss(vlm.model, batch).item())
+            hook.remove()
+        total += ((sides[0] - sides[1]) / (2 * step)) ** 2
+    found = gradients(vlm, [batch | {"modality": only}]).blocks[0][name]
+    assert total > 0 and found.square["text"] == pytest.approx(total / linear.out_features, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_the_models(model, float32, monkeypatch):
+    """Rotary embeddings get the positions that the model's own rule computes, three per token, and no plain counting."""
+    vlm, batches = float32(model)
+    batch, inner, seen = batches[0], vlm.model.base_model, []
+    keys = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+    expected, _ = inner.get_rope_index(**{key: batch[key] for key in keys})
+    rotary = inner.language_model.rotary_emb
+    hook = rotary.register_forward_pre_hook(lambda _m, args, kwargs: seen.append((args[1:], kwargs)), with_kwargs=True)
+    gradients(vlm, [batch])
+    hook.remove()
+    ((args, kwargs),) = seen
+    positions = args[0] if args else kwargs["position_ids"]
+    assert torch.equal(positions[-3:], expected)
+    assert not torch.equal(expected[1], expected[2]) and len(set(expected[0, 0].tolist())) < expected.shape[-1]
+
+
+def test_half_precision_does_not_underflow(float32):
+    """Gradients of a tiny loss are the same in float16 up to its rounding, as the loss is scaled."""
+    vlm, batches = float32("llava")
+    expected = gradients(vlm, batches)
+    vlm.model.half()
+    found = gradients(vlm, batches)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
+        for name, gradient in theirs.items():
+            assert ours[name].absolute["vision"] == pytest.approx(gradient.absolute["vision"], rel=0.05)
+
+
+def test_no_answers(float32):
+    vlm, batches = float32("llava")
+    refused(lambda: gradients(vlm, batches[3:]), "no calibration sample has an answer", "add answers")
+
+
+def test_gradients_survive_json(float32):
+    vlm, batches = float32("llava")
+    found = gradients(vlm, batches)
+    assert Gradients.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_every_group_of_every_family_has_a_sensitivity(family, float32):
+    """Squares of all modalities, and MBQ's weight for groups in attention and in the MLP alike."""
+    vlm, batches = float32(family)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    found = gradients(vlm, batches)
+    weights = sensitivities(found, [{group.name: group.linears for group in groups} for groups in blocks])
+    assert weights.keys() == {(group.layer, group.name) for groups in blocks for group in groups}
+    for one in weights.values():
+        assert set(one.square) == set(MODALITIES) and one.rho is not None and one.rho >= 0

@@ -1,0 +1,295 @@
+"""Statistics on disk: those of the plain model, the same weights as from memory, interruption at any moment, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit import calibration_rows, tiny
+from vlmcompress import cli, models
+from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.sequential import alike
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.compression import inputs
+from vlmcompress.compression.blocks import solve_blocks
+from vlmcompress.compression.calibrate import calibrate, collect
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
+from vlmcompress.diagnosis import files as doctor
+from vlmcompress.models import decoder_blocks
+from vlmcompress.recipe import resolve
+from vlmcompress.statistics.inputs import GroupStats
+
+NAMES = ("llava", "qwen2-5-vl")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """Tiny models, calibration data (with a sample of text alone), and the models' statistics."""
+    folder = tmp_path_factory.mktemp("world")
+    calibration_rows.write(folder, 5, lambda i: f"{i}.png" if i else [])
+    for name in NAMES:
+        tiny.build(name, folder / name)
+        calibrate(recipe(folder, name, folder / f"{name}-stats", kv_cache="fp8"))
+    return folder
+
+
+def recipe(world: Path, model: str, out: Path, scheme: str = "none", **more):
+    given = {"model": str(world / model), "out": str(out), "scheme": scheme}
+    given["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 5}
+    return resolve(given | more).recipe
+
+
+def stored(world: Path, model: str, out: Path, scheme: str, **more):
+    """A recipe that uses the statistics and names no data."""
+    return recipe(world, model, out, scheme, **{"calibrate": {"stats": str(world / f"{model}-stats")}, **more})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def observed(folder: Path, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, GroupStats]]:
+    """The oracle: the plain model runs once over each sample, and hooks add up what its layers get."""
+    vlm = models.load(folder)
+    vlm.model.set_attn_implementation("eager")  # which is how the pipeline runs it
+    blocks, modality = decoder_blocks(vlm.model, vlm.spec), torch.zeros(1)
+    found: list[dict[str, GroupStats]] = [{} for _ in blocks]
+
+    def watch(stats: GroupStats):
+        return lambda _module, args: stats.update(args[0], modality)
+
+    for layer, groups in enumerate(blocks):
+        for group in groups:
+            linear = vlm.model.get_submodule(group.linears[0])
+            found[layer][group.name] = GroupStats(linear.in_features, ("gram", "absmax", "absmean"))
+            linear.register_forward_pre_hook(watch(found[layer][group.name]))
+    for batch in batches:
+        modality = batch["modality"]
+        with torch.no_grad():
+            vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
+    return found
+
+
+@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize("padded", [True, False])
+def test_they_are_those_of_the_plain_model(world, model, padded):
+    """Bit for bit on the inputs as they are given to the pipeline, where a text gets an image appended that is ignored; to
+    the rounding of activations on the samples as they are. Counts are equal in any case."""
+    batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), models.load(world / model))
+    kept = statistics_folder.read(world / f"{model}-stats")
+    near = {"rtol": 0, "atol": 0} if padded else {"rtol": 3e-2, "atol": 1e-2}
+    for layer, expected in enumerate(observed(world / model, alike(batches) if padded else batches)):
+        found, _ = kept.load(layer)
+        assert found.keys() == expected.keys() and expected
+        for group, stats in expected.items():
+            assert found[group].count == stats.count and min(stats.count.values()) > 0
+            size = stats.gram().diagonal().mean()
+            for name in ("text", "vision", "answer"):
+                ours, theirs = found[group].gram({name: 1.0}), stats.gram({name: 1.0})
+                torch.testing.assert_close(ours / size, theirs / size, **near)
+            torch.testing.assert_close(found[group].absmax(), stats.absmax(), **near)
+            torch.testing.assert_close(found[group].absmean(), stats.absmean(), **near)
+
+
+def test_ranges_of_keys_and_values(world, tmp_path):
+    """The first block's are those of the sequential run, whose first block stands behind nothing quantized, too."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    quantize(stored(world, "qwen2-5-vl", ours, "rtn", kv_cache="fp8"))
+    quantize(recipe(world, "qwen2-5-vl", theirs, "rtn", kv_cache="fp8"))
+    found, expected = (load_file(out / "model.safetensors") for out in (ours, theirs))
+    for name in ("k_scale", "v_scale"):
+        key = f"model.layers.0.self_attn.{name}"
+        assert torch.equal(found[key], expected[key]) and found[key].item() > 0
+
+
+def test_the_description(world):
+    facts = json.loads((world / "llava-stats" / statistics_folder.NAME).read_text())
+    assert facts["calibration"]["prefix"] == "float" and facts["calibration"]["samples"] == 5
+    assert facts["needs"] == ["absmax", "absmean", "gram"] and facts["kv_cache"] is True
+    assert "tokenizer.json" in facts["processor"] and len(facts["model"]["weights_sha256"]) == 64
+    assert sorted(facts["files"]) == [f"layer-{i:04d}.safetensors" for i in range(len(facts["blocks"]))]
+    assert not list(world.glob(".*")), "something was left beside the statistics"
+
+
+SCHEMES = {"rtn": {}, "gptq": {"group_size": 64}, "awq": {"group_size": 32}, "int8": {}, "fp8-static": {}}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
+    """Byte for byte what `solve_layer` makes of the stored statistics, without the model having been run."""
+    chosen = stored(world, "llava", tmp_path / "out", scheme, options=SCHEMES[scheme])
+    result = quantize(chosen)
+    assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "llava") if not check.ok]
+    assert result.manifest["calibration"]["prefix"] == "float"
+    assert result.manifest["calibration"]["statistics_sha256"] == statistics_folder.read(world / "llava-stats").sha256
+    assert all({"text", "vision", "answer"} == set(error) for error in result.manifest["errors"].values())
+
+
+def test_the_weights_are_those_from_memory(world, tmp_path):
+    """Statistics that never were on disk (their run collected anew) give the same stored blocks, smoothing included."""
+    vlm = models.load(world / "llava")
+    method = Method(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
+    kept, store = Memory(), LayerStore(tmp_path / "store", "x", resume=False)
+    batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
+    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, kept)
+    model = models.load(world / "llava").model
+    solve_blocks(
+        model, decoder_blocks(vlm.model, vlm.spec), method, store, statistics_folder.read(world / "llava-stats")
+    )
+    for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
+        modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
+        weights = {name: modules[name].weight for g in groups for name in g.linears}
+        norms = {g.smooth: modules[g.smooth].weight for g in groups if g.smooth_kind == "norm"}
+        expected = solve_layer(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
+        apply(expected, modules)
+        found = store.load(layer)
+        assert found.smoothing and found.errors == expected.errors
+        assert all(torch.equal(found.smoothing[op], scale) for op, scale in expected.smoothing.items())
+        for name, weight in expected.weights.items():
+            assert torch.equal(found.weights[name].q, weight.q) and torch.equal(found.weights[name].scale, weight.scale)
+
+
+class Memory:
+    """A store that keeps statistics as they are."""
+
+    def __init__(self) -> None:
+        self.stats: dict[int, dict[str, GroupStats]] = {}
+
+    def has(self, layer: int) -> bool:
+        return layer in self.stats
+
+    def save(self, layer: int, stats: dict[str, GroupStats], _kv_scales: dict) -> None:
+        self.stats[layer] = stats
+
+
+def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
+    """Memory holds the Gram matrices of one block: those of the block before are gone when the next is kept."""
+    seen: list[weakref.ref] = []
+    save = statistics_folder.Collected.save
+
+    def watched(store, layer, stats, kv_scales):
+        assert stats and not any(old() is not None for old in seen)
+        seen.extend(weakref.ref(one) for one in stats.values())
+        save(store, layer, stats, kv_scales)
+
+    monkeypatch.setattr(statistics_folder.Collected, "save", watched)
+    calibrate(recipe(world, "llava", tmp_path / "stats"))
+    assert len(seen) == 8  # four groups in each of two blocks
+
+
+def test_no_forward_pass_and_no_encoding(world, tmp_path, monkeypatch):
+    def never(*_args, **_kwargs):
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", never)
+    monkeypatch.setattr(inputs, "encode", never)
+    quantize(stored(world, "llava", tmp_path / "out", "gptq", options={"group_size": 64}))
+
+
+def test_the_forms_agree_on_the_first_block_and_differ_after_it(world, tmp_path):
+    float_, quantized = tmp_path / "float", tmp_path / "quantized"
+    options = {"group_size": 64}
+    a = quantize(stored(world, "llava", float_, "gptq", options=options)).manifest
+    b = quantize(recipe(world, "llava", quantized, "gptq", options=options)).manifest
+    assert (a["calibration"]["prefix"], b["calibration"]["prefix"]) == ("float", "quantized")
+    first, second = load_file(float_ / "model.safetensors"), load_file(quantized / "model.safetensors")
+    same = {name: torch.equal(first[name], second[name]) for name in first if name.endswith("weight_packed")}
+    assert all(equal for name, equal in same.items() if ".layers.0." in name)
+    assert not all(equal for name, equal in same.items() if ".layers.1." in name)
+
+
+def test_skipped_layers_need_no_other_statistics(world, tmp_path):
+    out = tmp_path / "out"
+    quantize(stored(world, "llava", out, "awq", options={"group_size": 32}, skip=[r"layers\.0\.", "down_proj"]))
+    assert not [check for check in doctor.diagnose(out, source=world / "llava") if not check.ok]
+
+
+def test_interrupted_is_uninterrupted(world, tmp_path):
+    """Collecting, then solving, each stopped in the second block: files equal those of runs in one piece."""
+    stats, out = tmp_path / "stats", tmp_path / "out"
+
+    def stop(_label: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe(world, "llava", stats, kv_cache="fp8"), progress=stop)
+    assert not stats.exists() and len(files(tmp_path / ".stats.resume")) == 1
+    first = (tmp_path / ".stats.resume" / "layer-0000.safetensors").stat().st_mtime_ns
+    calibrate(recipe(world, "llava", stats, kv_cache="fp8"), resume=True)
+    assert files(stats) == files(world / "llava-stats")
+    assert (stats / "layer-0000.safetensors").stat().st_mtime_ns == first, "the first block was collected again"
+
+    chosen = stored(world, "llava", out, "awq", options={"group_size": 32})
+    with pytest.raises(KeyboardInterrupt):
+        quantize(chosen, progress=stop)
+    assert not out.exists() and files(tmp_path / ".out.resume")
+    quantize(chosen, resume=True)
+    quantize(stored(world, "llava", tmp_path / "whole", "awq", options={"group_size": 32}))
+    assert files(out) == files(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stats", "whole"]
+
+
+def test_killed(world, tmp_path):
+    """`kill -9` in the second block leaves no STATS, and `--resume` finishes them."""
+    stats = tmp_path / "stats"
+    command = ["calibrate", str(world / "llava"), "-o", str(stats), "--samples", "5", "--kv-cache", "fp8"]
+    command += ["--calib", str(world / "calib.jsonl")]
+    code = (
+        "import os, signal, sys; from vlmcompress import cli; from vlmcompress.common import progress\n"
+        "def stop(self, label, done, total):\n"
+        "    if done > total // 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "progress.ProgressBar.__call__ = stop\n"
+        "cli.main(sys.argv[1:])"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL and not stats.exists()
+    command = [sys.executable, "-m", "vlmcompress", *command]
+    done = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["calibration"]["tokens"]["vision"] > 0 and told["bytes"] == sum(map(len, files(stats).values()))
+    assert [path.name for path in tmp_path.iterdir()] == ["stats"]
+    assert {name for name in os.listdir(stats)} == {*files(stats), statistics_folder.NAME}
+
+
+def test_the_same_data_may_be_named_again(world, tmp_path):
+    both = {"stats": str(world / "llava-stats"), "data": str(world / "calib.jsonl"), "samples": 5}
+    quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate=both))
+
+
+def test_maxima_alone(world, tmp_path):
+    """Without Gram matrices they are small and serve the schemes that need none."""
+    stats = tmp_path / "stats"
+    calibrate(recipe(world, "llava", stats), needs=("absmax",))
+    whole = sum(map(len, files(world / "llava-stats").values()))
+    assert sum(map(len, files(stats).values())) < whole / 4
+    result = quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate={"stats": str(stats)}))
+    assert all(list(error) == ["weight"] for error in result.manifest["errors"].values())
+    quantize(stored(world, "llava", tmp_path / "full", "int8"))
+    assert files(tmp_path / "out") == files(tmp_path / "full")
+
+
+def test_dry_run_and_check_say_which_form(world, capfd, monkeypatch):
+    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
+    model, stats = str(world / "llava"), str(world / "llava-stats")
+    common = [model, "--scheme", "gptq", "--set", "options.group_size=64"]
+    for more, prefix in ((["--stats", stats], "float"), (["--calib", str(world)], "quantized")):
+        assert cli.main(["quantize", *common, *more, "--dry-run", "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["prefix"] == prefix
+        assert cli.main(["quantize", *common, *more, "--dry-run"]) == 0
+        assert f"{prefix}: blocks are solved behind" in capfd.readouterr().out
+    assert cli.main(["check", *common, "--stats", stats]) == 0
+    assert "statistics of 5 samples of 'calib.jsonl'" in capfd.readouterr().out

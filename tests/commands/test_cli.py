@@ -1,0 +1,364 @@
+"""The command line: exit codes, one-line errors, clean stdout with `--json`, and no heavy imports where none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit import tiny
+from vlmcompress import cli, commands
+from vlmcompress.commands import _terminal as terminal
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.registry import Registry
+from vlmcompress.errors import GateError, UserError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.build("llava", tmp_path_factory.mktemp("cli") / "llava")
+
+
+@pytest.fixture(autouse=True)
+def loud(monkeypatch):
+    """Keep this process's logging as it is."""
+    monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "vlmcompress", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def replaced(monkeypatch, verb):
+    """`vlmcompress list` does what `verb` does."""
+    monkeypatch.setattr(cli.VERBS.get("list"), "run", verb)
+
+
+def test_quantize_in_a_process_of_its_own(model, tmp_path):
+    """One JSON object on stdout, nothing on stderr (no terminal, no bars), a whole OUT; then OUT exists."""
+    out = tmp_path / "out"
+    done = run("quantize", model, "-o", out, "--scheme", "rtn", "--set", "options.group_size=64", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert result["ok"] and result["weights_after"] < result["weights_before"]
+    assert result["next"][0] == f"vlmcompress eval {out} --baseline {model}"
+    assert json.loads((out / "vlmcompress.json").read_text())["recipe"]["options"]["group_size"] == 64
+
+    again = run("quantize", model, "-o", out, "--scheme", "rtn")
+    assert again.returncode == 2 and again.stdout == ""
+    assert again.stderr.startswith("error: output ") and again.stderr.count("\n") == 1
+
+
+def test_every_verb_has_its_place(capfd):
+    """`--help` has the verbs in the order of their places; each is a whole file."""
+    verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
+    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 14
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capfd.readouterr().out
+    assert re.findall(r"^    ([a-z-]+)", shown, re.MULTILINE) == verbs
+    for name in verbs:
+        module = cli.VERBS.get(name)
+        assert callable(module.options) and callable(module.run)
+        assert f"{cli.VERBS.summary(name)}." in " ".join((module.__doc__ or "").split())
+
+
+GREET = '''"""Greet somebody. Politely."""
+
+PASSES_ON = True
+
+
+def options(parser):
+    """Add the verb's flags."""
+    parser.add_argument("name")
+
+
+def run(args):
+    """Greet."""
+    return 0, {"greeted": args.name, "extra": args.extra}, f"Good day, {args.name}."
+'''
+
+
+def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
+    """A file in the folder is a verb: in `--help` behind the others, with flags, text, JSON and errors of its own."""
+    (tmp_path / "say_hello.py").write_text(GREET)
+    folders = [*commands.__path__, str(tmp_path)]
+    monkeypatch.setattr(commands, "__path__", folders)
+    monkeypatch.setattr(commands.__spec__, "submodule_search_locations", folders)
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "list        List what has a name.\n    say-hello   Greet somebody.\n" in capfd.readouterr().out
+    assert cli.main(["say-hello", "Ada"]) == 0
+    assert capfd.readouterr().out == "Good day, Ada.\n"
+    assert cli.main(["say-hello", "Ada", "--json", "--", "--loud"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"greeted": "Ada", "extra": ["--loud"]}
+    assert cli.main(["say-hello"]) == 2
+    assert capfd.readouterr().err == "error: vlmcompress say-hello: missing name; see vlmcompress say-hello --help\n"
+    assert cli.main(["say-helo", "Ada"]) == 2
+    assert "did you mean 'say-hello'" in capfd.readouterr().err
+
+
+def test_a_verb_of_a_third_party(capfd, monkeypatch, tmp_path):
+    """A distribution with an entry point of the group adds a verb; one with a name that exists is refused."""
+    (tmp_path / "their_verb.py").write_text(GREET)
+    info = tmp_path / "their_verb-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-verb\nVersion: 1\n")
+    points = info / "entry_points.txt"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    points.write_text("[vlmcompress.commands]\ngreet = their_verb\n")
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
+    assert cli.main(["greet", "Ada"]) == 0
+    assert capfd.readouterr().out == "Good day, Ada.\n"
+
+    points.write_text("[vlmcompress.commands]\nlist = their_verb\n")
+    monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
+    assert cli.main(["greet", "Ada"]) == 2
+    assert "entry point 'their_verb' takes the verb name 'list', which exists" in capfd.readouterr().err
+
+
+def test_only_the_verb_that_is_asked_for_is_imported():
+    code = (
+        "import sys; from vlmcompress.cli import parse\n"
+        "parse(['tokens', 'm', '--image-size', '8x8'])\n"
+        "print(*sorted(name.rpartition('.')[2] for name in sys.modules if name.startswith('vlmcompress.commands.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if not name.startswith("_")] == ["tokens"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "reducers"], ["quantize", "--help"]])
+def test_no_heavy_import(arguments):
+    code = (
+        "import sys; from vlmcompress.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+USAGE = [
+    ([], "vlmcompress: missing VERB"),
+    (["quantise"], "no 'quantise'; did you mean 'quantize'"),
+    (["quantize", "m", "--sheme", "awq"], "takes no '--sheme'; did you mean '--scheme'"),
+    (["quantize", "m", "--scheme"], "expected one argument"),
+    (["quantize", "m", "extra", "--scheme", "rtn"], "takes no 'extra'"),
+    (["quantize", "m", "--samples", "many"], "argument --samples: invalid int value: 'many'"),
+    (["quantize", "m", "--set", "seed"], "--set seed is not of the form key.sub=value"),
+    (["quantize", "m", "--scheme", "gptqq"], "unknown scheme 'gptqq'; did you mean 'gptq'"),
+    (["quantize", "m", "--scheme", "rtn", "--set", "optons.bits=4"], "command line: unknown key 'optons'"),
+    (["quantize", "m"], "no scheme given"),
+    (["quantize", "--scheme", "rtn"], "no model given"),
+    (["quantize", "m", "--target", "a100", "--scheme", "fp8"], "A100 has no FP8 tensor cores"),
+    (["quantize", "/no/such/model", "--scheme", "rtn", "-o", "/tmp/never"], "does not exist"),
+    (["quantize", "m", "--scheme", "rtn"], "no output folder given; add -o OUT"),
+    (["list", "scheme"], "no 'scheme'; did you mean 'schemes'"),
+    (["eval", "out"], "missing --baseline"),
+    (["eval", "out", "--baseline", "m", "--limit", "0"], "--limit is 0"),
+    (["eval", "/no/such/out", "--baseline", "m"], "no such checkpoint"),
+    (["serve", "/no/such/out"], "no such checkpoint"),
+    (["check", "m", "--scheme", "rtn", "--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE)
+def test_bad_input(capfd, arguments, message):
+    assert cli.main(arguments) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
+
+
+def test_errors_as_json(capfd):
+    assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
+    data = json.loads(capfd.readouterr().out)
+    assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
+
+
+def test_dry_run_writes_nothing(capfd, model, tmp_path):
+    out, calib = tmp_path / "out", ["--calib", str(model)]
+    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", "--json", *calib]) == 0
+    data = json.loads(capfd.readouterr().out)
+    assert data["recipe"]["scheme"] == "awq" and data["origins"]["scheme"] == "target a100"
+    assert data["weights_after"] < data["weights_before"] and data["peak_memory_estimate"] > 0
+    assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", *calib]) == 0
+    text = capfd.readouterr().out
+    assert "target a100" in text and "w4a16" in text and "smaller" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["--calib", "/no/such/data"], ["--text", "/no/such/text", "--calib", "."]])
+def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, more):
+    """Data that are needed and not named, or not there: the same line, before any weight is read."""
+    command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", *more]
+    command += ["--set", "options.group_size=64"]
+    said = []
+    for form in (["--dry-run"], []):
+        assert cli.main([*command, *form]) == 2
+        said.append(capfd.readouterr().err)
+    assert said[0] == said[1] and said[0].count("\n") == 1
+    assert ("does not exist" if more else "scheme 'awq' needs calibration images; name some with --calib") in said[0]
+
+
+def test_command_line_wins_over_the_recipe(capfd, model, tmp_path):
+    (tmp_path / "r.yaml").write_text("scheme: gptq\nseed: 5\noptions: {group_size: 32}\n")
+    arguments = ["quantize", str(model), "--recipe", str(tmp_path / "r.yaml"), "--seed", "0", "--dry-run", "--json"]
+    arguments += ["--calib", str(model)]
+    assert cli.main([*arguments, "--set", "options.group_size=64"]) == 0
+    recipe = json.loads(capfd.readouterr().out)["recipe"]
+    assert (recipe["scheme"], recipe["seed"], recipe["options"]["group_size"]) == ("gptq", 0, 64)
+
+
+def test_check(capfd, model):
+    assert cli.main(["check", str(model), "--scheme", "rtn", "--target", "cpu"]) == 0
+    assert "nothing stands in the way" in capfd.readouterr().out
+    assert cli.main(["check", str(model), "--scheme", "w8a16", "--target", "cpu", "--json"]) == 2
+    data = json.loads(capfd.readouterr().out)
+    assert [finding["name"] for finding in data["findings"] if not finding["ok"]] == ["vllm: decoder"]
+
+
+def test_doctor_of_a_folder_that_is_none(capfd, tmp_path):
+    assert cli.main(["doctor", str(tmp_path / "none")]) in (1, 2)
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err + shown.out
+
+
+def test_list(capfd):
+    assert cli.main(["list", "--json"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    names = {kind: {entry["name"] for entry in entries} for kind, entries in data.items()}
+    assert {"awq", "gptq", "fp8", "int8"} <= names["schemes"]
+    assert {"h100", "a100", "cpu"} <= names["targets"]
+    assert "qwen2-5-vl" in names["families"] and "awq-cpu" in names["recipes"]
+    assert all(entry["about"] for entries in data.values() for entry in entries)
+
+
+def test_list_reducers_says_what_their_modules_say(capfd):
+    from vlmcompress.engines.vllm.plugin import FAMILIES, refusal
+    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.reducers import REGISTRY
+
+    assert cli.main(["list", "reducers", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["reducers"]
+    assert [entry["name"] for entry in found] == REGISTRY.names()
+    for entry in found:
+        module = REGISTRY.get(entry["name"])
+        assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
+        assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
+        assert bool(entry["vllm"]) == entry["served"]
+        for family in FAMILIES.names():
+            reason = refusal(FAMILIES.constant(family, "ARCHITECTURE"), parse(entry["name"]))
+            assert (reason is None) == (family in entry["vllm"])
+    (videos_only,) = (entry["vllm"] for entry in found if entry["name"] == "evs")
+    assert {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"} <= {*videos_only} and not {"llava", "idefics3"} & {*videos_only}
+    assert cli.main(["list", "reducers"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
+    assert " fastv llm fixed count transformers only FastV: after" in text
+
+
+def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):
+    """Python, the descriptor and child processes print; only JSON arrives."""
+
+    def noisy(_args):
+        print("from python")
+        os.write(1, b"from the descriptor\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        return 0, {"ok": True}, "text"
+
+    replaced(monkeypatch, noisy)
+    assert cli.main(["list", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out) == {"ok": True}
+    assert all(line in shown.err for line in ("from python", "from the descriptor", "from a child"))
+
+
+def raising(error: BaseException):
+    def verb(_args):
+        raise error
+
+    return verb
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("what\nand where"), 2, "error: what and where"),
+        (GateError("accuracy fell"), 1, "error: accuracy fell"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 2, "error: out of memory"),
+        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install 'vlmcompress[compress]'"),
+    ],
+)
+def test_exit_codes(capfd, monkeypatch, error, code, message):
+    replaced(monkeypatch, raising(error))
+    assert cli.main(["list"]) == code
+    shown = capfd.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+
+
+def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
+    monkeypatch.setattr(cli.VERBS.get("quantize"), "run", raising(KeyboardInterrupt()))
+    assert cli.main(["quantize", "m", "--scheme", "rtn"]) == 130
+    assert capfd.readouterr().err == "interrupted; continue with --resume\n"
+    assert cli.main(["quantize", "m", "--scheme", "rtn", "--dry-run"]) == 130
+    assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_internal_error_keeps_its_traceback_in_a_file(capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    replaced(monkeypatch, raising(ZeroDivisionError("by zero\nsecond line")))
+    assert cli.main(["list"]) == 3
+    line = capfd.readouterr().err
+    assert line.startswith("error: internal error: ZeroDivisionError: by zero; traceback in ")
+    assert line.count("\n") == 1
+    assert "ZeroDivisionError" in Path(line.split("traceback in ")[1].strip()).read_text()
+    assert cli.main(["list", "--debug"]) == 3
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_progress_only_on_a_terminal(capsys, monkeypatch):
+    silent = ProgressBar()
+    silent("calibrating", 1, 2)
+    silent.close()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = ProgressBar()
+    for done in range(5):
+        shown("calibrating", done, 4)
+    shown("writing", 4, 4)
+    shown.close()
+    text = capsys.readouterr().err
+    assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
+
+
+def test_a_line_every_half_minute_without_a_terminal(capsys):
+    """By a clock of the test's: nothing in short runs, then a line each 30 s, whatever the work is called."""
+    now = 100.0
+    progress = ProgressBar(clock=lambda: now)
+    for label, done, seconds in [
+        ("loading", 1, 10),
+        ("loading", 2, 10),
+        ("quantizing", 0, 5),
+        ("quantizing", 1, 15),
+        ("quantizing", 2, 10),
+        ("quantizing", 3, 25),
+        ("quantizing", 4, 3600),
+    ]:
+        now += seconds
+        progress(label, done, 4)
+    progress.close()
+    assert capsys.readouterr().err == (
+        "quantizing: 25%, 45 s left\nquantizing: 75%, 17 s left\nquantizing: 100%, in 1:00 h\n"
+    )

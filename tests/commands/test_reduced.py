@@ -1,0 +1,129 @@
+"""What a user reads of reduced checkpoints: plan, summary, card, doctor, check and next steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.kit import calibration_rows, tiny
+from vlmcompress import cli
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
+
+
+def run(capsys, *arguments):
+    code = cli.main(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+def test_plan_summary_card_and_doctor_say_the_same(models, tmp_path, capsys):
+    model, out = models["llava"], tmp_path / "out"
+    common = ("quantize", model, "--scheme", "none", "--reduce", "dart:0.25")
+    code, text, _ = run(capsys, *common, "--dry-run")
+    assert code == 0 and "dart:0.25: 16 -> 4 visual tokens of a 1024x768 image" in text
+    planned = json.loads(run(capsys, *common, "--dry-run", "--json")[1])
+    assert planned["visual_tokens"] == {
+        "image": "1024x768",
+        "before": 16,
+        "after": 4,
+        "text": planned["visual_tokens"]["text"],
+    }
+    assert planned["recipe"]["reduce"]["method"] == "dart" and planned["origins"]["reduce.keep"] == "command line"
+    code, text, _ = run(capsys, *common, "-o", out)
+    assert code == 0 and "  images    dart:0.25: 16 -> 4 visual tokens of a 1024x768 image" in text
+    assert f"vlmcompress serve {out}" in text
+    card = (out / "README.md").read_text()
+    assert "carries the reducer `dart:0.25`" in card and "4 of 16" in card
+    assert "without its plugin vLLM refuses" in card and 'attach_carried(model, processor, "./out")' in card
+    code, text, _ = run(capsys, "doctor", out, "--source", model)
+    assert code == 0 and "dart:0.25, served by the plugin of vLLM" in text
+
+
+def test_a_card_says_how_a_reducer_is_given_the_question(models, tmp_path, capsys):
+    """Not of one that only transformers runs, whose words are the prompt's."""
+    for reducer, engine, said in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
+        given = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
+        assert run(capsys, "quantize", models["llava"], *given, "-o", tmp_path / "out")[0] == 0
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert (
+            'a server runs with `--trust-request-mm-kwargs`, what a request has under `"mm_processor' in card
+        ) is said
+
+
+def test_what_only_transformers_runs_is_not_offered_to_vllm(models, tmp_path, capsys):
+    model, out = models["llava"], tmp_path / "out"
+    given = ("quantize", model, "--scheme", "none", "--reduce", "fastv:0.5,layer=1", "--set", "engine=transformers")
+    code, text, _ = run(capsys, *given, "-o", out)
+    assert code == 0 and "vlmcompress serve" not in text and "--engine hf" in text
+    card = (out / "README.md").read_text()
+    assert "No engine but transformers runs this reducer." in card and "vllm serve" not in card
+    code, text, _ = run(capsys, "doctor", out)
+    assert code == 0 and "fastv:0.5,layer=1, for transformers only: vLLM cannot serve 'fastv'" in text
+
+
+def test_a_checkpoint_without_a_reducer_says_nothing_of_one(models, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(capsys, "quantize", models["llava"], "--scheme", "fp8", "-o", out)[0] == 0
+    card = (out / "README.md").read_text()
+    assert "Visual tokens" not in card and "attach_carried" not in card and "vllm serve ./out" in card
+
+
+def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(capsys, "quantize", models["llava"], "--scheme", "none", "--reduce", "dart", "-o", out)[0] == 0
+    config = json.loads((out / "config.json").read_text())
+    config["vlmcompress"]["reduce"]["keep"] = 7
+    (out / "config.json").write_text(json.dumps(config))
+    code, text, _ = run(capsys, "doctor", out)
+    assert code == 2 and "PROBLEM  reducer" in text and "keep must be a number above 0 and at most 1, got 7" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "code", "said"),
+    [
+        (
+            "llava",
+            ["--reduce", "dart:0.5"],
+            0,
+            "vllm: visual tokens  dart:0.5: 16 -> 8 visual tokens of a 1024x768 image",
+        ),
+        ("llava", ["--reduce", "fastv:0.5,layer=1"], 2, "vLLM cannot serve 'fastv'"),
+        ("llava", ["--reduce", "fastv:0.5,layer=1", "--engine", "transformers"], 0, "transformers: visual tokens"),
+        (
+            "llava",
+            ["--reduce", "dart:0.5", "--engine", "sglang"],
+            2,
+            "sglang does not know the reducer of a checkpoint",
+        ),
+        ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], 2, "does not have; use dart"),
+    ],
+)
+def test_check(models, capsys, model, given, code, said):
+    found, text, _ = run(capsys, "check", models[model], "--scheme", "none", *given)
+    assert found == code and said in text
+
+
+def test_eval_attaches_only_to_transformers(models, capsys):
+    code, _, said = run(capsys, "eval", models["llava"], "--reduce", "dart:0.5")
+    assert code == 2 and "add --engine hf" in said
+    code, _, said = run(capsys, "eval", models["llava"])
+    assert code == 2 and "missing --baseline; name the original" in said
+    code, _, said = run(capsys, "eval", models["llava"], "--engine", "hf", "--reduce", "dart:2")
+    assert code == 2 and "keep must be a number above 0" in said
+    code, _, said = run(capsys, "eval", models["qwen2-5-vl"], "--engine", "hf", "--reduce", "visionzip")
+    assert code == 2 and "--reduce visionzip:1/3: 'visionzip' reads attention from CLS" in said
+
+
+def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys):
+    calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
+    given = ("calibrate", models["llava"], "--calib", tmp_path / "calib.jsonl", "--samples", 2, "--needs", "absmean")
+    code, text, _ = run(capsys, *given, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
+    assert code == 0 and "behind      uniform:0.25, whose dropped tokens are not counted" in text
+    assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
+    code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
+    assert code == 2 and "none leaves the weights as they are" in said

@@ -1,0 +1,217 @@
+"""Masks of every family against what the model does with the tokens, and what users get to read when it can't be done."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.kit.pictures import picture, refused
+from vlmcompress.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render
+from vlmcompress.data.provenance import provenance
+from vlmcompress.data.samples import Sample
+from vlmcompress.models import VLM
+
+PAIR = (picture(90, 60), picture(50, 70))
+PART = {"type": "image"}
+
+
+def turn(role: str, *parts: str | dict) -> dict:
+    return {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+SAMPLES = [
+    Sample("two images", PAIR, "what?", "cat"),
+    Sample("no answer", PAIR[:1], "what?"),
+    Sample("text only", (), "2+2?", "4"),
+    Sample("empty answer", PAIR[:1], "say nothing", ""),
+    Sample("image last", PAIR[:1], "", "dog", messages=[turn("user", "look: ", PART)]),
+    Sample(
+        "several turns",
+        PAIR,
+        "now?",
+        "assistant\n",  # like the mark of a turn
+        messages=[
+            turn("system", "be brief"),
+            turn("user", PART, "first"),
+            turn("assistant", "yes"),
+            turn("user", "now?", PART),
+        ],
+    ),
+    Sample("unusual text", PAIR[:1], "größe\n\n  日本 ", " é "),
+]
+
+
+def with_template(vlm: VLM, template: str | None) -> VLM:
+    """The same model with another chat template."""
+    import copy
+
+    processor = copy.copy(vlm.processor)
+    processor.chat_template = template
+    processor.tokenizer = copy.deepcopy(vlm.processor.tokenizer)
+    processor.tokenizer.chat_template = None
+    return dataclasses.replace(vlm, processor=processor)
+
+
+def visual_positions(vlm: VLM, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Oracle [tokens]: where the decoder is fed something else than the embedding of the token."""
+    seen: list[torch.Tensor] = []
+    decoder = (
+        vlm.model.model.language_model if hasattr(vlm.model.model, "language_model") else vlm.model.model.text_model
+    )
+    hook = decoder.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    try:
+        vlm.model(**inputs)
+    finally:
+        hook.remove()
+    plain = vlm.model.get_input_embeddings()(inputs["input_ids"])
+    return (seen[0] != plain).any(-1)[0]
+
+
+def answer_positions(vlm: VLM, ids: torch.Tensor) -> torch.Tensor:
+    """Oracle [tokens]: read token by token; between the header of an assistant's turn and the token that ends it."""
+    inside, header, found = False, "", []
+    for index in ids.tolist():
+        piece = vlm.processor.tokenizer.decode([index])
+        found.append(inside)
+        if piece == "<|im_end|>":
+            inside = False
+        elif piece == "<|im_start|>":
+            header = piece
+        elif header:
+            header += piece
+            if piece == "\n":
+                inside, header = header == "<|im_start|>assistant\n", ""
+    return torch.tensor(found)
+
+
+def test_masks(family, loaded):
+    vlm = loaded(family)
+    for sample, batch in zip(SAMPLES, encode(SAMPLES, vlm), strict=True):
+        mask = batch.pop("modality")
+        assert mask.dtype == torch.uint8 and mask.shape == batch["input_ids"].shape, sample.id
+        assert ((mask[0] == VISION) == visual_positions(vlm, batch)).all(), sample.id
+        answers = answer_positions(vlm, batch["input_ids"][0])
+        assert not answers[0] and ((mask[0] == ANSWER) == answers.roll(-1)).all(), sample.id  # each is read one before
+        assert answers.any() == (sample.answer is not None)
+        assert ((mask == TEXT) | (mask == VISION) | (mask == ANSWER)).all()
+
+
+def test_prompt_for_generation(family, loaded):
+    """Oracle: it is the encoding with the answer, up to the answer; and the model generates from it."""
+    vlm = loaded(family)
+    prompt = encode_prompt(SAMPLES[0], vlm)
+    whole = encode([SAMPLES[0]], vlm)[0]
+    before = 1 + int((whole["modality"][0] == ANSWER).nonzero()[0])
+    assert (prompt["input_ids"] == whole["input_ids"][:, :before]).all() and prompt["input_ids"].shape[1] == before
+    assert vlm.model.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1] == before + 2
+    assert render(SAMPLES[0], vlm.processor, answer=True).startswith(render(SAMPLES[0], vlm.processor))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 90), (3, 3), (300, 7)])
+def test_images_of_any_size(loaded, size):
+    for name in ("llava", "qwen2-5-vl", "idefics3"):
+        vlm = loaded(name)
+        batch = encode([Sample("a", (Image.new("RGB", size),), "what?", "x")], vlm)[0]
+        mask = batch.pop("modality")[0]
+        assert ((mask == VISION) == visual_positions(vlm, batch)).all() and (mask == VISION).any()
+
+
+CHAT = (
+    "{%- for m in messages %}{{ m.role }}:{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}"
+    "{% endfor %};{% endfor %}"
+)
+
+
+def answered(vlm: VLM, sample: Sample) -> str:
+    batch = encode([sample], vlm)[0]
+    return vlm.processor.tokenizer.decode(batch["input_ids"][0, 1:][batch["modality"][0, :-1] == ANSWER])
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        # The prompt for an answer opens a thought that the finished turn does not have.
+        (CHAT + "{% if add_generation_prompt %}assistant:<think>{% endif %}", "cat"),
+        # No generation prompt at all.
+        (CHAT, "cat"),
+        # The prompt changes once the answer is there.
+        ("{{ messages|length }};" + CHAT, "cat"),
+        # The end of a turn is white space and a token; what follows is no answer.
+        (CHAT.replace(";", " <|im_end|>\n"), "cat <|im_end|>"),
+        # The next token is a special one, but does not end the turn.
+        (CHAT.replace(";", "<|im_start|>"), "cat"),
+    ],
+)
+def test_templates_of_all_kinds(loaded, template, wanted):
+    vlm = with_template(loaded("llava"), template)
+    assert answered(vlm, Sample("a", PAIR, "cat or dog?", "cat")) == wanted
+
+
+def test_template_of_the_tokenizer_is_used(loaded):
+    vlm = with_template(loaded("llava"), None)
+    vlm.processor.tokenizer.chat_template = CHAT
+    assert answered(vlm, SAMPLES[0]) == "cat"
+    vlm.processor.tokenizer.chat_template = None
+    refused(lambda: encode(SAMPLES[:1], vlm), "no chat template", "chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "shows 0 of 2 images"),
+        ("{{ '<image>' * 2 }}", "does not show its text"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (CHAT.replace("messages", "messages[:1]"), "does not show the answer"),
+    ],
+)
+def test_templates_that_do_not_fit(loaded, template, says):
+    refused(lambda: encode(SAMPLES[:1], with_template(loaded("llava"), template)), "sample 'two images'", says)
+
+
+def test_placeholder_in_the_text(family, loaded):
+    vlm = loaded(family)
+    text = f"what is {vlm.processor.image_token}?"
+    refused(lambda: encode([Sample("a", PAIR[:1], text, origin="x.jsonl line 3")], vlm), "x.jsonl line 3", "remove it")
+
+
+def test_too_long(loaded):
+    vlm = loaded("llava")
+    long = Sample("a", PAIR[:1], "x" * 3000, "y", origin="x.jsonl line 3")
+    refused(lambda: encode([long], vlm), "x.jsonl line 3", "16 of them visual", "context of 2048", "drop it")
+    refused(lambda: encode(SAMPLES[:1], vlm, max_length=20), "max_length of 20", "32 of them visual")
+
+
+def test_image_that_the_processor_refuses(loaded):
+    thin = Sample("a", (Image.new("RGB", (1000, 1)),), "what?", origin="x.jsonl line 3")
+    refused(lambda: encode([thin], loaded("qwen2-5-vl")), "x.jsonl line 3", "aspect ratio", "drop it")
+
+
+def test_config_and_processor_that_disagree(loaded):
+    vlm = loaded("qwen2-5-vl")
+    other = dataclasses.replace(vlm, spec=dataclasses.replace(vlm.spec, image_token="video_token_id"))
+    refused(lambda: encode(SAMPLES[:1], other), "0 placeholder tokens for", "do not belong together")
+
+
+def test_provenance(loaded):
+    """Oracle: counts from the masks; the hash changes with each part of the data and with nothing else."""
+    vlm = loaded("llava")
+    batches = encode(SAMPLES, vlm)
+    facts = provenance(SAMPLES, batches, "/somewhere/data.jsonl", seed=3, processor=vlm.processor)
+    masks = torch.cat([batch["modality"][0] for batch in batches])
+    assert facts["source"] == "data.jsonl" and facts["seed"] == 3
+    assert (facts["samples"], facts["images"]) == (7, 8)
+    assert facts["tokens"] == {n: int((masks == i).sum()) for i, n in enumerate(("text", "vision", "answer"), 1)}
+    assert facts["visual_share"] == pytest.approx(8 * 16 / len(masks), abs=1e-4)
+
+    def hash_of(**changes) -> str:
+        return provenance([dataclasses.replace(SAMPLES[0], **changes)], [], "x")["sha256"]
+
+    same = hash_of()
+    assert same == hash_of(id="b", origin="elsewhere", family="f", images=tuple(image.copy() for image in PAIR))
+    changed = [hash_of(question="x"), hash_of(answer="x"), hash_of(answer=None), hash_of(images=PAIR[::-1])]
+    assert len({same, *changed}) == 5

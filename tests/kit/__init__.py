@@ -1,0 +1,1 @@
+"""What tests share: tiny models, data, places, and processes that ask a real engine. No test imports a test."""

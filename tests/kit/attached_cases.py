@@ -1,0 +1,70 @@
+"""Every reducer in every family that has it, with options that suit tiny models; and what tests of attaching ask of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlmcompress import reducers
+from vlmcompress.models import all_specs
+from vlmcompress.reducers import REGISTRY
+from vlmcompress.reduction import refusal
+
+FAMILIES = [spec.family for spec in all_specs() if spec.visual_grid]
+INSIDE = [spec.family for spec in all_specs() if refusal(spec, "fastv") is None]  # methods within the language model
+WHOLE = ("litevlm", "evs")  # chooses among images; looks at videos
+SHARES = [name for name in REGISTRY.names() if hasattr(REGISTRY.get(name).Options, "keep") and name not in WHOLE]
+CASES = [(spec.family, method) for spec in all_specs() for method in SHARES if refusal(spec, method) is None]
+SMALL = {
+    "vscan": {"window": 2, "shallow": 0},
+    "fastv": {"layer": 1},
+    "dart-llm": {"layer": 1},
+    "surrogate": {"layer": 2, "rule": "dart"},
+    "dymu": {"thresholds": (0.3, 0.4)},
+}
+STEPS = 4
+GREEDY = {"max_new_tokens": STEPS, "do_sample": False, "suppress_tokens": list(range(256, 300))}
+
+
+def given(method: str, keep: float = 0.4) -> dict:
+    """Options of a method for a tiny model."""
+    return {"keep": keep, **SMALL.get(method, {})}
+
+
+def layer(method: str) -> int:
+    """The decoder block before which a method drops tokens; 0: before the first."""
+    return SMALL.get(method, {}).get("layer", 0) if REGISTRY.get(method).STAGE == "llm" else 0
+
+
+def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inputs with `tokens [b, t]` behind the prompts."""
+    more = dict(inputs)
+    more["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
+    more["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
+    for name in {"mm_token_type_ids", "token_type_ids"} & {*inputs}:
+        more[name] = torch.cat([inputs[name], torch.zeros_like(tokens).to(inputs[name])], 1)
+    return more
+
+
+def traces(model: torch.nn.Module) -> list:
+    """All that attaching might leave behind: hooks, and attributes by identity."""
+    found: list = []
+    for name, module in model.named_modules():
+        found.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))
+        # rope_deltas: the latest call's, in Qwen
+        own = {key: id(value) for key, value in vars(module).items() if key != "rope_deltas"}
+        found.append(sorted(own.items()))
+    return found
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[reducers.Signals]:
+    """All signals that a reducer is given from now on."""
+    found: list[reducers.Signals] = []
+    real = reducers.reduce
+
+    def spy(module, signals, options):
+        found.append(signals)
+        return real(module, signals, options)
+
+    monkeypatch.setattr(reducers, "reduce", spy)
+    return found

@@ -1,0 +1,221 @@
+"""Reduced checkpoints, prompts for them, and what transformers answers with the reducer attached."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from eval.demo.measure import load_rows, messages
+from tests.kit.reduced_probe import about
+from tests.kit.tiny import build
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.models import VLM, load
+from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.reducers import Grid, Signals, TokenCounter, reduce
+from vlmcompress.reduction import attach
+
+Turns = list[dict[str, Any]]
+
+
+def chosen(reducer: str | Chosen) -> Chosen:
+    """A reducer, as it is or as the command line has it."""
+    return parse(reducer) if isinstance(reducer, str) else reducer
+
+
+def reduced(source: Path, folder: Path, reducer: str | Chosen, counter: TokenCounter | None = None) -> Path:
+    """The checkpoint in `source`, with a reducer, in `folder`. Its files are links."""
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, chosen(reducer), counter)))
+    return folder
+
+
+def tiny(family: str, folder: Path, longest_edge: int | None = None) -> Path:
+    """A tiny checkpoint with large random weights, so that a wrong position shows in its answers.
+
+    longest_edge: most pixels of an image, where not the family's own.
+    """
+    build(family, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "embed_tokens" in name:
+            tensor.mul_(30)
+        elif tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            tensor.mul_(5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "processor_config.json"
+    config = json.loads(file.read_text())
+    images = config["image_processor"]
+    if "video_processor" in config:  # vLLM normalizes videos with the constants of images
+        config["video_processor"] |= {name: images[name] for name in ("image_mean", "image_std")}
+    if longest_edge is not None:
+        images["size"]["longest_edge"] = longest_edge
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def loaded(source: Path, dtype: torch.dtype = torch.float32) -> VLM:
+    """The same model in transformers, without a reducer."""
+    vlm = load(source)
+    vlm.model.to(dtype)
+    return vlm
+
+
+def noise(seed: int, width: int, height: int, flat: bool = False) -> Image.Image:
+    """An image of which no two tokens are alike; `flat`: of which the right half is of one colour."""
+    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    if flat:
+        levels[:, width // 2 :] = 90
+    return Image.fromarray(levels)
+
+
+def turn(*parts: Image.Image | str) -> dict[str, Any]:
+    """A user's turn of images and texts."""
+    return {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+            for part in parts
+        ],
+    }
+
+
+def noisy(flat: bool = False) -> list[Turns]:
+    """One image, two of different sizes, none, an image behind text, one that came before, and a second turn."""
+    small, wide = noise(0, 84, 84, flat), noise(1, 196, 112, flat)
+    first = turn(wide, "how many?")
+    answered = {"role": "assistant", "content": [{"type": "text", "text": "three"}]}
+    return [
+        [turn(small, "what colour is it?")],
+        [turn(noise(2, 140, 84, flat), "x", noise(3, 84, 112, flat), "which of the two is the larger one?")],
+        [turn("hello there")],
+        [turn("what is in this picture, please?", wide)],
+        [turn(small, wide, "are they the same?")],
+        [first],
+        [first, answered, turn("and how many are red?")],
+    ]
+
+
+def questions(count: int, variant: str = "qwen") -> list[Turns]:
+    """`count` questions about one image, a third as many about two, a sixth without and a sixth with the image last."""
+    rows = load_rows(variant, "validation")
+    by = {number: [row for row in rows if len(row["image"]) == number] for number in (0, 1, 2)}
+    found = [messages(row) for row in by[1][:count] + by[2][: count // 3] + by[0][: count // 6]]
+    for row in by[1][count : count + count // 6]:
+        (user,) = messages(row)
+        found.append([{**user, "content": user["content"][::-1]}])
+    return found
+
+
+def film(vlm: VLM, folder: Path, frames: int = 6) -> dict[str, Any]:
+    """A prompt about a video, longer on one side than in time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{frames}.npy"
+    np.save(file, np.stack([np.asarray(noise(number, 288, 64)) for number in range(frames)]))
+    processor = vlm.processor
+    prompt = processor.apply_chat_template([turn(noise(0, 8, 8), "what happens?")], add_generation_prompt=True)
+    prompt = prompt.replace(processor.image_token, processor.video_token)
+    return {"prompt": prompt, "images": [], "videos": [str(file)]}
+
+
+def request(vlm: VLM, turns: Turns, folder: Path) -> dict[str, Any]:
+    """The prompt's text and files of its images, for both engines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for part in (part for each in turns for part in each["content"] if part["type"] == "image"):
+        files.append(str(folder / f"{len(os.listdir(folder))}.png"))
+        part["image"].save(files[-1])
+    prompt = vlm.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return {"prompt": prompt, "images": files}
+
+
+def rows_of(positions: torch.Tensor) -> torch.Tensor:
+    """`[rows, s]`, three rows of M-RoPE's or the one of plain RoPE, of positions as transformers' models take them."""
+    return positions[-3:, 0] if positions.ndim == 3 else positions
+
+
+@torch.inference_mode()
+def reference(
+    vlm: VLM, reducer: str | Chosen, requests: list[dict[str, Any]], tokens: int, counter: TokenCounter | None = None
+) -> list[dict[str, Any]]:
+    """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
+    found, seen = [], []
+    with attach(vlm, chosen(reducer), counter=counter) as attached:
+        hook = attached.text.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(rows_of(kwargs["position_ids"])), with_kwargs=True
+        )
+        for one in requests:
+            seen.clear()
+            images = [Image.open(file) for file in one["images"]]
+            inputs = vlm.processor(text=[one["prompt"]], images=images or None, return_tensors="pt")
+            inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+            out = vlm.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
+            answer = out[0, inputs["input_ids"].shape[1] :].tolist()
+            positions = torch.cat(seen, 1).T.tolist()
+            found.append({"tokens": answer, "positions": positions, "prompt": seen[0].shape[1]})
+        hook.remove()
+    return found
+
+
+@torch.inference_mode()
+def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The same of a video, without `attach`: the whole prompt, with what is not kept hidden from attention."""
+    frames, chosen = np.load(request["videos"][0]), parse(reducer)
+    inputs = vlm.processor(
+        text=[request["prompt"]],
+        videos=[frames],
+        video_metadata=[{k: v for k, v in about(len(frames)).items() if k != "do_sample_frames"}],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    ids = inputs.pop("input_ids")
+    placeholder, grid, features = film_features(vlm, inputs)
+    result = reduce(chosen.module, Signals(grid, features=features), chosen.options)
+    positions, kinds = torch.arange(ids.shape[1])[None], inputs.pop("mm_token_type_ids", None)
+    if vlm.spec.visual_grid == "thw":
+        of_videos = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}
+        positions, _ = vlm.model.model.get_rope_index(ids, mm_token_type_ids=kinds, **of_videos)
+    mask, kinds = torch.ones_like(ids), torch.zeros_like(ids) if kinds is None else kinds
+    columns = (ids[0] == placeholder).nonzero().squeeze(1)[: len(features)]  # a newline behind them is kept
+    mask[0, columns] = (result.target >= 0).long()
+    answer: list[int] = []
+    while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
+        given = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        given |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
+        answer.append(int(vlm.model(**given).logits[0, -1].argmax()))
+        ids = torch.cat([ids, torch.tensor([[answer[-1]]])], 1)
+        mask, kinds = (torch.cat([one, torch.full((1, 1), value)], 1) for one, value in ((mask, 1), (kinds, 0)))
+        positions = torch.cat([positions, positions[..., -1:] + 1], -1)
+    seen = mask[0, :-1].bool()  # the last token enters no language model
+    left = rows_of(positions)[:, :-1][:, seen].T.tolist()
+    return {"tokens": answer, "positions": left, "prompt": len(left) - len(answer) + 1}
+
+
+def film_features(vlm: VLM, inputs: Mapping[str, Any]) -> tuple[int, Grid, torch.Tensor]:
+    """Of the one video in a processor's output the placeholder's id, the grid of its tokens and the tokens, `[n, d]`."""
+    config, model = vlm.model.config, vlm.model.model
+    if vlm.spec.visual_grid == "thw":
+        patches = inputs["video_grid_thw"]
+        (features,) = model.get_video_features(inputs["pixel_values_videos"], patches).pooler_output
+        t, h, w = (patches[0] // torch.tensor([1, 2, 2])).tolist()
+        return config.video_token_id, (t, h, w), features
+    if "pixel_values_videos" in inputs:
+        (features,) = model.get_video_features(inputs["pixel_values_videos"]).pooler_output
+        placeholder, frames = config.video_token_index, inputs["pixel_values_videos"].shape[1]
+    else:
+        features = model.get_image_features(inputs["pixel_values"]).pooler_output.flatten(0, 1)
+        placeholder, frames = config.image_token_id, len(inputs["pixel_values"])
+    side = math.isqrt(len(features) // frames)
+    return placeholder, (frames, side, side), features

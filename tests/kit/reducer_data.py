@@ -1,0 +1,106 @@
+"""Signals of made-up images, and a way to run any reducer on them as an engine would."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vlmcompress import reducers
+from vlmcompress.reducers import REGISTRY, Reduction, Signals
+
+LAYERS = 4
+EXTRA = {"dymu": {"thresholds": (0.7, 0.75, 0.8, 0.85)}, "vscan": {"window": 3}}
+"""Options without which a method does not run, or not on images this small."""
+
+
+def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
+    """Everything that any method needs, values that bfloat16 holds exactly; neighbours resemble each other somewhat."""
+    generator = torch.Generator().manual_seed(seed)
+    n = math.prod(grid)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16().float()
+
+    keys = draw(n, 8 * heads)
+    keys = keys + keys.roll(1, 0)
+    ahead = Signals(
+        grid,
+        features=draw(n, 12),
+        keys=draw(n, 16),
+        heads=2,
+        saliency=draw(n),
+        query=draw(7, 12),
+        query_keys=draw(7, 16),
+    )
+    return Signals(
+        ahead=ahead,
+        grid=grid,
+        features=draw(n, 12),
+        keys=keys.bfloat16().float(),
+        heads=heads,
+        saliency=draw(n).exp().bfloat16().float(),
+        windowed=draw(n).exp().bfloat16().float(),
+        query=draw(7, 12),
+        query_keys=draw(7, 8 * heads),
+        pixels=draw(n, 3, 2, 2),
+    )
+
+
+def options(name, **chosen):
+    """The method's options, with what it needs in these tests; those it does not have are left out."""
+    method = REGISTRY.get(name)
+    known = {field.name for field in dataclasses.fields(method.Options)}
+    return method.Options(**{key: value for key, value in (EXTRA.get(name, {}) | chosen).items() if key in known})
+
+
+def run(name, signals, options) -> Reduction:
+    """All of a method; of one that merges by layer, in an encoder whose layers leave features and keys as they are."""
+    method = REGISTRY.get(name)
+    if hasattr(method, "reduce"):
+        return reducers.reduce(method, signals, options)
+    merged = Reduction.identity(signals.n)
+    for layer in range(LAYERS):
+        now = dataclasses.replace(rows(signals, merged), merged=merged)
+        merged = merged.then(reducers.merge(method, now, options, layer, LAYERS))
+    return merged
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def digest(x: torch.Tensor) -> str:
+    """Hash of a tensor's bits."""
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def rows(signals, merged) -> Signals:
+    """The signals that the rows left by `merged` give, where every layer gives the same."""
+    names = ("features", "keys", "saliency", "windowed")
+    return dataclasses.replace(
+        signals, pixels=None, merged=merged, **{name: merged.apply(getattr(signals, name)) for name in names}
+    )
+
+
+def cosine(a, b):
+    """Of two rows, in Python's floats; 0 where one is 0."""
+    a, b = a.double().tolist(), b.double().tolist()
+    dot, size = sum(x * y for x, y in zip(a, b, strict=True)), math.hypot(*a) * math.hypot(*b)
+    return dot / size if size else 0.0
+
+
+def best(scores, k):
+    """Indices of the k highest scores, best first, the lower index among equals."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]

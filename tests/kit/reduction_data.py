@@ -1,0 +1,84 @@
+"""Tiny models in float64 with large random weights, so that a wrong position or mask shows, and batches of prompts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from tests.kit.tiny import build
+from vlmcompress.models import VLM, load
+
+LAYERS = 3
+QUESTION = "what colour is it?"
+
+
+@functools.cache
+def checkpoint(family: str) -> Path:
+    """The family's tiny model on disk."""
+    return build(family, Path(tempfile.mkdtemp()) / family)
+
+
+@functools.cache
+def vlm(family: str) -> VLM:
+    """The same, loaded."""
+    return load(checkpoint(family))
+
+
+@functools.cache
+def tiny(family: str, mixed: bool = False) -> VLM:
+    """The family's tiny model with three decoder blocks; its weights stay as they are.
+
+    `mixed`: with other blocks than attention, where the family has them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        vlm = load(build(family, folder))
+    config = copy.deepcopy(vlm.model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = LAYERS
+    if not mixed and (kinds := getattr(text, "layer_types", None)):
+        text.layer_types = ["full_attention"] * LAYERS
+        if "sliding_attention" in kinds:
+            text.layer_types[0], text.sliding_window = "sliding_attention", 500
+    torch.manual_seed(1)
+    model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double().eval()
+    model.requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            weight.mul_(5)
+    model.get_input_embeddings().weight.mul_(30)
+    model.generation_config.pad_token_id = 257
+    vlm.processor.tokenizer.padding_side = "left"
+    return VLM(model, vlm.processor, vlm.spec, vlm.path)
+
+
+def picture(seed: int, size: tuple[int, int] = (84, 84)) -> Image.Image:
+    """Noise, so that no two tokens are alike."""
+    noise = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(noise.byte().numpy())
+
+
+ONE = ([picture(0)], QUESTION)
+TWO = ([picture(1, (140, 84)), picture(2, (84, 112))], "which of the two is the larger one?")
+NONE: tuple[list[Image.Image], str] = ([], "hello there")
+
+
+def encode(vlm: VLM, *prompts: tuple[list[Image.Image], str]) -> dict[str, torch.Tensor]:
+    """Inputs of a batch, padded on the left. The images of a prompt come before its text, with a word between."""
+    texts, images = [], []
+    for pictures, question in prompts:
+        parts = [part for _ in pictures for part in ({"type": "image"}, {"type": "text", "text": "x"})]
+        content = [*parts, {"type": "text", "text": question}]
+        texts.append(
+            vlm.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        )
+        images.append(pictures)
+    given: Any = {"images": images} if any(images) else {}
+    batch = vlm.processor(text=texts, padding=True, return_tensors="pt", **given)
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}

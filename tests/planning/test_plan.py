@@ -1,0 +1,245 @@
+"""Plans: exact sizes (oracle: what the pipeline writes), shapes that do not divide, layers left out, `check` findings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.kit import tiny
+from vlmcompress.checkpoint import sizes as estimate
+from vlmcompress.common.tensor_files import Spec
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis import files as doctor
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.numerics import Format, Scheme
+from vlmcompress.planning import check, fit, plan
+from vlmcompress.recipe import resolve
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
+
+
+def recipe(model: Path, **given):
+    return resolve({"model": str(model), **given}).recipe
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("llava", {"scheme": "rtn", "options": {"group_size": 32, "symmetric": False}}),
+        ("llava", {"scheme": "w8a16", "skip": [r"layers\.0\."]}),
+        ("qwen2-5-vl", {"scheme": "fp8", "vision": "int8"}),
+        ("qwen2-5-vl", {"scheme": "none", "vision": "fp8"}),
+    ],
+)
+def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, given):
+    """Oracle: the manifest of the real run, and the files themselves within the size of their headers."""
+    chosen = recipe(models[family], out=str(tmp_path / "out"), **given)
+    planned = plan.build(chosen)
+    size = quantize(chosen).manifest["size"]
+    assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
+    assert not planned.needs_data
+
+
+def test_size_with_static_scales(models, tmp_path):
+    """Oracle as before; input scales and those of keys and values come from calibration."""
+    for i in range(2):
+        Image.new("RGB", (56, 56), (40 * i, 90, 200)).save(tmp_path / f"{i}.png")
+    data = {"data": str(tmp_path), "samples": 2}
+    out = str(tmp_path / "out")
+    chosen = recipe(models["llava"], out=out, scheme="fp8-static", kv_cache="fp8", calibrate=data)
+    planned = plan.build(chosen)
+    assert planned.needs_data
+    assert planned.bytes_after == quantize(chosen).manifest["size"]["weights_after"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "local"),
+    [
+        (Scheme(Format("int", 4, 128)), 128 * 256 // 2 + 128 * 2 * 2 + 16),
+        (Scheme(Format("int", 4, 64, symmetric=False)), 128 * 256 // 2 + 128 * 4 * 2 + 128 * 4 // 2 + 16),
+        (Scheme(Format("int", 8, -1)), 128 * 256 + 128 * 2 + 16),
+        (Scheme(Format("float", 8, 0)), 128 * 256 + 2),
+    ],
+)
+def test_output_tensors(scheme, local):
+    """Oracle: bytes by hand of [128, 256] in BF16: codes, scales, zero points, and 16 bytes of shape."""
+    stored = {"a.weight": Spec("BF16", (128, 256)), "b": Spec("F32", (3,))}
+    if scheme.weights.kind == "float":
+        from vlmcompress.numerics import ActFormat
+
+        scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
+    written = estimate.output_tensors(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
+    assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
+
+
+def test_no_weight_is_read(models, tmp_path):
+    """Weights of NaN give the same plan."""
+    bad = tmp_path / "bad"
+    tiny.build("llava", bad)
+    tensors = {
+        name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(bad / "model.safetensors").items()
+    }
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    good, other = (plan.build(recipe(path, scheme="awq")).to_dict() for path in (models["llava"], bad))
+    good["recipe"]["model"] = other["recipe"]["model"] = ""
+    assert good == other
+
+
+def test_group_size_that_does_not_divide_names_layer_and_ways_out(models):
+    message = (
+        r"group_size 96 does not divide in_features \d+ of model\.language_model\.layers\.0\.\S+; use --set options"
+    )
+    with pytest.raises(UserError, match=message):
+        plan.build(recipe(models["llava"], scheme="rtn", options={"group_size": 96}))
+    problems = plan.survey(recipe(models["llava"], scheme="rtn", options={"group_size": 96})).problems
+    assert len(problems) == 4  # one for each group of a block, not for each block
+
+
+def test_the_proposed_group_size_works(models):
+    with pytest.raises(UserError, match=r"options\.group_size=(-?\d+)") as error:
+        plan.build(recipe(models["llava"], scheme="rtn", options={"group_size": 384}))
+    proposed = int(str(error.value).split("options.group_size=")[1].split()[0])
+    assert not plan.survey(recipe(models["llava"], scheme="rtn", options={"group_size": proposed})).problems
+
+
+def test_skip(models):
+    everything = plan.build(recipe(models["llava"], scheme="rtn"))
+    less = plan.build(recipe(models["llava"], scheme="rtn", skip=["o_proj"]))
+    assert everything.linear_layers - less.linear_layers == len(everything.blocks)
+    assert less.bytes_after > everything.bytes_after
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scheme": "rtn", "skip": ["up_proj"]}, "is left but not .*gate_proj"),
+        ({"scheme": "rtn", "skip": ["upproj"]}, "'upproj' matches no linear layer; names look like"),
+        ({"scheme": "none"}, "quantizes nothing"),
+        ({"scheme": "none", "vision": "fp8", "kv_cache": "fp8"}, "in every decoder block; 0 has none"),
+        ({"scheme": "rtn", "skip": ["layers"]}, "quantizes nothing"),
+    ],
+)
+def test_problems(models, given, message):
+    with pytest.raises(UserError, match=message):
+        plan.build(recipe(models["llava"], **given))
+
+
+def test_target_limits_are_checked(models):
+    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
+    problem = plan.survey(recipe(models["llava"], scheme="awq", target="cpu")).problems
+    assert problem == []
+
+
+def test_calibration_need_and_memory(models):
+    free, calibrated = (plan.build(recipe(models["llava"], scheme=scheme)) for scheme in ("rtn", "gptq"))
+    more = plan.build(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
+    assert not free.needs_data and calibrated.needs_data
+    assert free.peak_bytes < calibrated.peak_bytes < more.peak_bytes
+    assert plan.build(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
+
+
+def test_label():
+    assert fit.label(None) == "bf16"
+    assert fit.label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
+
+
+def bad(model: Path, engine: str = "vllm", **given) -> dict[str, str]:
+    found = check.findings(resolve({"model": str(model), **given}, refuse=False).recipe, engine)
+    return {finding.name: finding.detail for finding in found if not finding.ok}
+
+
+def test_check_finds_nothing_wrong(models, tmp_path):
+    (tmp_path / "calib.jsonl").write_text("{}")
+    assert bad(models["llava"], scheme="awq", target="cpu", calibrate={"data": str(tmp_path / "calib.jsonl")}) == {}
+
+
+def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
+    """As transformers saves it; what is written is in order, so nothing stands in the way."""
+    saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
+    found = {}
+    for folder in (models["llava"], saved):
+        all_of = check.findings(recipe(folder, scheme="rtn"), "vllm")
+        found[folder] = next(each for each in all_of if each.name == "names")
+        assert all(each.ok for each in all_of)
+    assert found[models["llava"]].detail == "vLLM finds every tensor by its name"
+    assert "'vision_tower.vision_model." in found[saved].detail and "can't load" in found[saved].detail
+
+
+def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
+    """Published checkpoints of 2023 have it, transformers drops it, and vLLM 0.32 dies of it."""
+    old, out = Path(shutil.copytree(models["llava"], tmp_path / "old")), tmp_path / "out"
+    buffer = "vision_tower.vision_model.embeddings.position_ids"
+    tensors = load_file(old / "model.safetensors") | {buffer: torch.arange(17)}
+    save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
+    assert f"'{buffer}', which should not be there" in str(check.findings(recipe(old, scheme="rtn"), "vllm"))
+    assert [c.name for c in doctor.diagnose(old) if "should not be there" in c.detail] == ["names"]
+    chosen = recipe(old, scheme="rtn", out=str(out))
+    assert quantize(chosen).manifest["size"]["weights_after"] == plan.build(chosen).bytes_after
+    assert buffer not in load_file(out / "model.safetensors")
+    assert all(each.ok for each in doctor.diagnose(out, old))
+
+
+def test_check_lists_everything(models, tmp_path):
+    (tmp_path / "out").mkdir()
+    given = {"scheme": "gptq", "target": "cpu", "options": {"bits": 8, "group_size": 96}, "out": str(tmp_path / "out")}
+    found = bad(models["llava"], **given)
+    assert set(found) == {"vllm: decoder", "shapes", "calibration", "output"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "message"),
+    [
+        ("sglang", {"scheme": "fp8", "target": "a100"}, "weight-only on A100"),
+        ("sglang", {"scheme": "awq", "target": "cpu"}, "NVIDIA GPU"),
+        ("lmdeploy", {"scheme": "int8"}, "4-bit"),
+        ("lmdeploy", {"scheme": "awq", "options": {"symmetric": False}}, "symmetric"),
+        ("tensorrt-llm", {"scheme": "awq"}, "--scheme fp8"),
+        ("tensorrt-llm", {"scheme": "fp8", "target": "a100"}, "--scheme fp8"),
+    ],
+)
+def test_other_engines_refuse(models, engine, given, message):
+    assert message in bad(models["llava"], engine, **given)[f"{engine}: decoder"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "given"),
+    [
+        ("sglang", {"scheme": "rtn", "target": "h100"}),
+        ("lmdeploy", {"scheme": "rtn"}),
+        ("tensorrt-llm", {"scheme": "fp8", "target": "h100"}),
+        ("transformers", {"scheme": "w8a16"}),
+    ],
+)
+def test_other_engines_accept(models, engine, given):
+    assert bad(models["llava"], engine, **given) == {}
+
+
+def test_check_knows_head_sizes_and_processor_files(models, tmp_path):
+    broken = tmp_path / "broken"
+    tiny.build("llava", broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config"]["head_dim"] = 48
+    heads = bad(broken, scheme="rtn", target="cpu")
+    assert "vllm: family" not in heads
+    (broken / "tokenizer.json").unlink()
+    assert "tokenizer.json" in bad(broken, scheme="rtn")["processor"]
+
+
+def test_check_unknown_engine(models):
+    with pytest.raises(UserError, match="unknown engine 'vlm'; did you mean 'vllm'"):
+        bad(models["llava"], "vlm", scheme="rtn")
+
+
+def test_check_reports_an_unusable_model(tmp_path):
+    assert "does not exist" in bad(tmp_path / "none", scheme="rtn")["model"]

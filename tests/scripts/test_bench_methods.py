@@ -1,0 +1,129 @@
+"""The fast evaluator against slow ones: packed rows against the model's own forward pass, teacher forcing and generation."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kit.places import DEMOS, ROOT
+from vlmcompress import models
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import Sample, bundled, encode, load_samples
+from vlmcompress.engines import get
+from vlmcompress.engines.base import Request, Settings
+from vlmcompress.evaluation.scoring import normalise
+from vlmcompress.recipe import resolve
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import methods_table
+import teacher_forcing
+
+
+def several(model: str, per_family: int) -> list[Sample]:
+    """Neighbouring questions of each family: some share images, some have two, some none."""
+    samples = load_samples(bundled(DEMOS / model, "validation"), samples=None, seed=0, check_images=False)
+    return [
+        s
+        for family in sorted({s.family for s in samples})
+        for s in [o for o in samples if o.family == family][:per_family]
+    ]
+
+
+@pytest.mark.parametrize("model", ["demo-llava", "demo-qwen"])
+def test_packed_questions_are_answered_as_alone(model: str) -> None:
+    """The oracle runs the whole model on one question at a time, with positions of its own making."""
+    samples = several(model, 3)
+    vlm = models.load(DEMOS / model, dtype=torch.float32)
+    batches = teacher_forcing.pack(teacher_forcing.encode_questions(vlm, samples), tokens=1500)
+    assert len(batches) > 1 and sum(len(rows.embeds) for rows in batches) < len(samples)
+    logits, label, question = teacher_forcing.predictions(vlm, batches)
+    for number, sample in enumerate(samples):
+        (inputs,) = encode([sample], vlm)
+        answer = inputs.pop("modality")[0] == 3
+        with torch.no_grad():
+            alone = vlm.model(**inputs).logits[0]
+        assert torch.equal(label[question == number], inputs["input_ids"][0][answer.roll(1)])
+        torch.testing.assert_close(logits[question == number], alone[answer], atol=2e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """demo-llava at 2 bits without calibration, which answers many questions wrongly."""
+    out = tmp_path_factory.mktemp("methods") / "rtn-2"
+    given = {"model": str(DEMOS / "demo-llava"), "out": str(out), "scheme": "rtn"}
+    quantize(resolve(given | {"options": {"bits": 2, "group_size": -1}}).recipe)
+    return out
+
+
+def test_exact_match_is_that_of_generation(lossy: Path, tmp_path: Path) -> None:
+    """Greedy answers of the engine, in BF16 as they are given to users, against teacher forcing in float32."""
+    samples, requests = several("demo-llava", 20), []
+    for sample in samples:
+        content = [{"type": "text", "text": sample.question}]
+        for at, image in reversed(list(enumerate(sample.images))):
+            image.save(tmp_path / f"{sample.id}-{at}.png")
+            address = (tmp_path / f"{sample.id}-{at}.png").as_uri()
+            content.insert(0, {"type": "image_url", "image_url": {"url": address}})
+        requests.append(Request(sample.id, [{"role": "user", "content": content}]))
+    answers = get("hf").answer(lossy, requests, media=tmp_path, settings=Settings(max_tokens=16)).answers
+    generated = [normalise(answers[sample.id].text) == normalise(sample.answer or "") for sample in samples]
+
+    original = models.load(DEMOS / "demo-llava")
+    batches = teacher_forcing.pack(teacher_forcing.encode_questions(original, samples))
+    found = teacher_forcing.predictions(teacher_forcing.load_quantized(lossy, original), batches)
+    exact = teacher_forcing.measure(found[0], *found)["exact"].bool().tolist()
+    assert 20 < sum(generated) < 180
+    different = [sample.id for sample, one, other in zip(samples, generated, exact, strict=True) if one != other]
+    assert len(different) <= 2, different  # of 200: two nearly equal logits, which BF16 may put the other way round
+
+
+def test_measures() -> None:
+    """Two questions of two tokens and one, against sums written out."""
+    torch.manual_seed(0)
+    original, found = torch.randn(3, 5), torch.randn(3, 5)
+    label, question = torch.tensor([1, 4, 2]), torch.tensor([0, 0, 1])
+    found[2, 2] = 9
+    measures = teacher_forcing.measure(original, found, label, question)
+    p, q = original.double().softmax(-1), found.double().softmax(-1)
+    kl = [sum(float(p[i, v] * math.log(p[i, v] / q[i, v])) for v in range(5)) for i in range(3)]
+    assert measures["kl"].tolist() == pytest.approx([kl[0], kl[2]])
+    assert measures["path"].tolist() == pytest.approx([(kl[0] + kl[1]) / 2, kl[2]])
+    assert measures["nll"].tolist() == pytest.approx([-math.log(q[0, 1]) - math.log(q[1, 4]), -math.log(q[2, 2])])
+    right = [all(int(found[i].argmax()) == int(label[i]) for i in own) for own in ([0, 1], [2])]
+    assert measures["exact"].tolist() == right and right[1]
+    error = (found - original)[2].double()
+    spread = float(((original[2] - original[2].mean()) ** 2).mean())
+    assert measures["logit"][1] == pytest.approx(float(((error - error.mean()) ** 2).mean()) / spread)
+
+
+def test_activations_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
+    """The input of every quantized layer has 255 levels for each token; without quantized layers nothing happens."""
+    original = models.load(DEMOS / "demo-llava")
+    assert teacher_forcing.round_activations(original.model) == []
+    given = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "int8"), "scheme": "int8"}
+    quantize(resolve(given | {"calibrate": {"samples": 2}}).recipe)
+    vlm = teacher_forcing.load_quantized(tmp_path / "int8", original)
+    hooks = teacher_forcing.round_activations(vlm.model)
+    assert len(hooks) == 28
+    layer, x, seen = vlm.model.model.language_model.layers[0].mlp.down_proj.float(), torch.randn(3, 512), []
+    layer.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    layer(x)
+    for token, rounded in zip(x, seen[0], strict=True):
+        scale = token.abs().max() / 127
+        assert torch.allclose(rounded, torch.round(token / scale) * scale)
+
+
+def test_a_difference_counts_images_and_seeds() -> None:
+    """Without clusters: the textbook's standard error; every question twice: as few as there are images."""
+    torch.manual_seed(0)
+    d = torch.randn(1, 40, dtype=torch.float64)
+    alone = methods_table.difference(d, torch.arange(40))
+    assert alone["error"] == pytest.approx(float(d.std(correction=0)) / 40**0.5)
+    twice = methods_table.difference(d.repeat(1, 2), torch.arange(40).repeat(2))
+    assert twice["error"] == pytest.approx(alone["error"]) and twice["z"] == pytest.approx(alone["z"])
+    seeds = methods_table.difference(torch.tensor([[0.0] * 8, [1.0] * 8], dtype=torch.float64), torch.arange(8))
+    assert seeds["difference"] == 0.5 and seeds["error"] == pytest.approx(0.5)  # std of (0, 1) over sqrt(2)

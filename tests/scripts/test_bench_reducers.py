@@ -1,0 +1,155 @@
+"""The fast evaluator of reducers against generation, one question at a time, and figures against sums written out."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
+from vlmcompress import models
+from vlmcompress.data import Sample, bundled, load_samples
+from vlmcompress.data.encode import encode_prompt
+from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.reduction import attach
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import bench_reducers
+import reduced_answers
+import reducers_plot
+import reducers_speed
+import reducers_table
+
+MODELS = ("demo-llava", "demo-qwen")
+PER_FAMILY = 4
+# One of each way: rows and question, within the language model, where the encoder is read, in its
+# layers, and while the answer grows.
+REDUCERS = [
+    "relevance:0.25",
+    "surrogate:0.25",
+    "fastv:0.25,layer=1",
+    "vscan:0.25,shallow=1,window=3",
+    "tome:0.25",
+    "dyrate:factor=0.5",
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def asked(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[Sample]]:
+    """A demo model and neighbouring questions of each family with images: some share theirs, some have two."""
+    everything = load_samples(bundled(DEMOS / request.param, "validation"), samples=None, seed=0)
+    families = sorted({s.family for s in everything if s.images})
+    samples = [s for f in families for s in [o for o in everything if o.family == f][:PER_FAMILY]]
+    vlm = models.load(DEMOS / request.param)
+    return reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, samples)), samples
+
+
+def generated(vlm: VLM, sample: Sample, chosen: Chosen | None) -> tuple[bool, int]:
+    """Whether generation gives the answer and its end, and how many visual tokens were dropped."""
+    inputs = encode_prompt(sample, vlm)
+    answer = reduced_answers.prepare(vlm, [sample]).asked[0].answer
+    with torch.no_grad():
+        if chosen is None:
+            tokens, dropped = vlm.model.generate(**inputs, max_new_tokens=len(answer), do_sample=False), 0
+        else:
+            with attach(vlm, chosen) as attached:
+                tokens = vlm.model.generate(**inputs, max_new_tokens=len(answer), do_sample=False)
+            dropped = sum(len(unit.columns) - len(unit.reduction.anchor) for unit in attached.seen)
+    return tokens[0, inputs["input_ids"].shape[1] :].tolist() == answer.tolist(), dropped
+
+
+@pytest.mark.parametrize("reduce", [None, *REDUCERS])
+def test_exact_match_is_that_of_generation(
+    asked: tuple[reduced_answers.Asker, list[Sample]], reduce: str | None
+) -> None:
+    asker, samples = asked
+    if reduce and reduce.startswith(("vscan", "tome")) and not asker.vlm.spec.vision_cls:
+        pytest.skip("the encoder has no CLS")
+    chosen = parse(reduce) if reduce else None
+    found = asker.ask(chosen)
+    one_by_one = [generated(asker.vlm, sample, chosen) for sample in samples]
+    assert found.exact.tolist() == [right for right, _ in one_by_one]
+    assert (found.before - found.after).tolist() == [dropped for _, dropped in one_by_one]
+    assert found.exact.sum() > 0 and (reduce is None or found.exact.sum() < len(samples))
+    assert reduce is None or 0 < float(found.after.sum() / found.before.sum()) < 0.9
+
+
+QUESTIONS = [Sample(str(number), [], "q", "a", family) for number, family in enumerate(["read", "locate"] * 10)]
+
+
+def row(reduce: str, right: int, kept: int, **more: object) -> dict:
+    """Of 20 questions the first `right` are answered; `kept` of 100 tokens are left."""
+    chosen = parse(reduce) if reduce != "full" else None
+    given: dict = {"model": "m", "split": "test", "per_family": None, "reduce": reduce, "group": "full", "seconds": 1.0}
+    if chosen:
+        options = {"keep": getattr(chosen.options, "keep", None), "seed": getattr(chosen.options, "seed", 0)}
+        given |= {"group": chosen.method, "method": chosen.method, "options": options, "seed": options["seed"]}
+        given |= {"stage": chosen.module.STAGE}
+    answers = {"before": 100, "after": kept, "cached": kept / 100, "exact": "1" * right + "0" * (20 - right)}
+    return given | answers | more
+
+
+def measured() -> list[dict]:
+    chance = [row(f"random:{keep},seed={seed}", right, int(100 * keep)) for keep, own in ((0.5, (10, 12)), (0.25, (4, 6)))
+              for seed, right in enumerate(own)]  # fmt: skip
+    return [row("full", 20, 100), *chance, row("dart:0.5", 19, 50), row("fastv:0.5", 9, 50, cached=0.75)]
+
+
+def test_figures_against_sums_written_out() -> None:
+    found = reducers_table.summarise(measured(), {"m": QUESTIONS})
+    by_group = {(one["group"], one["keep"]): one for one in found["figures"]}
+    dart, fastv, half = by_group["dart", 0.5], by_group["fastv", 0.5], by_group["random", 0.5]
+    assert half["by_seed"] == [0.5, 0.6] and half["exact"]["all"] == 0.55 and half["seeds"] == 2
+    assert (
+        dart["full"]["all"][0] == -0.05
+        and dart["full"]["locate"][0] == -0.1
+        and dart["full"]["read"] == [0, *dart["full"]["read"][1:]]
+    )
+    assert dart["random"][0] == 0.4 and dart["random"][1] > 0 and fastv["random"][0] == -0.1
+    # of the caches it keeps 75%: halfway between random's 55% and the full model's 100%
+    assert fastv["random_cached"][0] == pytest.approx(0.45 - (0.55 + 1) / 2)
+    assert found["findings"]["half_kept"] == {"m": {"dart": {"worst": "locate", "loss": -0.1, "within": False}}}
+    assert found["findings"]["no_better_than"] == {
+        "random": {"m": {"fastv": [0.5]}},
+        "random_cached": {"m": {"fastv": [0.5]}},
+    }
+    assert found["findings"]["fastv_less_others"] == {
+        "m": {"fastv": {"read": {"dart": -0.5}, "locate": {"dart": -0.5}}}
+    }
+    (against,) = found["fastv"]
+    assert against["than"] == "dart" and against["all"][0] == -0.5 and against["read"][0] == -0.5
+
+
+def test_the_interval_to_random_counts_its_seeds() -> None:
+    """Variance over questions, as if one seed had the mean of both, plus that of the mean of seeds."""
+    answers = reducers_table.Answers(measured(), QUESTIONS)
+    low, high = answers._than_random(answers.full, 0.5)[1:]
+    d = 1 - torch.tensor([1.0] * 10 + [0.5] * 2 + [0.0] * 8)
+    error = (float(d.var(correction=0)) / 20 + 0.005 / 2) ** 0.5  # var(0.5, 0.6) = 0.005
+    assert (high - low) / 2 == pytest.approx(1.96 * error, abs=1e-5)
+    assert answers._than_random(answers.full, 0.2) is None
+
+
+def test_tables_and_curves_show_what_was_found() -> None:
+    found = reducers_table.summarise(measured(), {"m": QUESTIONS})
+    text = reducers_table.render(found)
+    assert "| fastv | 45.0 o |  |" in text and "| dart | 95.0 |  |" in text and "| random | 55.0 | 25.0 |" in text
+    assert reducers_table.json.loads(reducers_table.dump(found)) == found
+    picture = reducers_plot.draw(found)
+    assert picture.count("<polyline") == 3 and picture.count("<circle") == 4 and "dart:0.5: 95.0%, 50% kept" in picture
+
+
+def test_settings_are_distinct_and_go_with_some_model() -> None:
+    keys = [setting.key for setting in bench_reducers.settings()]
+    assert len(keys) == len(set(keys)) and keys[0] == "full"
+
+
+def test_prefill_leaves_the_cache_that_the_share_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reducers_speed.VISION["llava"], "num_hidden_layers", 2)
+    vlm = reducers_speed.build(DEMO_LLAVA, layers=3)
+    inputs, chosen = reducers_speed.prompt(vlm), [None, parse("random:0.25"), parse("fastv:0.25")]
+    cache = [reducers_speed.prefill(vlm, inputs, one)[2] for one in chosen]
+    row_bytes = 2 * 8 * 64 * 2  # keys and values, 8 heads of 64, bfloat16
+    assert cache == [rows * row_bytes for rows in (3 * 1072, 3 * (256 + 48), 2 * 1072 + 256 + 48)]

@@ -1,0 +1,214 @@
+"""Gradients on their way to a balance: MBQ's rule, the statistics' file, and `quantize` with and without statistics."""
+
+from __future__ import annotations
+
+import json
+import statistics as arithmetic
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit import tiny
+from tests.kit.pictures import file_of, picture, refused
+from vlmcompress import calibration, cli, models
+from vlmcompress.blocks.solve import Method, solve_layer
+from vlmcompress.blocks.store import LayerStore
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.models import decoder_blocks
+from vlmcompress.recipe import resolve
+from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A tiny model, calibration data and data without answers."""
+    folder = tmp_path_factory.mktemp("world")
+    rows = [{"image": f"{i}.png", "question": "what is it", "answer": "a red one"[: 3 + i]} for i in range(3)]
+    for i in range(3):
+        (folder / f"{i}.png").write_bytes(file_of(picture(56, 56, seed=i)))
+    for name, keys in (("calib", ("image", "question", "answer")), ("silent", ("image", "question"))):
+        lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    tiny.build("qwen2-5-vl", folder / "model")
+    calibrate(recipe(folder, folder / "stats"), needs=("gram", "absmax", "absmean", "gradient"))
+    return folder
+
+
+def recipe(world: Path, out: Path, scheme: str = "none", data: str | None = "calib", **more):
+    settings = {"data": str(world / f"{data}.jsonl")} if data else {"stats": str(world / "stats")}
+    given = {"model": str(world / "model"), "out": str(out), "scheme": scheme, "calibrate": settings}
+    return resolve(given | more).recipe
+
+
+def test_mbqs_rule():
+    """The ratio at the module's last layer, no less than the median over blocks; squares are means over channels."""
+
+    def gradient(channels: int, vision: float, answer: float, square: float) -> Gradient:
+        return Gradient(channels, {"vision": vision, "answer": answer}, {"vision": square, "answer": 1.0})
+
+    blocks, groups = [], []
+    for layer, (attention, mlp) in enumerate([(0.5, 3.0), (0.25, 1.0), (2.0, 7.0), (1.0, 2.0)]):
+        name = f"model.layers.{layer}"
+        linears = {
+            f"{name}.self_attn.q_proj": gradient(30, 9.0, 1.0, 2.0),
+            f"{name}.self_attn.k_proj": gradient(10, 9.0, 1.0, 6.0),
+            f"{name}.self_attn.o_proj": gradient(30, attention * 4, 4.0, 5.0),
+            f"{name}.mlp.up_proj": gradient(50, 9.0, 1.0, 1.0),
+            f"{name}.mlp.down_proj": gradient(30, mlp * 2, 2.0, 3.0),
+        }
+        q, k, o, up, down = linears
+        blocks.append(linears)
+        groups.append({"qkv": [q, k], "o": [o], "gate_up": [up], "down": [down]})
+    groups[3] = {"qkv": ["model.layers.3.self_attn.k_proj"]}  # the rest is not asked for
+    found = sensitivities(Gradients(0.0, 1, blocks), groups)
+    assert found.keys() == {(layer, name) for layer in range(4) for name in groups[layer]}
+    attention, mlp = arithmetic.median([0.5, 0.25, 2.0, 1.0]), arithmetic.median([3.0, 1.0, 7.0, 2.0])
+    for layer, (own, other) in enumerate([(0.5, 3.0), (0.25, 1.0), (2.0, 7.0)]):
+        assert found[layer, "qkv"].rho == found[layer, "o"].rho == max(own, attention)
+        assert found[layer, "gate_up"].rho == found[layer, "down"].rho == max(other, mlp)
+    assert found[0, "qkv"].square == {"vision": pytest.approx(3.0), "answer": 1.0}
+    assert found[3, "qkv"].square["vision"] == 6.0 and found[3, "qkv"].rho == 1.0
+
+
+def test_they_are_kept_with_the_statistics(world):
+    vlm = models.load(world / "model")
+    batches = calibration.encode(calibration.load_samples(world / "calib.jsonl", samples=128, seed=0), vlm)
+    expected = gradients(vlm, batches)
+    kept = statistics_folder.read(world / "stats")
+    assert kept.gradients == expected and kept.facts["needs"] == ["absmax", "absmean", "gradient", "gram"]
+    weights = sensitivities(
+        expected, [{g.name: g.linears for g in groups} for groups in decoder_blocks(vlm.model, vlm.spec)]
+    )
+    for layer in range(len(kept.facts["blocks"])):
+        stats, _ = kept.load(layer)
+        assert {name: one.sensitivity for name, one in stats.items()} == {
+            name: weights[layer, name] for name in kept.facts["blocks"][layer]
+        }
+
+
+@pytest.mark.parametrize(("scheme", "balance"), [("gptq", "auto"), ("gptq", "mbq"), ("awq", "auto"), ("int8", "mbq")])
+def test_quantize(world, tmp_path, scheme, balance):
+    """With statistics and without, the first block (which stands behind nothing quantized in both) is the same, and it is
+    what the balance written as weights gives."""
+    options = {} if scheme == "int8" else {"group_size": 64 if scheme == "gptq" else 32}
+    weights, stores = {}, {}
+    for form, data in (("stored", None), ("sequential", "calib")):
+        work = recipe(world, tmp_path / form, scheme, data, options={**options, "balance": balance})
+        stores[form] = first_block(work, tmp_path)
+    stats, _ = statistics_folder.read(world / "stats").load(0)
+    for group, one in stats.items():
+        sensitivity = one.sensitivity
+        if balance == "mbq":
+            weights[group] = {"text": 0.0, "vision": sensitivity.rho, "answer": 1.0}
+        else:
+            weights[group] = {m: one.count[m] * sensitivity.square[m] for m in one.count}
+    vlm = models.load(world / "model")
+    module = work.method
+    plain = Method(module, module.Options(**options))
+    others = {(0, g): Method(module, module.Options(**options, balance=w)) for g, w in weights.items()}
+    groups = decoder_blocks(vlm.model, vlm.spec)[0]
+    linears = {name: vlm.model.get_parameter(f"{name}.weight") for group in groups for name in group.linears}
+    expected = solve_layer(groups, linears, stats, Method(module, plain.options, others), torch.bfloat16)
+    off = solve_layer(groups, linears, statistics_folder.read(world / "stats").load(0)[0], plain, torch.bfloat16)
+    for found in stores.values():
+        assert all(torch.equal(found.weights[name].q, weight.q) for name, weight in expected.weights.items())
+        assert not all(torch.equal(found.weights[name].q, weight.q) for name, weight in off.weights.items())
+
+
+def first_block(work, tmp_path: Path):
+    """What a run stores for the first block; it is stopped when it has the second one."""
+    folder = work.out.with_name(f".{work.out.name}.resume")
+
+    def stop(_label: str, done: int, total: int) -> None:
+        if (folder / "layer-0000.safetensors").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(work, progress=stop)
+    mark = (folder / "fingerprint").read_text()
+    return LayerStore(folder, mark, resume=True).load(0)
+
+
+def test_whole_checkpoints(world, tmp_path):
+    """To the end, and the same bytes after an interruption, whose gradients are not computed again."""
+    work = recipe(world, tmp_path / "out", "gptq", options={"group_size": 64, "balance": "auto"})
+    quantize(work)
+    again = recipe(world, tmp_path / "again", "gptq", options={"group_size": 64, "balance": "auto"})
+    first_block(again, tmp_path)
+    kept = tmp_path / ".again.resume" / "gradients.json"
+    assert Gradients.from_dict(json.loads(kept.read_text())) == statistics_folder.read(world / "stats").gradients
+    labels = set()
+    quantize(again, resume=True, progress=lambda label, _done, _total: labels.add(label))
+    assert "calibrating" in labels and "measuring sensitivity" not in labels
+    names = ("model.safetensors", "config.json")
+    assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "again" / n).read_bytes() for n in names)
+    quantize(recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "balance": "mbq"}))
+
+
+def test_calibrate_goes_on_after_the_pass(world, tmp_path):
+    def stop(label: str, done: int, _total: int) -> None:
+        if label == "calibrating" and done:
+            raise KeyboardInterrupt
+
+    work, labels = recipe(world, tmp_path / "stats"), set()
+    needs = ("absmax", "gradient")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(work, needs=needs, progress=stop)
+    calibrate(work, needs=needs, resume=True, progress=lambda label, _done, _total: labels.add(label))
+    assert "measuring sensitivity" not in labels
+    assert statistics_folder.read(tmp_path / "stats").gradients == statistics_folder.read(world / "stats").gradients
+
+
+def test_without_answers(world, tmp_path):
+    """All that can be had is collected when nothing is asked for, and what can't is refused when it is."""
+    command = ["calibrate", str(world / "model"), "--calib", str(world / "silent.jsonl"), "-o", str(tmp_path / "all")]
+    assert cli.main(command) == 0
+    assert "gradient" not in statistics_folder.read(tmp_path / "all").facts["needs"]
+    work = recipe(world, tmp_path / "asked", data="silent")
+    refused(lambda: calibrate(work, needs=("absmax", "gradient")), "no calibration sample has an answer")
+    for balance in ("auto", "mbq"):
+        work = recipe(world, tmp_path / "out", "gptq", "silent", options={"group_size": 64, "balance": balance})
+        refused(lambda work=work: quantize(work), "no answer tokens", "options.balance")
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+def test_statistics_without_gradients_are_refused(world, tmp_path):
+    calibrate(recipe(world, tmp_path / "stats"))
+    given = recipe(world, tmp_path / "out", "gptq", None, options={"group_size": 64, "balance": "auto"})
+    given = given.model_copy(
+        update={"calibrate": given.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})}
+    )
+    refused(lambda: quantize(given), "the scheme needs gradient, too; calibrate again")
+
+
+def test_tokens_are_weighed_by_running_the_model(world, tmp_path):
+    """VLMQ's weights change attention's weights behind the first block, and can't come from statistics."""
+    found = {}
+    for tokens in ("off", "vlmq"):
+        work = recipe(world, tmp_path / tokens, "gptq", options={"bits": 3, "group_size": 64, "tokens": tokens})
+        found[tokens] = load_file(quantize(work).out / "model.safetensors")
+    differ = {
+        n for n, q in found["off"].items() if n.endswith("weight_packed") and not torch.equal(q, found["vlmq"][n])
+    }
+    assert {name.split(".layers.")[1].split("_proj")[0] for name in differ} >= {f"1.self_attn.{x}" for x in "qkvo"}
+    assert not any(".layers.0." in name for name in differ)
+    stored = recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "tokens": "vlmq"})
+    refused(lambda: quantize(stored), "leave out the statistics or use tokens 'off'")
+    shared = recipe(
+        world, tmp_path / "shared", "gptq", options={"group_size": 64, "tokens": "vlmq"}, bits={"budget": 4.5}
+    )
+    refused(lambda: quantize(shared), "use options.tokens off")
+
+
+def test_damaged(world, tmp_path):
+    calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "gradient"))
+    path = tmp_path / "stats" / statistics_folder.NAME
+    facts = json.loads(path.read_text())
+    for broken in (None, [], {"loss": 1.0, "samples": 1}, {"loss": 1.0, "samples": 1, "blocks": [{"x": {"y": 1}}]}):
+        path.write_text(json.dumps(facts | {"gradients": broken}))
+        refused(lambda: statistics_folder.read(tmp_path / "stats"), "is not readable; calibrate again")
