@@ -19,8 +19,8 @@ def watch(model: nn.Module, attention: nn.Module, hooks: HooksMixin) -> KVRange:
 
     Args:
         model: the whole model (its config describes the cache).
-        attention: the attention module; gets a cache object that can be observed.
-        hooks: registers the hooks, so that they rest while a quantized block's output is passed on.
+        attention: the attention module, which gets a cache object that can be observed.
+        hooks: registers the hooks, so that they are off while a quantized block's output is passed on.
     """
     seen = KVRange()
 

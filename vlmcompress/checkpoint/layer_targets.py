@@ -1,4 +1,4 @@
-"""Say which linear layers a config group is for, and check that every reader understands it the same way.
+"""Name the linear layers of each config group, and check that every reader takes the names for the same layers.
 
 A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
@@ -19,7 +19,7 @@ from vlmcompress.numerics import Scheme
 
 
 def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
-    """Schemes with their targets, the decoder's main scheme last (readers warn about a target that another one hides).
+    """List schemes with their targets, the decoder's main scheme last (readers warn about a target that another hides).
 
     Args:
         layers: quantized linear layer (memory name) -> its scheme.
@@ -49,8 +49,8 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
 
 
 def _pattern(stem: str, members: Iterable[str]) -> str:
-    """One pattern for layers of a tower (names within it), whatever their block. It must not match embeddings, which
-    transformers would quantize too."""
+    """One regular expression for layers of a tower, given by their names within it, in all its blocks. It must not match
+    embeddings, which transformers would quantize too."""
     tails = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in members)
     return f"re:(.*\\.)?{re.escape(stem)}\\.(.*\\.)?({'|'.join(map(re.escape, tails))})$"
 
@@ -58,7 +58,7 @@ def _pattern(stem: str, members: Iterable[str]) -> str:
 def misread(
     config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
 ) -> list[tuple[str, str, str | None]]:
-    """Where a reader would take a layer for something else: (its name there, what it is, what it would be read as).
+    """Find layers that a reader would take for something else: (its name there, what it is, what it would be read as).
 
     Args:
         config: the `quantization_config` block.
