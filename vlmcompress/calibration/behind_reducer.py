@@ -1,8 +1,9 @@
 """Turn calibration samples into the inputs that a decoder behind a reducer gets.
 
-Encoder, projector and reducer run once over each sample; what the language model would be called with then takes the place of
-pixels, and a model of the decoder alone that of the whole. It has the same modules under the same names, so every pass over the
-blocks (statistics, gradients, searches) works on it as it does on the whole model, and sees the tokens that will be served.
+Encoder, projector and reducer run once over each sample. The inputs that the language model would then get replace the
+pixels, and `Decoder`, a model of the decoder alone, replaces the whole model. It has the same modules under the same
+names, so every pass over the blocks (statistics, gradients, searches) works on it as on the whole model, and sees the
+tokens that will be served.
 
 Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put behind
 the prompt, as generation does.

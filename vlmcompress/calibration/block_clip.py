@@ -1,10 +1,10 @@
 """Q-VLM's search for the clipping ranges of runs of decoder blocks, by the error of the run's output (`quantizers.qvlm`).
 
-The model runs once, unquantized, and what its blocks were called with is kept; then runs of blocks are called on their own,
-with one layer group's range changed at a time. What a model adds between two blocks (Qwen3-VL adds visual features after the
-first ones) is kept, too, and added again. Memory: inputs and outputs of one run for all samples, three times over, and what
-blocks get besides (positions, masks). Time: `4 groups * (grid - 1) * sweeps` times the run's blocks for each block, some 100
-forward passes of the decoder with the defaults.
+The model runs once, unquantized, and the arguments of its blocks are kept; then runs of blocks are called on their own,
+with one layer group's range changed at a time. Features that a model adds between two blocks (Qwen3-VL adds visual ones
+after the first blocks) are kept, too, and added again. Memory: inputs and outputs of one run for all samples, three times
+over, and the blocks' other arguments (positions, masks). Time: `4 groups * (grid - 1) * sweeps` times the run's blocks for
+each block, some 100 forward passes of the decoder with the defaults.
 """
 
 from __future__ import annotations

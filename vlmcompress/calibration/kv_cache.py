@@ -1,5 +1,7 @@
-"""Watch keys and values as vLLM caches them: keys after RoPE. It stores `k / k_scale` and `v / v_scale` as float8_e4m3, one
-scale a layer each. Without scales vLLM uses 1.0, which clips what exceeds 448 and wastes range on small values.
+"""Observe keys and values as vLLM caches them, keys after RoPE.
+
+vLLM stores `k / k_scale` and `v / v_scale` as float8_e4m3, with one scale of each kind a layer. Without scales it uses
+1.0, which clips values beyond 448 and wastes range on small ones.
 """
 
 from __future__ import annotations

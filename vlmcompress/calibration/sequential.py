@@ -2,11 +2,12 @@
 
 llm-compressor cuts the model into one subgraph per decoder block, runs the calibration set through each twice (once
 to observe, once to pass on what the quantized block puts out) and keeps the activations between blocks.
-`BlockObserver` is what we hang into it: it accumulates `GroupStats` per modality while a block is observed and hands them on
-when the block has seen all samples. `BlockModifier` gives them to `solve_layer`, puts the quantized weights into the model, and
-stores the result so that an interrupted run can go on: the *quantized prefix*, in which a block is observed behind blocks that
-are quantized already. `BlockCollector` only stores them and leaves the model as it is: the *float prefix*, for which one run of
-each block is enough. The modality of each token travels in the field that llm-compressor calls `loss_mask`.
+`BlockObserver` is our part of it: it accumulates `GroupStats` per modality while a block is observed and hands them on
+when the block has seen all samples. `BlockModifier` solves the block with them (`blocks.solve`), puts the quantized
+weights into the model, and stores the result so that an interrupted run can go on: the *quantized prefix*, in which a
+block is observed behind blocks that are quantized already. `BlockCollector` only stores the statistics and leaves the
+model as it is: the *float prefix*, for which one run of each block is enough. The modality of each token travels in the
+field that llm-compressor calls `loss_mask`.
 """
 
 from __future__ import annotations

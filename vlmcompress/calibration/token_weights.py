@@ -92,7 +92,7 @@ class _Block:
 
     @contextlib.contextmanager
     def float_pass(self) -> Iterator[None]:
-        """Run the float block and remember the output of attention plus residual."""
+        """Remember the output of attention plus residual while the float block runs within the context."""
 
         def put_out(_module: nn.Module, _args: Any, output: Any) -> None:
             self.target = self.entry + _first(output)

@@ -1,4 +1,4 @@
-"""What the project knows about one model family, as data.
+"""The spec of a model family: everything that the project knows about it, as data.
 
 All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from
 transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`.
@@ -67,12 +67,12 @@ class ModelSpec:
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
         mixed_blocks: what besides causal attention is in the decoder's blocks; None where there is nothing else.
         vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
-        vision_units: what a visual token is of the tower's rows: one of them (`patch`), several (`block`), or a mean of some
-            where tiles are scaled down behind the tower (`resized`).
+        vision_units: what a visual token is made of: one row of the tower's output (`patch`), several (`block`), or a mean of
+            some where tiles are scaled down behind the tower (`resized`).
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
-        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
-        engine_parts: path component -> its name in vLLM, wherever it stands below.
-        vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
+        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; names that match none stay as they are.
+        engine_parts: path component -> its name in vLLM, wherever it occurs behind a prefix.
+        vllm_cpu: the reason why vLLM's CPU build cannot run the family; None when it can.
     """
 
     family: str
