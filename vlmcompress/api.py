@@ -101,7 +101,7 @@ def evaluate(
         baseline_engine: the same for the baseline; None: the same engine.
         reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
         limit: the most questions to ask of each suite.
-        seed: seeds the choice of questions and the resampling of answers.
+        seed: seed of the choice of questions, and of the engine.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
         progress: called with (label, done, total).

@@ -54,19 +54,19 @@ class ModelSpec:
     Attributes:
         family: name, equal to the file's recipe name.
         model_types: `model_type` values of config.json.
-        layers: the list of decoder blocks.
+        layers: path of the list of decoder blocks.
         groups: linear groups of one decoder block.
-        vision: roots of the vision tower; `projector`: modules between the tower and the LLM.
-        vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM cannot run
-            the tower quantized.
+        vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
+        vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
+            cannot run the tower quantized.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
-        layout: which part of an image of some size each visual token shows.
+        layout: function that computes which part of an image, of some size, each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
             `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
-        mixed_blocks: what besides causal attention is in the decoder's blocks; None where there is nothing else.
-        vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
+        mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
+        vision_cls: whether the tower has a CLS token, and blocks whose `self_attn` gives its attention.
         vision_units: what a visual token is made of: one row of the tower's output (`patch`), several (`block`), or a mean of
             some where tiles are scaled down behind the tower (`resized`).
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
