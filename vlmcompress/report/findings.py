@@ -289,7 +289,7 @@ def memory(results: Results) -> list[tuple[str, str, str]]:
 
 
 def work(bench: Bench) -> list[tuple[str, str, str]]:
-    """Rows (what, baseline, candidate): did both sides do the same work, were caches off when cold, did anything fail."""
+    """Make rows (what, baseline, candidate) on the work done by both sides: tokens, answers from caches, failures."""
 
     def shown(name: str, side: str, state: str) -> str:
         runs = [run for run in bench.runs if (run.side, run.state) == (side, state)]

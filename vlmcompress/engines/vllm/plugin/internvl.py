@@ -45,7 +45,7 @@ def script(processor: Any, frames: int, tokens: int) -> list[int]:
 
 
 class Info(TiledInfo, InternS1ProcessingInfo):
-    """vLLM's, with the counts of reduced images and videos."""
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def film(self, frames: int) -> Grid:
         """The grid of a video's tokens."""
@@ -69,7 +69,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
 
 
 class Processor(TiledProcessor, InternS1MultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         """Of an image as of other tiles; for a video as many as it has tokens, text among them."""
@@ -84,7 +84,7 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=InternS1DummyInputsBuilder)
 class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer behind the projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -26,16 +26,16 @@ SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads"
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's processing info of the family, with the counts of reduced images."""
 
 
 class Processor(LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalGeneration):
-    """vLLM's, with a reducer in its encoder, before its projector or behind it."""
+    """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

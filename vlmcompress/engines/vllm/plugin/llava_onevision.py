@@ -36,7 +36,7 @@ def film(config: Any, frames: int) -> Grid:
 
 
 class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
-    """vLLM's, with the counts of reduced images and videos."""
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """No videos where the question decides."""
@@ -91,12 +91,12 @@ def fitting(height: int, width: int, patch: float) -> Iterator[ImageSize]:
 
 
 class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaOnevisionDummyInputsBuilder)
 class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevisionForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector and the pooling."""
+    """vLLM's model of the family, with a reducer behind the projector and the pooling."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Places come with the rows; behind them is text, as far on as without a reducer."""

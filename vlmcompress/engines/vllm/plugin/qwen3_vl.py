@@ -31,7 +31,7 @@ VIDEOS = True
 
 
 class Info(QwenInfo, Qwen3VLProcessingInfo):
-    """vLLM's, with the counts of reduced images and videos."""
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
         """Timestamps are among them."""
@@ -42,7 +42,7 @@ class Info(QwenInfo, Qwen3VLProcessingInfo):
 
 
 class Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
-    """vLLM's, with as many placeholders as tokens are kept."""
+    """vLLM's processor of the family, with a placeholder for each kept token."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Of an image's placeholders the first; for a video as many as it has tokens, text among them."""
@@ -59,7 +59,7 @@ def _sides(grid: Grid) -> int:
 
 
 class Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
-    """vLLM's, that no reducer makes shorter than they can be."""
+    """vLLM's dummy inputs of the family, with images of which pixel reducers drop nothing."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
