@@ -55,7 +55,7 @@ def images(request: dict) -> int:
 
 
 def refused(engine, batch: list[dict], error: Exception):
-    """Find the requests of a batch that can't be encoded, and why."""
+    """Find the request of a batch that can't be encoded, and the error that it raises."""
     for request in batch:
         try:
             engine.encode([request])

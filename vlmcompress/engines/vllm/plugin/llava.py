@@ -54,7 +54,7 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         return side, side
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """vLLM's."""
+        """Encode, reduce and project images."""
         self._counts = counts_of(kwargs)
         return super().embed_multimodal(**kwargs)
 
@@ -74,6 +74,6 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         return self._reduced(rows, [image.shape[-2:] for image in pixels], signals.__getitem__)
 
     def _projected(self, features: Tensor, found: Sequence[Reduction]) -> tuple[Tensor, ...]:
-        """`features [images, rows, c]`, reduced already, behind the projector and with their places."""
+        """Project `features [images, rows, c]`, which are reduced already; returns rows with their places."""
         images = zip(self.multi_modal_projector(features), found, strict=True)
         return tuple(self._placed(rows[: len(one.anchor)], one) for rows, one in images)
