@@ -34,7 +34,7 @@ class Ahead:
     def signals(
         self, grid: Grid, rows: Tensor, query: Tensor | None = None, levels: Sequence[Tensor] = ()
     ) -> dict[str, Signals]:
-        """Compute the field `ahead` of `Signals` for an image of that grid, if the method needs it.
+        """Compute the field `ahead` of `Signals` for an image of that grid; empty if the method does not need it.
 
         Args:
             rows: `[n, d]`, the image's tokens as the language model gets them.

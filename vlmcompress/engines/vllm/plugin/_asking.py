@@ -75,7 +75,7 @@ class AskingModel:
         return super().embed_multimodal(**kwargs)  # type: ignore[misc]
 
     def question(self, image: int) -> dict[str, Tensor]:
-        """The field `query [q, d]` of `Signals` for an image of those being encoded; None if the method does not need it."""
+        """The field `query [q, d]` of `Signals` for an image of those being encoded, if the method looks at the question."""
         if self._questions is None:
             return {}
         language_model = self.get_language_model()  # type: ignore[attr-defined]

@@ -77,7 +77,7 @@ class Merging:
         self._keys, self._heads = all_heads(key, attention.tp_size), attention.num_heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
+        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
         assert self._merger is not None
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
