@@ -1,4 +1,4 @@
-"""How much a group of linear layers will lose to a method, from statistics and a few rows of its weights.
+"""Predict the error of a group of linear layers under a method, from statistics and a few rows of its weights.
 
 An output error `D = X dW^T` changes the loss, to second order and with the diagonal Fisher matrix for the Hessian, by
 
@@ -52,10 +52,10 @@ class Predictor:
 
     Args:
         weights: `[out_i, in]` of each layer of the group, any float dtype; only rows of them are kept.
-        stats: of the group's input.
-        squares: for each layer, or None: relative output errors are predicted instead.
-        balance: that weighs the modalities in relative errors.
-        rows: how many of the group's rows are looked at, about.
+        stats: statistics of the group's input.
+        squares: for each layer, mean squared gradients by modality; None: relative output errors are predicted instead.
+        balance: balance that weighs the modalities in relative errors.
+        rows: about how many of the group's rows errors are computed on.
         scale_dtype: the dtype that scales are stored in.
     """
 
@@ -116,7 +116,7 @@ class Predictor:
         return found
 
     def _of(self, module: Quantizer, options: QuantizerOptions) -> GroupStats:
-        """The statistics with the Gram matrix that a method reads, if it does."""
+        """The statistics that a method reads; balanced as its options ask where it reads the Gram matrix."""
         if "gram" not in module.NEEDS:
             return self.stats
         if (balance := options.balance or "off") != self._balance:
@@ -126,15 +126,15 @@ class Predictor:
 
 
 def evenly(weight: Tensor, count: float) -> Tensor:
-    """About `count` evenly spaced rows of `[out, in]`, float32; at least `_LEAST_ROWS` where there are as many."""
+    """Take about `count` evenly spaced rows of `[out, in]` in float32, at least `_LEAST_ROWS` where there are as many."""
     step = max(1, round(len(weight) / max(count, _LEAST_ROWS)))
     return weight[step // 2 :: step].float()
 
 
 def input_noise(activations: ActFormat, gram: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`sum_t E[dx_tj^2]` of the rounding of inputs whose Gram matrix is `gram [in, in]`, divided by `scale`: `[in]`.
+    """Expected squared rounding errors `sum_t E[dx_tj^2]`, `[in]`, of inputs of Gram matrix `gram [in, in]` over `scale`.
 
-    Weighed over tokens as the matrix is.
+    Tokens have the same weights as in the matrix.
     """
     square = gram.diagonal() if scale is None else gram.diagonal() / scale.square()
     if activations.kind == "float":

@@ -1,4 +1,4 @@
-"""Decide what one decoder block becomes. Pure: weights and statistics in, `LayerResult` out; no model, no IO.
+"""Smooth and quantize one decoder block. Pure: weights and statistics in, `LayerResult` out; no model, no IO.
 
 A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
 SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
@@ -32,10 +32,10 @@ _ROWS = 512  # of a weight, at most, in a layer's reported error
 
 @dataclass(frozen=True)
 class Method:
-    """A scheme with its options: what is done to every group of the decoder, but for those that `others` names.
+    """A scheme with its options, for every group of the decoder but those that `others` names.
 
     Attributes:
-        others: (block, group name) -> what is done to that group instead.
+        others: (block, group name) -> the method of a group that gets another one.
     """
 
     module: Quantizer
@@ -43,7 +43,7 @@ class Method:
     others: Mapping[tuple[int, str], Method] = field(default_factory=dict)
 
     def of(self, group: Group) -> Method:
-        """What is done to a group."""
+        """The method that a group gets."""
         return self.others.get((group.layer, group.name), self)
 
     @property
@@ -75,18 +75,18 @@ class Method:
 
 @dataclass
 class LayerResult:
-    """Everything that changes in one decoder block, by memory name of the module.
+    """All changes to one decoder block, by memory name of the module.
 
     Attributes:
         smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
         weights: linear -> its quantized weight.
         input_scales: linear -> static activation scale, scalar.
-        kv_ranges: attention module -> what is known of its keys and values, see `vlmcompress.statistics.kv_range`.
+        kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.statistics.kv_range`.
         errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
             spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
-        maxima: first linear of a group -> modality -> share of input channels whose maximum is its own; where maxima were
-            collected.
-        warnings: of each thing to know: what, the first linear of the group it is about, details.
+        maxima: first linear of a group -> modality -> share of input channels in which it holds the maximum; empty where
+            maxima were not collected.
+        warnings: what happened otherwise than asked for: (what, first linear of the group concerned, details).
     """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)
@@ -113,11 +113,11 @@ def solve_layer(
     Args:
         groups: the groups to quantize, in the order in which data flows through them.
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
-        stats: group name -> statistics of its input; each is taken out when it has served, as they are large. Empty for
+        stats: group name -> statistics of its input; an entry is removed once it is used, as they are large. Empty for
             data-free methods.
         scale_dtype: the dtype in which group scales are stored (that of the model).
-        scales: group name -> smoothing scale `[in]` found before, for methods that search by block.
-        norms: norm -> its weight `[channels]` in the dtype that it is stored in; those left out are divided exactly.
+        scales: group name -> smoothing scale `[in]` found earlier, for methods that search by block.
+        norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.
         norm_offset: norms compute `x * (norm_offset + weight)`.
 
     Raises:
@@ -174,7 +174,7 @@ def _smoothing(
 
 @contextmanager
 def _naming(group: Group) -> Iterator[None]:
-    """Say which layer's weights or statistics a method cannot work with."""
+    """Turn a ValueError about weights or statistics into a UserError that names the layer."""
     try:
         yield
     except ValueError as error:
@@ -182,20 +182,20 @@ def _naming(group: Group) -> Iterator[None]:
 
 
 def _as_stored(scale: Tensor, norm: Tensor, offset: float) -> Tensor:
-    """The `s [channels]` by which a norm of weight `norm` really is divided, once the quotient is rounded as it is stored."""
+    """The `s [channels]` by which a norm of weight `norm` is divided in effect, once the quotient is rounded for storage."""
     exact, old = scale.to(norm.device), norm.float() + offset
     found = old / (_divided(norm, exact, offset).float() + offset)
     return torch.where(found.isfinite() & (found > 0), found, exact).to(scale.device)
 
 
 def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
-    """`parameter [channels, ...]`, to which an op adds `offset`, divided by `scale [channels]`; in the parameter's dtype."""
+    """Divide `parameter [channels, ...]`, to which an op adds `offset`, by `scale [channels]`; keeps the parameter's dtype."""
     scale = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1))
     return ((parameter.float() + offset) / scale - offset).to(parameter.dtype)
 
 
 class _Current:
-    """The block's weights as smoothed so far. Made in float32 when asked for: a copy of all would double the block."""
+    """The block's weights as smoothed so far, each made in float32 only when asked for, as copies of all would double it."""
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self.weights = weights
@@ -224,7 +224,7 @@ def _foldable(group: Group, groups: Sequence[Group]) -> bool:
 
 
 def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:
-    """Relative squared error of the output by modality, of evenly spaced rows; of the weight itself without data."""
+    """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight."""
     difference = quantized.dequantize(torch.float32).sub_(weight)
     if stats is not None and "gram" in stats.needs:
         step = math.ceil(len(weight) / _ROWS)
@@ -240,7 +240,7 @@ def _add_rounding(
     act: ActFormat,
     scale: Tensor | None,
 ) -> None:
-    """Add to a layer's errors what rounding its inputs does. The two errors are uncorrelated, so their squares add."""
+    """Add the error of rounding a layer's inputs to its errors. The two are uncorrelated, so their squares add."""
     step = math.ceil(len(weight) / _ROWS)
     q = quantized.dequantize(torch.float32)[::step]
     added = stats.rounding_error(q, weight[::step], lambda x: round_activations(x, act, scale))
@@ -249,7 +249,7 @@ def _add_rounding(
 
 
 def warnings(results: Iterable[LayerResult]) -> list[str]:
-    """A line for each thing that went otherwise than asked for, whatever the number of layers that it is about."""
+    """Summarize the warnings of all blocks, a line for each kind whatever the number of layers concerned."""
     found: dict[str, list[tuple[str, str]]] = {}
     for what, layer, detail in (warning for result in results for warning in result.warnings):
         found.setdefault(what, []).append((layer, detail))

@@ -1,9 +1,4 @@
-"""What an interrupted run has already done: one safetensors file per finished decoder block.
-
-The folder is a hidden sibling of OUT. It belongs to one *fingerprint* (source weights, recipe, calibration data,
-versions, threads); with another fingerprint its contents are worthless and are removed. Files appear whole (written
-aside, fsynced, renamed), so that a run killed at any moment leaves only finished blocks.
-"""
+"""Results of finished decoder blocks on disk, so that an interrupted run can go on; see `common.block_files`."""
 
 from __future__ import annotations
 
@@ -51,7 +46,7 @@ class LayerStore(BlockFiles):
         )
 
     def load(self, layer: int, weights: bool = True) -> LayerResult:
-        """A finished block's result, exactly as it was saved; without its weights it is small."""
+        """Read a finished block's result, exactly as it was saved; without its weights it is small."""
         result = LayerResult()
         with safe_open(self.path(layer), "pt") as file:
             metadata = file.metadata()
@@ -72,7 +67,7 @@ class LayerStore(BlockFiles):
 
 
 class StoredWeights(Mapping):
-    """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
+    """A lazy mapping of linear layer to (weight, scheme, input scale), read from the stored blocks."""
 
     def __init__(self, store: LayerStore, blocks: list[list[Group]], method: Method):
         self.store, self.method = store, method

@@ -3,8 +3,8 @@
     "architectures": ["VlmcompressLlavaForConditionalGeneration"],
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
-A reducer whose count depends on the image, and which can be told one (`dymu`), has beside `reduce` a `count`: the
-regression that says it from the image's pixels (`reducers.TokenCounter`).
+A reducer that keeps a number of tokens that depends on the image, but can be told one (`dymu`), has beside `reduce` a
+`count`: a regression that computes the number from the image's pixels (`reducers.TokenCounter`).
 
 Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
 unreduced. transformers goes by `model_type` and looks at neither: `from_pretrained` gives the model with all its visual
@@ -33,7 +33,7 @@ _WHERE = f"config.json: {KEY}"
 
 @dataclass(frozen=True)
 class Carried:
-    """What the block says: the reducer of a model of this `model_type`, and `count`, which says what each image keeps."""
+    """The content of the block: the `model_type`, the reducer, and `count`, which computes how many tokens an image keeps."""
 
     model_type: str
     reducer: Chosen
@@ -41,7 +41,7 @@ class Carried:
 
 
 def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None = None) -> dict[str, Any]:
-    """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced.
+    """Return a checkpoint's `config` with a reducer in it, in place of the one that it may have had.
 
     UserError for a reducer that cannot be carried.
     """
@@ -53,7 +53,7 @@ def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None
 
 
 def read(config: Mapping[str, Any]) -> Carried | None:
-    """The reducer that a checkpoint's config.json carries, None if it carries none. UserError for a block that is not right."""
+    """Read the reducer from a checkpoint's config.json; None if it carries none. UserError for a block that is not right."""
     block, names = config.get(KEY), config.get("architectures") or []
     marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
     if block is None and not marked:
@@ -83,7 +83,7 @@ def read(config: Mapping[str, Any]) -> Carried | None:
 
 
 def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
-    """Options that are for a model in memory alone."""
+    """Refuse a reducer that has not learnt its thresholds, or with an option that only a model in memory can have."""
     if reducer.options.learns and not reducer.learnt:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
     if reducer.options.vtu:

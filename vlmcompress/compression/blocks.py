@@ -1,4 +1,4 @@
-"""Quantize a decoder block after block: behind the calibration data's own forward pass, from statistics, or without data."""
+"""Quantize a decoder block by block: during a forward pass over calibration data, from statistics, or without data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The story of one run: plan, read, settle the reducer, solve block by block, write.
+"""Quantize a model: plan, read, settle the reducer, solve block by block, write.
 
-Everything that can be refused is refused before a weight is read. Nothing is written to OUT until all of it is known;
-what a run has finished is kept beside OUT (`blocks.store`), so that `resume=True` goes on where it was interrupted, to the
-same bytes.
+Everything that can be refused is refused before a weight is read. Nothing is written to OUT until all of it is known.
+Finished blocks are kept beside OUT (`blocks.store`), so that `resume=True` goes on where a run was interrupted and
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 
 
 def _inputs(work: Plan) -> Inputs:
-    """The model, with calibration samples where they are to be run or learnt from, and where statistics come from."""
+    """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     if work.statistics:
@@ -87,7 +87,7 @@ def _inputs(work: Plan) -> Inputs:
 
 
 def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> LayerStore:
-    """The decoder's blocks quantized in `inputs.vlm`, and their results in the store that is returned."""
+    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results."""
     recipe = work.recipe
     assert recipe.out is not None
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}

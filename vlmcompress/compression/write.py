@@ -1,4 +1,4 @@
-"""Put what the blocks became together into the checkpoint: the decoder from the store, the tower, the config, the manifest."""
+"""Write the checkpoint of a run: the decoder's weights from the store, the vision tower, the config, the manifest."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def write_checkpoint(
     """Write the recipe's `out` and return its manifest.
 
     Args:
-        work: the plan that was carried out; its recipe has the reducer with what it has learnt.
-        vlm: the whole model; norms in it have taken their scales in.
+        work: the plan that was carried out; its recipe has the reducer with all learnt numbers.
+        vlm: the whole model; its norms are divided by their smoothing scales already.
         store: results of the decoder's blocks.
-        origin: where statistics came from, None for no calibration.
-        counter: says how many tokens an image keeps, for a reducer that an engine must be told.
+        origin: the manifest's description of the calibration data; None for no calibration.
+        counter: computes how many tokens an image keeps, for a reducer that must be told the number.
     """
     recipe, exporter = work.recipe, work.recipe.exporter
     assert recipe.out is not None
@@ -92,7 +92,7 @@ def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[s
 
 
 def _quantize_vision(model: nn.Module, work: Plan, progress: Progress) -> dict[str, tuple]:
-    """The vision tower's linear layers, rounded without data; the engine scales their inputs token by token."""
+    """Round the vision tower's linear layers to nearest; the engine scales their inputs token by token."""
     if work.vision_method is None:
         return {}
     found: dict[str, tuple] = {}

@@ -1,4 +1,4 @@
-"""The score statistic of a mean paired difference, and the interval it gives. Right/wrong and graded scores alike.
+"""The score statistic of a mean paired difference and its confidence interval, for right/wrong and graded scores alike.
 
 Differences d of n pairs lie in [-1, 1]. For a hypothetical mean D:
 
@@ -33,9 +33,9 @@ class Score:
 
     Attributes:
         n: effective number of pairs, the count divided by the design effect.
-        mean, variance: of the differences as observed.
+        mean, variance: mean and variance of the observed differences.
         size: typical size of a difference that is not zero, E d^2 / E |d|; 1 if all are zero.
-        whole: all differences are -1, 0 or 1.
+        whole: whether all differences are -1, 0 or 1.
     """
 
     def __init__(self, differences: Sequence[float], effect: float = 1.0, corrected: bool = True) -> None:
@@ -67,7 +67,7 @@ class Score:
         return float(weights @ gap**2) + rest * away**2, float(weights @ gap**3) + rest * away**3
 
     def z(self, mean: float) -> float:
-        """How far the data is above `mean`, as a standard normal deviate under the hypothesis that it's the true one."""
+        """Distance of the data above `mean`, as a standard normal deviate under the hypothesis that `mean` is the true one."""
         gap = self.mean - mean
         gap = math.copysign(max(abs(gap) - self.continuity / self.n, 0.0), gap)
         if gap == 0:

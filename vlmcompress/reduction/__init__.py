@@ -2,7 +2,7 @@
 
     with attach(vlm, "dart", {"keep": 0.25}) as attached:
         vlm.model.generate(**inputs)
-    attached.images()    # what became of the tokens of each image
+    attached.images()    # the reduction of each image
 
 `vlmcompress.reducers` decides, this package applies, by hooks: whatever calls the model (`forward`, `generate`) gets the
 reduced one until `detach`. The language model really gets fewer rows. Tokens that are kept stay where they were: positions
@@ -15,7 +15,7 @@ of it in both directions.
 Logits and hidden states have the reduced length. A batch is padded on the left, on the right if it was. Each image, or tile
 where a family cuts images into tiles, is reduced on its own; videos are not. The caches hold what is kept, and a model
 continues them only while the reducer that filled them is attached. Methods that look at the text see all of the prompt's
-words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer too.
+words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer, too.
 """
 
 from vlmcompress.recipe.reducer import Chosen

@@ -1,4 +1,4 @@
-"""Methods that restrict which tokens see each other in the prompt, and drop none."""
+"""Apply methods that restrict which tokens of the prompt attend to each other, and drop none."""
 
 from __future__ import annotations
 

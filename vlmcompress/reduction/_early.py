@@ -1,4 +1,4 @@
-"""Reducers of stages "encoder" and "projected": the language model never sees what they drop."""
+"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmcompress.reduction.units import Unit
 
 
 class Early(Attachment):
-    """Shortens what goes into the language model: embeddings, mask, positions, and deepstack features."""
+    """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features."""
 
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
@@ -48,7 +48,7 @@ class Early(Attachment):
         self._encoder, self._merged, self._levels = {}, [], []
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """In the layer whose output is used: what CLS, the first token, attends to, and the patches' keys."""
+        """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
         saliency = received(query[:, :, 0], key, scale)[:, 1:]
         self._encoder |= {"saliency": saliency, "keys": joined(key)[:, 1:], "heads": key.shape[1]}
         if self._same:
@@ -58,7 +58,7 @@ class Early(Attachment):
         self._encoder["windowed"] = received(query[:, :, 0], key, scale)[:, 1:]
 
     def _merge(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Before the projector: its input `[images, n, c]` with merged rows."""
+        """Hook before the projector: merge the rows of its input `[images, n, c]`."""
         found = self._units() if self._call is not None else []
         if not found:
             return None
@@ -71,7 +71,7 @@ class Early(Attachment):
         return (torch.stack(rows), *args[1:]), kwargs
 
     def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Behind the projector: its rows back at their anchors, so that they go where the placeholders are."""
+        """Hook behind the projector: put its rows back at their anchors, so that they go where the placeholders are."""
         if not self._merged or not isinstance(output, Tensor):
             return None
         full = output.new_zeros(len(output), len(self._merged[0].target), *output.shape[2:])
@@ -116,7 +116,7 @@ class Early(Attachment):
     def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Layout) -> Any:
         """The language model's mask: `mask [b, slots]`, or what a model makes of it whose images see all of themselves.
 
-        Gemma 3 calls an image what `token_type_ids` say. What is left of one stands together, so it stays one.
+        Gemma 3 knows images by `token_type_ids`. The tokens left of an image stand together, so they stay one image.
         """
         assert self._call is not None
         kinds, model = self._call.get("token_type_ids"), self.vlm.model
@@ -127,7 +127,7 @@ class Early(Attachment):
         return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
 
     def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
-        """`embeds [b, s, d]` with merged rows at the anchors, and for each unit what is kept."""
+        """Put merged rows into `embeds [b, s, d]` at their anchors; returns it and the reduction of each unit."""
         if not units:
             return embeds, []
         if self.module.STAGE != "projected":  # applied already
@@ -145,7 +145,7 @@ class Early(Attachment):
         return out, changes
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
-        """Of the unit that is the encoder's image `number`."""
+        """Signals of the unit that is the encoder's image `number`."""
         found = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
         query = None if query is None else query.detach()
         if "ahead" in self.module.NEEDS:
@@ -153,14 +153,14 @@ class Early(Attachment):
         return Signals(unit.grid, features=features.detach(), query=query, **found)
 
     def _run_ahead(self, unit: Unit, features: Tensor, query: Tensor | None) -> Signals:
-        """What the first layers tell of the unit and the question."""
+        """Run the first layers on a unit and the question; returns their signals."""
         assert query is not None
         levels = [level[unit.row, unit.columns] for level in self._levels]
         rotated = self.vlm.spec.visual_grid == "thw"
         return _ahead.run(self.text, features, query, unit.grid, self.options, rotated, levels)
 
     def _deepstack_rows(self, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Qwen3-VL's features for the first layers, `[b, s, d]` of each, zeros where text is; none in other families."""
+        """Qwen3-VL's features for the first layers, `[b, s, d]` for each, zeros where text is; empty in other families."""
         where, found = kwargs.get("visual_pos_masks"), []
         if where is None:
             return []
@@ -170,7 +170,7 @@ class Early(Attachment):
         return found
 
     def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
-        """`[..., b or 1, s]`: positions of this call's tokens in the full sequence."""
+        """Positions of this call's tokens in the full sequence, `[..., b or 1, s]`."""
         tokens, device = kwargs["inputs_embeds"].shape[1], kwargs["inputs_embeds"].device
         given = kwargs.get("position_ids")
         if given is None:
@@ -182,7 +182,7 @@ class Early(Attachment):
         return given[..., -tokens:] if given.shape[-1] > tokens else given + (before - slots)
 
     def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Layout) -> dict[str, Any]:
-        """The same features as the model takes them, `[visual tokens, d]` of each layer, reduced as the embeddings are."""
+        """Deepstack features in the model's form, `[visual tokens, d]` for each layer, reduced as the embeddings are."""
         if not self._levels:
             return {}
         kept = new.pick(kwargs["visual_pos_masks"]) & new.valid

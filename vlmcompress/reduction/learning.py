@@ -1,8 +1,8 @@
-"""DyMU's thresholds and counts: learning them from a model's encoder.
+"""Learn DyMU's thresholds and counts from a model's encoder.
 
-Images go through the encoder in batches of 64. In each layer a batch gets the threshold with which it merges as many pairs
-as bring `keep` of the tokens to the end when spread evenly over the layers (`tome.schedule`), goes on with what that
-leaves, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones fewer.
+Images go through the encoder in batches of 64. In each layer a batch gets the threshold at which it merges its part of the
+pairs, of which all layers together leave a share `keep` of the tokens (`tome.schedule`); the batch goes on with the merged
+rows, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones fewer.
 Families that cut images into tiles learn from the tiles.
 
 """
@@ -29,7 +29,7 @@ BATCH = 64
 
 
 class _Learning(Merger):
-    """Merges each layer with the batch's own threshold, and keeps that in `found`."""
+    """Merger that merges in each layer by the batch's own threshold, and keeps that in `found`."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -50,7 +50,7 @@ class _Learning(Merger):
 
 @torch.no_grad()
 def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, progress: Progress = silent) -> Chosen:
-    """The reducer with thresholds for this model, learnt from the images of `batches` where it names none.
+    """Return the reducer with thresholds for this model, learnt from the images of `batches` if it names no file.
 
     Args:
         batches: inputs from the model's processor; those without images are left out.
@@ -68,14 +68,14 @@ def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, pro
 
 @torch.no_grad()
 def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> list[int]:
-    """How many tokens each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
+    """Count the tokens that each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
     return [
         len(one.anchor) for part in _pictures(vlm, batches) for one in _run(vlm, part, chosen.options, Merger).merged
     ]
 
 
 def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> TokenCounter:
-    """What says from pixels how many tokens a picture keeps, fitted to what the pictures of `batches` keep."""
+    """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
     own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
     least, tokens = merged_counts(vlm.model.config)
     patch = vlm.model.config.vision_config.patch_size
@@ -91,7 +91,7 @@ def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
 
 
 def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Those of all batches, `[images, 3, height, width]`, in parts of about `BATCH`, in the model's type."""
+    """Yield the pictures of all batches, `[images, 3, height, width]`, in parts of about `BATCH`, in the model's type."""
     found = [pictures(vlm, inputs) for inputs in batches if inputs.get("pixel_values") is not None]
     if not found:
         raise UserError("thresholds are learnt from images, and the calibration data have none; name some with --calib")
@@ -100,7 +100,7 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]
 
 
 def _run(vlm: VLM, pixels: Tensor, options: Any, kind: type[M]) -> M:
-    """What has merged in the encoder's layers, of pictures `[images, 3, height, width]`."""
+    """Run the encoder on pictures `[images, 3, height, width]` with merging; returns the merger."""
     method = REGISTRY.get(METHOD)
     layers = Layers(vlm, lambda states: merger_of(vlm, states, pixels, method, options, kind))
     try:

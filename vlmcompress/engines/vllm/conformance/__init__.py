@@ -1,8 +1,8 @@
-"""Does vLLM serve a checkpoint as it should? `vlmcompress doctor --engine vllm OUT`.
+"""Check that vLLM serves a checkpoint as it should: `vlmcompress doctor --engine vllm OUT`.
 
 The real engine answers questions about images under every setting that could change an answer (caches, cut prompts, mixed
-batches, aborted neighbours, ...), and transformers with the same reducer attached answers them one at a time, without any.
-`CHECKS` compares. Meant for reduced checkpoints, and as good for others.
+batches, aborted neighbours, ...); transformers with the same reducer attached answers them one at a time, without any of
+these. `CHECKS` compares the answers. It is meant for reduced checkpoints and works for others, too.
 
     _questions  conversations            _plan     engines, their settings, rounds of questions
     _reference  transformers' answers    _checks   what is judged
@@ -67,8 +67,8 @@ def collect(
     """Ask the checkpoint in vLLM and in transformers.
 
     Args:
-        prompts: how many questions, of four kinds in turn.
-        data: take images and questions from there; None: images are drawn.
+        prompts: number of questions, of four kinds in turn.
+        data: data set to take images and questions from; None: images are drawn.
 
     Raises:
         Unplaced: vLLM does not find all tensors.
@@ -96,14 +96,14 @@ def collect(
 
 
 def judge(findings: Findings) -> list[Check]:
-    """Each of `CHECKS`."""
+    """Run each of `CHECKS` on the findings."""
     return [_judged(name, findings) for name in CHECKS]
 
 
 def _expected(
     folder: Path, config: dict[str, Any], asked: Questions, carries: Carried | None, progress: Progress
 ) -> Findings:
-    """What transformers says, in the checkpoint's own type, and in float32 where it has such a form."""
+    """Ask transformers, in the checkpoint's own type, and in float32 where it has such a form."""
     exact = not config.get("quantization_config")
     everything = asked.all()
     kinds = [("auto", carries), *([("auto", None)] if carries else []), *([("float32", carries)] if exact else [])]
@@ -127,13 +127,13 @@ def _expected(
 
 
 def _cut(findings: Findings) -> int:
-    """Tokens of a step that are fewer than any image has, so that each is cut."""
+    """Number of tokens of a step that is less than any image has, so that each image is cut."""
     smallest = [min(found.kept) for found in findings.exact.values() if found.kept]
     return max(4, min(smallest) // 2) if smallest else 16
 
 
 def _mirror(folder: Path, view: Path) -> None:
-    """Links to all files of a checkpoint but its config.json."""
+    """Fill a folder with links to all files of a checkpoint but its config.json."""
     view.mkdir()
     for file in folder.resolve().iterdir():
         if file.name != "config.json":
@@ -142,7 +142,7 @@ def _mirror(folder: Path, view: Path) -> None:
 
 
 def _ask(findings: Findings, plan: Sequence[dict[str, Any]], media: Path, view: Path, progress: Progress) -> None:
-    """Let the engines answer, and note what they said."""
+    """Let the engines answer, and note their answers in the findings."""
     job = {"engines": plan, "media": str(media.resolve())}
     lines = [{"id": question.id, "messages": question.messages} for question in findings.questions.all()]
     progress("asking vLLM", 0, len(plan))

@@ -1,4 +1,4 @@
-"""Which engines are started, with which settings, and in which rounds they are asked what."""
+"""The plan: engines, their settings, and the rounds of questions for each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Round = dict[str, Any]
 
 
 def unreduced(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same checkpoint without its reducer."""
+    """Make the config.json of a checkpoint without its reducer."""
     names = [name.removeprefix(reducer_block.PREFIX) for name in config["architectures"]]
     return {key: value for key, value in config.items() if key != reducer_block.KEY} | {"architectures": names}
 
@@ -41,9 +41,9 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
 
     Args:
         view: folder with the checkpoint's files; the engines write their config.json there, so all know it by one path.
-        config: of the checkpoint.
+        config: config.json of the checkpoint.
         exact: type in which answers must be equal: "float32", or "auto" where weights have no such form.
-        cut: tokens of a step that cut every image.
+        cut: number of tokens of a step, so small that every image is cut.
     """
     reducer = found.reducer if (found := reducer_block.read(config)) else None
     asked, few = [question.id for question in questions.plain], questions.few(FEW)
@@ -91,12 +91,12 @@ def another(reducer: Chosen) -> Chosen:
 
 
 def _round(name: str, ask: list[str], **more: Any) -> Round:
-    """What `worker` calls a round: the requests `ask`, greedily unless `more` says otherwise."""
+    """Make a round for `worker`: the requests `ask`, greedily unless `more` says otherwise."""
     return {"name": name, "ask": ask, "sampling": ALL_TOKENS, **more}
 
 
 def _plain(asked: list[str], few: list[str]) -> list[Round]:
-    """No caches, no prompt cut: one after the other, then all mixed."""
+    """Rounds without caches and cut prompts: one request after the other, then all mixed."""
     return [
         _round("alone", asked, alone=True),
         _round("mixed", asked),
@@ -108,7 +108,7 @@ def _plain(asked: list[str], few: list[str]) -> list[Round]:
 
 
 def _cached(few: list[str]) -> list[Round]:
-    """Prefixes and encoder outputs from caches."""
+    """Rounds with prefixes and encoder outputs from caches."""
     return [
         _round("cold", few, alone=True),
         _round("again", few, alone=True),
@@ -119,7 +119,7 @@ def _cached(few: list[str]) -> list[Round]:
 
 
 def _chunked(few: list[str]) -> list[Round]:
-    """Prompts in pieces that end within images; the third step is in the middle of one."""
+    """Rounds with prompts in pieces that end within images; the third step is in the middle of an image."""
     return [
         _round("cut", few),
         _round("abort", few, steps=3, abort=few[:2]),
@@ -129,7 +129,7 @@ def _chunked(few: list[str]) -> list[Round]:
 
 
 def _served(asked: list[str], few: list[str]) -> list[Round]:
-    """As `vllm serve` runs it, in the checkpoint's own type."""
+    """Rounds with the settings of `vllm serve`, in the checkpoint's own type."""
     forced = {"max_tokens": JSON_TOKENS, "json": SCHEMA}
     return [
         _round("agree", asked),

@@ -26,7 +26,7 @@ _READ = ("architectures", "model_type", reducer_block.KEY)
 class Reducer:
     """A method with its options, as the config of a model that vLLM loads carries it.
 
-    `counter`: says from an image's pixels how many of its tokens stay, for a method whose count depends on the image.
+    `counter`: computes from an image's pixels how many tokens stay, for a method whose count depends on the image.
     """
 
     chosen: Chosen
@@ -34,7 +34,7 @@ class Reducer:
 
     @staticmethod
     def of(hf_config: Any) -> Reducer:
-        """The one that a config carries. UserError if it carries none, it is not right, or vLLM cannot serve it."""
+        """Read the reducer that a config carries. UserError if there is none, it is not right, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
         found = reducer_block.read(config)
         if found is None:
@@ -55,14 +55,14 @@ class Reducer:
         return Reducer(reducer, found.count)
 
     def count(self, grid: Grid) -> int:
-        """How many tokens an image keeps, at most where that depends on the image."""
+        """Number of tokens that an image keeps, or the most where that depends on the image."""
         return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
-        """What becomes of the tokens of one image.
+        """Decide the reduction of one image.
 
         Args:
-            grid: of the tokens.
+            grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
             signals: further fields of `Signals`.
         """
@@ -70,6 +70,6 @@ class Reducer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen characters that differ between reducers, for keys of whatever caches what came of an image."""
+        """Sixteen characters that differ between reducers, for keys of caches of encoded images."""
         text = json.dumps([__version__, self.chosen.plain(), self.counter and self.counter.plain()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Which reducer vLLM serves with which family, in which version: said without importing vLLM."""
+"""Tell which reducers vLLM serves with which families, in which versions, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def supported(version: str) -> bool:
 
 
 def refusal(architecture: str, reducer: Chosen) -> str | None:
-    """Why vLLM does not serve a model of `architecture` with its tokens reduced so, in one line; None when it does.
+    """The reason why vLLM does not serve a model of `architecture` with `reducer`, in one line; None when it does.
 
-    Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.
+    Needs no vLLM. `architecture` is the name in config.json, of the model or of its reduced form.
     """
     method, module = reducer.method, reducer.module
     architecture = architecture.removeprefix(PREFIX)
@@ -46,7 +46,7 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
 
 
 def served(method: str) -> list[str]:
-    """Families of which vLLM serves models with their tokens reduced by `method`. Imports neither vLLM nor torch."""
+    """List the families whose models vLLM serves with tokens reduced by `method`. Imports neither vLLM nor torch."""
     return [family for family in FAMILIES.names() if _serves(family, method)]
 
 
@@ -55,7 +55,7 @@ def _serves(family: str, method: str) -> bool:
 
 
 def _missing(method: str, family: str) -> str:
-    """What a method needs that the family's model cannot show it: names, or nothing."""
+    """Names of the signals that a method needs and the family's model cannot give it."""
     given = FAMILIES.constant(family, "SIGNALS")
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"
