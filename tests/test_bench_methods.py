@@ -18,7 +18,7 @@ from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.recipe import resolve
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import methods_table  # noqa: E402
 import teacher_forcing  # noqa: E402
 

@@ -16,7 +16,7 @@ from vlmcompress.recipe.reducer import Chosen, parse
 from vlmcompress.reduction import attach
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_reducers  # noqa: E402
 import reduced_answers  # noqa: E402
 import reducers_plot  # noqa: E402

@@ -18,7 +18,7 @@ from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_serving  # noqa: E402
 import serving_burst  # noqa: E402
 import serving_table  # noqa: E402

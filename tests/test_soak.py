@@ -17,7 +17,7 @@ from tests.engines.reduced_cases import reduced
 from vlmcompress.data.sources import bundled, load_samples
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts" / "soak"), str(ROOT / "scripts" / "measure")]
 from soaking import malformed, memory  # noqa: E402
 from soaking.client import Choice, Reply, read  # noqa: E402
 from soaking.traffic import DELIVERIES, KINDS, MOST_IMAGES, conversations, traffic  # noqa: E402
@@ -140,7 +140,7 @@ def test_memory_is_flat_when_it_stops_growing() -> None:
 def test_a_short_soak_of_the_real_server(tmp_path) -> None:
     """Of a reduced checkpoint: without a reducer vLLM 0.32 may end where requests are preempted (`plugin/_resuming.py`)."""
     model = reduced(ROOT / "eval/demo/demo-llava", tmp_path / "model", "divprune:0.5")
-    command = [sys.executable, str(ROOT / "scripts/soak.py"), str(model), "--requests", "120", "--clients", "6"]
+    command = [sys.executable, str(ROOT / "scripts/soak/soak.py"), str(model), "--requests", "120", "--clients", "6"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
