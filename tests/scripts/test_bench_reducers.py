@@ -15,7 +15,7 @@ from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import Chosen, parse
 from vlmcompress.reduction import attach
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_reducers
 import reduced_answers
 import reducers_plot

@@ -13,7 +13,7 @@ Differences d of n pairs lie in [-1, 1]. For a hypothetical mean D:
 - **Interval**: all D with |z(D)| below the normal quantile.
 
 A bootstrap has no width when no answer differs, and too little when few do: with 100 questions its chance to pass a
-candidate that loses exactly the margin was found to be 20 to 50%. `scripts/simulate_statistics.py` shows it.
+candidate that loses exactly the margin was found to be 20 to 50%. `scripts/measure/simulate_statistics.py` shows it.
 """
 
 from __future__ import annotations

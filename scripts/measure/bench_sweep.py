@@ -6,8 +6,8 @@ The model has the shape of `bench_compress.py` and the processor of demo-qwen, s
 Each is a process of its own, start included; compared are processor times, which other work on the machine disturbs less than
 the clock's. The last line is one JSON object.
 
-    scripts/bench_sweep.py                    24 blocks, 128 samples (as quantize takes by default)
-    scripts/bench_sweep.py --layers 6
+    scripts/measure/bench_sweep.py                    24 blocks, 128 samples (as quantize takes by default)
+    scripts/measure/bench_sweep.py --layers 6
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-DEMO = Path(__file__).parents[1] / "eval" / "demo"
+DEMO = Path(__file__).parents[2] / "eval" / "demo"
 SIZE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""One measurement of `scripts/bench_compress.py`, in a process of its own; prints one JSON object.
+"""One measurement of `scripts/measure/bench_compress.py`, in a process of its own; prints one JSON object.
 
-scripts/bench_contender.py build FOLDER --shape 0.3b
-scripts/bench_contender.py forward|gptq|awq|stock-gptq|stock-awq FOLDER --samples 16 --tokens 256
+scripts/measure/bench_contender.py build FOLDER --shape 0.3b
+scripts/measure/bench_contender.py forward|gptq|awq|stock-gptq|stock-awq FOLDER --samples 16 --tokens 256
 """
 
 from __future__ import annotations

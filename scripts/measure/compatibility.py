@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Which scheme works for which family in which engine: try all of it on tiny checkpoints, and render the docs' table.
 
-    scripts/compatibility.py             quantize, check, reload in transformers, ask in vLLM; writes eval/compatibility.json
-    scripts/compatibility.py --render    print the table from that file
+    scripts/measure/compatibility.py    quantize, check, reload in transformers, ask in vLLM; writes eval/compatibility.json
+    scripts/measure/compatibility.py --render    print the table from that file
 
 A cell says where the checkpoint answered a question about an image: T transformers, V vLLM on this machine. The last stdout
 line is one JSON object.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "compatibility.json"
 SCHEMES = ("awq", "gptq", "int8", "fp8", "fp8-static", "w8a16")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Plant salient channels in a model without changing what it computes, to test quantization methods on.
 
-    scripts/plant_outliers.py MODEL -o OUT [--where all|vision] [--factor 16] [--channels 12] [--seed 0] [--calib DATA]
+    scripts/measure/plant_outliers.py MODEL -o OUT [--where all|vision] [--factor 16] [--channels 12] [--seed 0] [--calib DATA]
 
 In every decoder block, a few output channels of each norm are multiplied by `factor` and the columns of the linear layers
 that read them divided by it. With a power of two every product is the same number as before, so BF16 logits stay identical
@@ -41,8 +41,8 @@ from vlmcompress.statistics.inputs import GroupStats
 
 Batch = dict[str, Tensor]
 CARD = """\
-> **Planted outliers.** This is {source} with salient channels planted by `scripts/plant_outliers.py`: {channels} channels of
-> each norm of the language model times {factor}, the columns that read them divided by it ({where}). It computes the
+> **Planted outliers.** This is {source} with salient channels planted by `scripts/measure/plant_outliers.py`: {channels}
+> channels of each norm of the language model times {factor}, the columns that read them divided by it ({where}). It computes the
 > same as {source}, bit for bit in BF16, and is harder to quantize. It is a test object; nothing was trained."""
 WHERE = {
     "all": "channels drawn at random, seed {seed}",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Statistics behind unquantized blocks against statistics behind quantized ones, on a demo model, without an engine.
 
-    scripts/compare_prefix.py [--model eval/demo/demo-llava] [--samples 64] [--held-out 64]
+    scripts/measure/compare_prefix.py [--model eval/demo/demo-llava] [--samples 64] [--held-out 64]
 
 Each scheme is solved in both forms. For held-out questions with their answers: the relative squared error of what the
 decoder puts out, for visual, prompt and answer tokens, and the KL divergence (nats) of the answer's next-token
@@ -21,7 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCHEMES: dict[str, tuple[str, dict]] = {
     "gptq w4 g128": ("gptq", {}),
     "gptq w3 g128": ("gptq", {"bits": 3}),

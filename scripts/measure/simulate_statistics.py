@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Are the verdicts as often wrong as they may be? Simulated compressions whose true drop is known.
 
-    scripts/simulate_statistics.py            all settings, about ten minutes
-    scripts/simulate_statistics.py --quick    a few, for CI
+    scripts/measure/simulate_statistics.py            all settings, about ten minutes
+    scripts/measure/simulate_statistics.py --quick    a few, for CI
 
 For every setting (kind of score, samples, images, share of answers that change both ways) and true drop: how often the
 verdict at a margin of one point is wrong, and how often the 95% interval holds the truth. A pass is wrong where the drop is
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vlmcompress.evaluation import noninferiority, paired
 from vlmcompress.evaluation.compare import families
 from vlmcompress.evaluation.score import Score

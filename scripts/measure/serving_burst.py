@@ -1,4 +1,4 @@
-"""One burst of `scripts/bench_serving.py`: requests sent to a server that is up, checked, and what was measured."""
+"""One burst of `scripts/measure/bench_serving.py`: requests sent to a server that is up, checked, and what was measured."""
 
 from __future__ import annotations
 

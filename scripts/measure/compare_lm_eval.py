@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does stock lm-eval give a model the same scores as we do?
 
-    scripts/compare_lm_eval.py eval/demo/demo-llava --limit 200
+    scripts/measure/compare_lm_eval.py eval/demo/demo-llava --limit 200
 
 lm-eval's own `hf-multimodal` model and one of our engines answer the same samples of the same task files, both greedily in
 the same number format, and lm-eval scores both. Prints the score of each task; the last line is JSON. Exits with 1 if a

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Which method loses what: every quantization method on the demo models, plain and with planted outliers.
 
-    scripts/bench_methods.py --split validation --per-family 30 --seeds 1      try it
-    scripts/bench_methods.py                                                   all of it; writes eval/methods.json
-    scripts/bench_methods.py --render                                          print the docs' table from that file
+    scripts/measure/bench_methods.py --split validation --per-family 30 --seeds 1      try it
+    scripts/measure/bench_methods.py                                                   all of it; writes eval/methods.json
+    scripts/measure/bench_methods.py --render                                          print the docs' table from that file
 
 For each model, variant (`plain`; 12 channels a norm times 16, drawn at random: `all`, or the most visual ones: `vision`; see
 `plant_outliers.py`) and calibration seed, statistics are collected once, each method writes a checkpoint from them
@@ -46,7 +46,7 @@ from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.models import VLM
 from vlmcompress.recipe import resolve
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "methods.json"
 MODELS = ("demo-llava", "demo-qwen")
 VARIANTS = ("plain", "all", "vision")

@@ -1,4 +1,4 @@
-"""Checkpoints for `scripts/bench_serving.py`: one model of random weights, quantized or not, with or without a reducer.
+"""Checkpoints for `scripts/measure/bench_serving.py`: one model of random weights, quantized or not, with or without a reducer.
 
 LLaVA-1.5's shape at about 0.5 B parameters, with its proportions: the tower has a twentieth of the language model's
 parameters (7B: 0.30 of 6.7 billion). Images of 448 x 448 pixels are 1,024 visual tokens.
@@ -19,7 +19,7 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data.sources import bundled
 from vlmcompress.recipe.reducer import parse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eval/demo/demo-llava"  # whose tokenizer and chat template it has
 SIDE = 32  # visual tokens down and across
 PATCH = 14

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """What schemes and reducers cost the demo models: exact match on their test split in vLLM, paired with the BF16 original.
 
-    scripts/bench_accuracy.py                     both models, all recipes; writes eval/accuracy.json
-    scripts/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
-    scripts/bench_accuracy.py --limit 300         fewer questions
-    scripts/bench_accuracy.py --render            print the table from that file
+    scripts/measure/bench_accuracy.py                     both models, all recipes; writes eval/accuracy.json
+    scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
+    scripts/measure/bench_accuracy.py --limit 300         fewer questions
+    scripts/measure/bench_accuracy.py --render            print the table from that file
 
 The last stdout line is one JSON object.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "accuracy.json"
 MODELS = ("demo-qwen", "demo-llava")
 VERDICTS = {"pass": "yes", "fail": "no", "inconclusive": "can't tell"}

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """What every visual-token reducer costs in accuracy, by family of question and share of the tokens kept, on the demo models.
 
-    scripts/bench_reducers.py --split validation --per-family 30      try it
-    scripts/bench_reducers.py                                         all of it; goes on from ROWS
-    scripts/bench_reducers.py --summarise                             figures of what there is so far
-    scripts/bench_reducers.py --speed 3                               prefill time and cache (`reducers_speed.py`), three rounds
-    scripts/bench_reducers.py --render --plot FILE.svg                the docs' tables and the curves, from eval/reducers.json
+    scripts/measure/bench_reducers.py --split validation --per-family 30  try it
+    scripts/measure/bench_reducers.py                         all of it; goes on from ROWS
+    scripts/measure/bench_reducers.py --summarise             figures of what there is so far
+    scripts/measure/bench_reducers.py --speed 3               prefill time and cache (`reducers_speed.py`), three rounds
+    scripts/measure/bench_reducers.py --render --plot FILE.svg  the docs' tables and the curves, from eval/reducers.json
 
 Figures go to eval/reducers.json. All questions of the split that have images are asked (text-only prompts pass a reducer
 untouched), greedily, by `reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is
@@ -47,7 +47,7 @@ from vlmcompress.recipe.reducer import Chosen, choose
 from vlmcompress.reduction import refusal
 from vlmcompress.reduction.learning import learn
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"
 RESULTS = ROOT / "eval" / "reducers.json"
 MODELS = ("demo-llava", "demo-qwen")

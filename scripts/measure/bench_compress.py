@@ -8,10 +8,10 @@ processor time, which other work on the machine disturbs less than the clock's.
 
 Random weights have no salient channels, so the norms get a log-normal gain per channel; AWQ has something to find then.
 
-    scripts/bench_compress.py                        0.3 B parameters, for a CPU
-    scripts/bench_compress.py --shape 7b             for a GPU
-    scripts/bench_compress.py --contenders forward gptq gradients gptq-ratio gptq-auto      what a balance costs
-    scripts/bench_compress.py --sweep                ours only: time against samples and against layers
+    scripts/measure/bench_compress.py                        0.3 B parameters, for a CPU
+    scripts/measure/bench_compress.py --shape 7b             for a GPU
+    scripts/measure/bench_compress.py --contenders forward gptq gradients gptq-ratio gptq-auto      what a balance costs
+    scripts/measure/bench_compress.py --sweep                ours only: time against samples and against layers
 
 Stock AWQ pins host memory for an accelerator and dies without one; that step is switched off here. Nothing else is changed.
 """

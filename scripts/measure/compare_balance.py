@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does balancing the modalities help? A demo model, plain and planted, with balance off and on, in transformers alone.
 
-    scripts/compare_balance.py [MODEL] [--balance ratio] [--questions 270] [--samples 64] [--seeds 2] 2> /dev/null
+    scripts/measure/compare_balance.py [MODEL] [--balance ratio] [--questions 270] [--samples 64] [--seeds 2] 2> /dev/null
 
 For every variant (plain; salient channels planted at random or where inputs are visual, see `plant_outliers.py`), method and
 number of bits: the decoder is quantized as `vlmcompress quantize` does it (asymmetric, groups of 128), and validation

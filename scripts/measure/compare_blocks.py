@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Which decoder blocks bear 2 bits? LUQ's ranking by entropy next to every other choice of blocks, on a demo model.
 
-    scripts/compare_blocks.py [MODEL] [--questions 2000] [--samples 128] [--seed 0] [--balance auto] 2> /dev/null
+    scripts/measure/compare_blocks.py [MODEL] [--questions 2000] [--samples 128] [--seed 0] [--balance auto] 2> /dev/null
 
 Every subset of the decoder's blocks gets 2 bits, the others 4 (GPTQ, groups of 128, asymmetric, from statistics of the
 unquantized model, so that a block's weights are the same in every subset), and the questions of the test split are asked by

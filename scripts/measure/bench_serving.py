@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """What a reducer of visual tokens wins in vLLM's server: a random model of about 0.5 B parameters, images of 1,024 tokens.
 
-scripts/bench_serving.py --work DIR --prepare        write the checkpoints: minutes, once
-scripts/bench_serving.py --work DIR [--groups cold,quantized,warm] [--turns 2] [--out eval/serving.json]
-scripts/bench_serving.py --render [FILE]             the docs' tables of FILE, or of eval/serving.json
+scripts/measure/bench_serving.py --work DIR --prepare        write the checkpoints: minutes, once
+scripts/measure/bench_serving.py --work DIR [--groups cold,quantized,warm] [--turns 2] [--out eval/serving.json]
+scripts/measure/bench_serving.py --render [FILE]             the docs' tables of FILE, or of eval/serving.json
 
 The servers of a group are up together and asked one at a time, in an order that is reversed from turn to turn, so that each
 ratio is between neighbours in time and a machine that drifts favours nobody. Images are unique, answers of equal length.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train one of the bundled demo VLMs from scratch and write it as a checkpoint.
 
-    scripts/train_demo_vlm.py --model qwen|llava -o DIR [--minutes M] [--seed S] [--resume] [--device cpu|cuda]
+    scripts/train/train_demo_vlm.py --model qwen|llava -o DIR [--minutes M] [--seed S] [--resume] [--device cpu|cuda]
 
 Prints one JSON line per measurement (accuracy by family on validation questions); the last line sums it up.
 """
@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 

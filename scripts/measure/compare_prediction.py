@@ -6,7 +6,7 @@ predicted relative output error without, and what really happens to held-out ans
 tokens' distributions from the original's. Spearman's rank correlation over groups, by width and over all; predictions come
 from statistics of other samples. The last line is one JSON object.
 
-    scripts/compare_prediction.py eval/demo/demo-llava STATS --samples 64
+    scripts/measure/compare_prediction.py eval/demo/demo-llava STATS --samples 64
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Our streaming client against `vllm bench serve`: the same requests to the same server, by turns.
 
-scripts/compare_vllm_bench.py [MODEL] [--requests 32] [--clients 4] [--repeats 3] [--out-tokens 32]
+scripts/measure/compare_vllm_bench.py [MODEL] [--requests 32] [--clients 4] [--repeats 3] [--out-tokens 32]
 
 Medians over the turns. Requests per second and end-to-end times agree where client and server have cores of their own; on
 two shared ones what the client itself costs shows, too. The inter-token gaps differ by one a request: vLLM's client counts

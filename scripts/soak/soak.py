@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Soak a checkpoint in vLLM's server: mixed requests by several clients, every answer checked.
 
-scripts/soak.py [MODEL] [--requests 3000] [--clients 8] [--data FILE] [--seed 0] [-- FLAGS OF vllm serve]
+scripts/soak/soak.py [MODEL] [--requests 3000] [--clients 8] [--data FILE] [--seed 0] [-- FLAGS OF vllm serve]
 
 First a server without caches answers every conversation of the soak, one after the other: the reference. Then one with
 prefix cache, image processor cache, chunked prefill that cuts images, and a KV space so small that requests are preempted
@@ -32,6 +32,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "measure"))  # `watching`, of the benchmarks of serving
+
 from soaking import client, malformed, memory
 from soaking.client import Reply, Sent
 from soaking.traffic import MOST_IMAGES, Ask, Conversation, conversations, traffic
@@ -45,7 +47,7 @@ from vlmcompress.data.sources import bundled, load_samples
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = 32  # tokens of the KV cache
 MALFORMED_EVERY = 15  # requests
 LOST_IMAGE = "P0/P1 cache drift"  # what vLLM 0.32 calls it
