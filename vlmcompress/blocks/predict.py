@@ -5,11 +5,11 @@ An output error `D = X dW^T` changes the loss, to second order and with the diag
     dL = 1/2 sum_m f_m ||X_m dW^T||^2 = 1/2 sum_m f_m tr(dW G_m dW^T),      f_m = mean over modality m of (dL/dY)^2
 
 in nats where `f` is that of the loss itself. Measured one group at a time on demo-llava
-(`scripts/measure/compare_prediction.py`), it ranks groups as the divergence of held-out answers does (Spearman 0.77 and 0.85 at 4 and 3 bits; 0.26 at 2, where changes are
-not small), but its size is four to fourteen times too small (the gradients are those of answers that
-the model is sure of): it is for ranking. Without gradients the error is that of the layers'
-outputs relative to their size, `tr(dW G dW^T) / tr(W G W^T)` with the balanced G: a layer is then as important as any other
-(0.22, 0.27 and 0.09 there).
+(`scripts/measure/compare_prediction.py`), it ranks groups as the divergence of held-out answers does (Spearman 0.77 and
+0.85 at 4 and 3 bits; 0.26 at 2, where changes are not small), but its size is four to fourteen times too small (the
+gradients are those of answers that the model is sure of): it is for ranking. Without gradients the error is that of the
+layers' outputs relative to their size, `tr(dW G dW^T) / tr(W G W^T)` with the balanced G: a layer is then as important
+as any other (0.22, 0.27 and 0.09 there).
 
 Both are sums over rows of W, so some evenly spaced ones tell (64 rows of a few thousand: within about a tenth, which a factor
 of four a bit makes light of). What `dW` is comes from the method itself, run on these rows: rounding, AWQ's and SmoothQuant's

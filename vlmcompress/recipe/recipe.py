@@ -30,9 +30,9 @@ from vlmcompress.recipe.layers import Layer, find, merge
 if TYPE_CHECKING:
     from vlmcompress.numerics import Scheme
     from vlmcompress.quantizers import Quantizer, QuantizerOptions
-    from vlmcompress.recipe.reducer import Chosen
+    from vlmcompress.recipe.reducer import ReducerChoice
 else:  # pydantic reads annotations when the class is made, and these bring torch along; `resolve` checks the values
-    Chosen = QuantizerOptions = Any
+    ReducerChoice = QuantizerOptions = Any
 
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
 FORMATS = Registry("vlmcompress.exporters", "format")
@@ -80,7 +80,7 @@ class Recipe(_Frozen):
         calibrate: the calibration data, or statistics collected before.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
-        reduce: the visual-token reducer (`recipe.reducer.Chosen`) that the checkpoint carries; None: all tokens are kept.
+        reduce: the visual-token reducer (`recipe.reducer`) that the checkpoint carries; None: all tokens are kept.
         engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
         shard_size: size of the largest file of weights, like 5GB.
@@ -98,7 +98,7 @@ class Recipe(_Frozen):
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
     bits: Bits | None = None
-    reduce: Chosen | None = None
+    reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -226,8 +226,8 @@ def resolve(
     return Resolved(recipe.model_copy(update={"model": model}), origins)
 
 
-def _reducer(given: Any, origins: Mapping[str, str]) -> Chosen | None:
-    """The `recipe.reducer.Chosen` that the merged settings name; None where they name none."""
+def _reducer(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+    """The `recipe.reducer.ReducerChoice` that the merged settings name; None where they name none."""
     if given is None:
         return None
     from vlmcompress.recipe.reducer import merged  # which brings torch along

@@ -25,7 +25,7 @@ from vlmcompress.common import folders, identity, json_files
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe import reducer as choosing
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 METHOD = "dymu"
 
@@ -36,7 +36,7 @@ SCHEMA_VERSION = 1
 COMMAND = "vlmcompress thresholds MODEL --calib DATA -o FILE.json"
 
 
-def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
+def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Return the reducer with the thresholds of the file that it names, if any. UserError if they are not of this model."""
     name = chosen.options.thresholds
     if not isinstance(name, str):
@@ -54,7 +54,7 @@ def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
     return chosen.with_thresholds(content["reduce"].options.thresholds)
 
 
-def known(vlm: VLM, chosen: Chosen) -> Chosen:
+def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Resolve the reducer's file, and raise UserError where thresholds are needed and missing."""
     chosen = resolve(vlm, chosen)
     if chosen.options.unlearnt:
@@ -62,7 +62,9 @@ def known(vlm: VLM, chosen: Chosen) -> Chosen:
     return chosen
 
 
-def save(path: Path, vlm: VLM, chosen: Chosen, found: Sequence[int], calibration: Mapping[str, Any]) -> dict[str, Any]:
+def save(
+    path: Path, vlm: VLM, chosen: ReducerChoice, found: Sequence[int], calibration: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write the file of a reducer with thresholds, whole or not at all, and return its content.
 
     Args:
@@ -108,7 +110,7 @@ def encoder_hash(vlm: VLM) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the file's content, with `reduce` as a `Chosen`."""
+    """Read the file's content, with `reduce` as a `ReducerChoice`."""
     try:
         content = json_files.read(path)
     except (OSError, ValueError) as error:
