@@ -176,7 +176,8 @@ def find_params(
     if fmt.kind == "float" or edge is not None:
         scale = _stored(top / (edge or fmt.qmax), scale_dtype)
     else:
-        scale = _less_error(pieces, *(_stored(top / (fmt.qmax + more), scale_dtype) for more in (0.5, 0)), weights, fmt)
+        wide, narrow = _stored(top / (fmt.qmax + 0.5), scale_dtype), _stored(top / fmt.qmax, scale_dtype)
+        scale = _less_error(pieces, wide, narrow, weights, fmt)
     return scale.view(1) if fmt.group == 0 else scale, None
 
 
