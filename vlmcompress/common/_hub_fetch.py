@@ -13,7 +13,8 @@ from typing import Any
 
 from vlmcompress.common._hub_files import Choice, ModelFiles, Repository
 from vlmcompress.common.notes import note
-from vlmcompress.common.progress import ProgressBar, size
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
 
 _HEAD = 1 << 16  # bytes of a weight file that are asked for first; the header of most fits

@@ -69,7 +69,7 @@ def write_checkpoint(
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=reducers.warnings(recipe.reduce, origin) + warnings(results) + renamed,
             allocation=work.allocation,
-            visual_tokens=work.visual_tokens and work.visual_tokens.example,
+            visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},

@@ -247,7 +247,7 @@ def _parquet(path: Path) -> _Table:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow; pip install 'vlmcompress[compress]'") from error
+        raise UserError(f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress") from error
     try:
         file = pq.ParquetFile(path)
         columns = tuple(file.schema_arrow.names)
@@ -279,7 +279,7 @@ def _saved_dataset(path: Path) -> _Table:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"reading {path} needs datasets; pip install 'vlmcompress[compress]'") from error
+        raise UserError(f"reading {path} needs datasets; pip install '.[compress]' in the checkout of vlmcompress") from error
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever arrow, json or the library raise on a damaged folder

@@ -84,7 +84,7 @@ class OpenAI:
         try:
             import openai
         except ImportError as error:
-            raise UserError("openai is not installed; pip install 'vlmcompress[eval]'") from error
+            raise UserError("openai is not installed; pip install '.[eval]' in the checkout of vlmcompress") from error
         return openai.AsyncOpenAI(
             base_url=self.url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",

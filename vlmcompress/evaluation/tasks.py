@@ -134,7 +134,7 @@ def quiet() -> Iterator[None]:
 
 def _manager(metadata: Mapping[str, Any], more: Sequence[Path] = ()) -> Any:
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("suites need lm-eval; pip install 'vlmcompress[eval]'")
+        raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=[*catalogue.folders(), *more], include_defaults=False, metadata=dict(metadata))

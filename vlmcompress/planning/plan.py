@@ -107,7 +107,7 @@ class Plan:
             "needs_calibration_data": self.needs_data,
             "prefix": self.prefix,
             "allocation": self.allocation,
-            "visual_tokens": self.visual_tokens and self.visual_tokens.example,
+            "visual_tokens": self.visual_tokens.example if self.visual_tokens else None,
             "problems": self.problems,
         }
 

@@ -1,4 +1,4 @@
-"""Check that vLLM serves a checkpoint as it should: `vlmcompress doctor --engine vllm OUT`.
+"""Finding that vLLM serves a checkpoint as it should: `vlmcompress doctor --engine vllm OUT`.
 
 The real engine answers questions about images under every setting that could change an answer (caches, cut prompts, mixed
 batches, aborted neighbours, ...); transformers with the same reducer attached answers them one at a time, without any of
@@ -24,7 +24,7 @@ from typing import Any
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.reducer_block import CarriedReducer
-from vlmcompress.common.finding import Check
+from vlmcompress.common.finding import Finding
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, interpreter, runner
 from vlmcompress.engines.vllm.conformance import _names, _plan, _questions
@@ -44,7 +44,7 @@ ENGINE = replace(
 )
 
 
-def examine(folder: str | Path, **settings: Any) -> list[Check]:
+def examine(folder: str | Path, **settings: Any) -> list[Finding]:
     """Ask the checkpoint in vLLM and in transformers, and compare. Settings and errors are those of `collect`.
 
     Where vLLM can't load it because of its tensors' names, that is the only check.
@@ -52,8 +52,8 @@ def examine(folder: str | Path, **settings: Any) -> list[Check]:
     try:
         findings = collect(folder, **settings)
     except _names.Unplaced as error:
-        return [Check("names", False, str(error))]
-    return [Check("names", True, findings.names), *judge(findings)]
+        return [Finding("names", False, str(error))]
+    return [Finding("names", True, findings.names), *judge(findings)]
 
 
 def collect(
@@ -95,7 +95,7 @@ def collect(
     return findings
 
 
-def judge(findings: Findings) -> list[Check]:
+def judge(findings: Findings) -> list[Finding]:
     """Run each of `CHECKS` on the findings."""
     return [_judged(name, findings) for name in CHECKS]
 
@@ -153,8 +153,8 @@ def _ask(findings: Findings, plan: Sequence[dict[str, Any]], media: Path, view: 
                 progress("asking vLLM", len(findings.engines), len(plan))
 
 
-def _judged(name: str, findings: Findings) -> Check:
+def _judged(name: str, findings: Findings) -> Finding:
     try:
-        return Check(name, True, CHECKS[name](findings))
+        return Finding(name, True, CHECKS[name](findings))
     except UserError as error:
-        return Check(name, False, str(error))
+        return Finding(name, False, str(error))
