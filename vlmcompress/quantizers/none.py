@@ -13,5 +13,5 @@ class Options:
 
 
 def scheme(options: Options) -> None:
-    """No number format: nothing is quantized."""
+    """Return None, as nothing is quantized."""
     return None

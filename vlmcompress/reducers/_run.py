@@ -1,4 +1,4 @@
-"""Methods checked and run: that signals are there before, that a reduction is one and meets its budget after."""
+"""Run methods, after checking that their signals are there, and check that the reduction is valid and meets its budget."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlmcompress.reducers._base import Grid, Reduction, Signals, rounded
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
-    """Fields of `signals` that the method needs and that are not there, sorted."""
+    """Names of the fields of `signals` that the method needs and that are missing, sorted."""
     return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
 
 
 def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
-    """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
+    """Whether the kept share of such a grid would be less than one token, so that the grid is kept whole."""
     if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
         return False
     return rounded(grid, getattr(options, "keep", 1)) == 0 and method.budget(grid, options) == math.prod(grid)
@@ -25,7 +25,7 @@ def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
 
 @torch.no_grad()
 def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
-    """What the method does with the tokens of one image. ValueError if a signal that it needs is missing."""
+    """Decide the reduction of one image by a method. ValueError if a signal that it needs is missing."""
     if getattr(options, "keep", None) == 1:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
@@ -36,7 +36,7 @@ def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
 def merge(
     method: ModuleType, signals: Signals, options: Any, layer: int, layers: int, count: int | None = None
 ) -> Reduction:
-    """What a method that merges layer by layer does with the rows that the layers before have left.
+    """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
 
     The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`.
     """

@@ -33,7 +33,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -44,7 +44,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def select(features: Tensor, count: int) -> Tensor:
-    """`[count]` indices in the order in which they are chosen, of rows `[n, d]`."""
+    """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
     distance = 1 - rows @ rows.T
     alone = distance.clone().fill_diagonal_(torch.inf)

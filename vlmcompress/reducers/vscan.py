@@ -49,7 +49,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, local and global together."""
+    """Number of local and global tokens together: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -67,7 +67,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def windows(grid: Grid, side: int) -> Tensor:
-    """`[n]`: number of each token's window, tiles of `side x side` from the upper left corner of each frame.
+    """Number of each token's window, `[n]`; windows are tiles of `side x side` from the upper left corner of each frame.
 
     The last ones of a row and of a column are larger by what does not divide, so every window has at least `side x side`
     tokens; a frame that is narrower has one window across.
@@ -79,10 +79,10 @@ def windows(grid: Grid, side: int) -> Tensor:
 
 
 def local(scores: Tensor, window: Tensor, count: int) -> Tensor:
-    """`[count]` indices: the highest scores, of each window at most `count / windows`, rounded up.
+    """Indices `[count]` of the highest scores, at most `count / windows`, rounded up, from each window.
 
     Args:
-        scores: `[n]`, and
+        scores: `[n]`, score of each token.
         window: `[n]`, number of each token's window, from 0.
     """
     order = top(scores, len(scores))
