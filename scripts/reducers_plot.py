@@ -32,7 +32,7 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
 
 
 def draw(found: Mapping[str, Any]) -> str:
-    """The whole picture; of a reducer the line begins at the model without one."""
+    """Draw the whole picture; the line of a reducer begins at the model without one."""
     models, figures = list(found["full"]), [row for row in found["figures"] if row["group"] in LOOKS]
     lowest = min(row["exact"]["all"] for row in figures)
     up, across = linear(lowest, 1.0, 6), linear(0.0, 1.0, 5)

@@ -59,7 +59,7 @@ METRICS = (
 
 
 def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], progress: Progress) -> list[Reply]:
-    """The answer of each conversation by a server without caches that works on one at a time."""
+    """Get the reference answer to each conversation, from a server without caches that works on one at a time."""
     replies = [Reply() for _ in asked]
 
     def body(conversation: Conversation, name: str) -> bytes:
@@ -81,8 +81,8 @@ def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], p
 
 
 def pressure(model: str, replies: Sequence[Reply], clients: int) -> list[str]:
-    """Flags that make the server work hard: caches that must evict, chunks that cut images, KV space for about half of what
-    the clients ask for at once."""
+    """Choose flags that make the server work hard: caches that must evict, chunks that cut images, KV space for about
+    half of the clients' requests at once."""
     longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     held = [reply.prompt_tokens + len(reply.choices[0].tokens) for reply in replies]
     blocks = max(2 * math.ceil(max(held) / BLOCK), math.ceil(clients / 2 * sum(held) / len(held) / BLOCK))
@@ -98,7 +98,7 @@ def pressure(model: str, replies: Sequence[Reply], clients: int) -> list[str]:
 
 
 class Soak:
-    """One soak: what is sent, and the books about what came back."""
+    """One soak: the requests that are sent, and the books about the replies."""
 
     def __init__(
         self, asks: Sequence[Ask], asked: Sequence[Conversation], right: Sequence[Reply], name: str, seed: int
@@ -150,7 +150,7 @@ class Soak:
 
 
 def soak(soaked: Soak, running: Server, clients: int, progress: Progress) -> dict[str, Any]:
-    """Send everything; what the server and its memory did."""
+    """Send everything; returns observations of the server and its memory."""
 
     def done(index: int, reply: Reply) -> None:
         soaked.book(index, reply)
@@ -180,7 +180,7 @@ def soak(soaked: Soak, running: Server, clients: int, progress: Progress) -> dic
 
 
 def idle(running: Server, patience: float = 30.0) -> dict[str, float]:
-    """The server's metrics, once it has noticed that its clients left."""
+    """Read the server's metrics, once it has noticed that its clients left."""
     end = time.monotonic() + patience
     while True:
         after = dict.fromkeys(METRICS, 0.0)
@@ -193,7 +193,7 @@ def idle(running: Server, patience: float = 30.0) -> dict[str, float]:
 
 
 def report(options: argparse.Namespace, soaked: Soak, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures."""
+    """Collect all figures of a soak."""
     total = sum(soaked.answers.values(), Counter())
     return {
         "model": Path(options.model).name,

@@ -23,7 +23,7 @@ and one of
 A method that restricts attention and keeps all tokens has, besides a `reduce` that is the identity, a `mask` (see `pevlm`).
 `reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index),
 computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
-input gives the same bits in every call. An image is kept whole where the share `keep` of it is less than one token (of
+input gives the same bits in every call. An image is kept whole where the share `keep` of it rounds to no token (of
 a video `evs` always keeps the first frame). To add a reducer, add a file.
 """
 

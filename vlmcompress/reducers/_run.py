@@ -17,8 +17,8 @@ def missing(method: ModuleType, signals: Signals) -> list[str]:
 
 
 def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
-    """Whether the kept share of such a grid would be less than one token, so that the grid is kept whole."""
-    if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
+    """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
+    if method.COUNT != "fixed" or method.STAGE == "pixels":  # `litevlm` keeps a share of the images
         return False
     return rounded(grid, getattr(options, "keep", 1)) == 0 and method.budget(grid, options) == math.prod(grid)
 

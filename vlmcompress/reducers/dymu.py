@@ -55,8 +55,9 @@ def budget(grid: Grid, options: Options) -> None:
 def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
     """Merge the pairs whose cosine is above the layer's threshold.
 
-    With a `count`, no more than leave that many, and as many as the layers behind, each of which at most halves, cannot make
-    up for. So the last layer merges exactly what is still too many, best pairs first, whatever its threshold.
+    With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers behind,
+    each of which at most halves the tokens, cannot make up for. So the last layer merges exactly the tokens that are
+    still too many, best pairs first, whatever its threshold.
     """
     assert signals.keys is not None and signals.heads is not None
     if options.thresholds is None or isinstance(options.thresholds, str):

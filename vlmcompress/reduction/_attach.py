@@ -23,7 +23,7 @@ _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class KeptWhole(UserWarning):
-    """Warning that an image is kept whole, as the kept share of its tokens would be less than one."""
+    """Warning that an image is kept whole, as the kept share of its tokens would round to none."""
 
 
 class Attachment:
