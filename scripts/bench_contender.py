@@ -71,7 +71,7 @@ def build(shape: str, layers: int | None, folder: Path) -> None:
 
 
 def samples(count: int, tokens: int, seed: int) -> list[dict]:
-    """Encoded samples: one image of random patches each, about two thirds of the tokens visual; the last four are an answer."""
+    """Make encoded samples: an image of random patches, about two thirds of the tokens; the last four are an answer."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

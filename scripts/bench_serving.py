@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Variant, ...]] = {
     ),
     "warm": BF16,
 }
-BLOCK, BLOCKS = 32, 144  # of the KV cache: 143 can be used, a full request takes 34
+BLOCK, BLOCKS = 32, 144  # tokens in a block of the KV cache, and blocks: 143 can be used, a full request takes 34
 RESIDENT = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
 
 

@@ -49,7 +49,7 @@ def outputs(vlm, batches: list[dict]) -> list[dict]:
 
 
 def distance(now: list[dict], original: list[dict]) -> dict[str, float]:
-    """Relative squared error of the output by modality, over all samples; mean KL over answer tokens."""
+    """Compute the relative squared error of outputs by modality, over all samples, and the mean KL over answer tokens."""
     from vlmcompress.statistics.inputs import MODALITIES
 
     result = {}

@@ -27,7 +27,7 @@ BEYOND = 1.96
 COMPARED = ("exact", "path", "typical", "logit")
 BITS = ("16", "W8A8", "W4", "W4 channel", "3.25", "3.15", "W3", "W2")
 BALANCES = ("ratio", "mbq", "auto")
-PAIRS = {  # what a method is compared with: methods at the same number of bits, or method and bits
+PAIRS = {  # method -> methods that it is compared with, at the same number of bits or at that named
     "gptq": ["rtn", "stock gptq"],
     "awq": ["rtn", "stock awq"],
     "mbq": ["awq", "mbq mae"],
@@ -143,7 +143,7 @@ def _comparison(one: Key, other: Key, measures: Mapping[Key, Any], clusters: Ten
     for name in COMPARED:
         a, b = measures[one], measures[other]
         common = [seed for seed in a["seeds"] if seed in b["seeds"]] or [0]
-        if b["seeds"] == [0] and len(a["seeds"]) > 1:  # it hangs on no data
+        if b["seeds"] == [0] and len(a["seeds"]) > 1:  # the other method depends on no data
             common, b = a["seeds"], {name: b[name].expand(len(a["seeds"]), -1), "seeds": a["seeds"]}
         pick = [[found["seeds"].index(seed) for seed in common] for found in (a, b)]
         row[name] = difference(a[name][pick[0]] - b[name][pick[1]], clusters)

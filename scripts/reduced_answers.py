@@ -48,7 +48,7 @@ class Questions:
     images: list[dict[str, Tensor]]
 
     def batches(self, stepwise: bool) -> list[list[int]]:
-        """Numbers of questions whose prompts have one length, and if `stepwise` their answers, at most `PER_BATCH` together."""
+        """Batches of numbers of questions whose prompts (if `stepwise`, and answers) have one length, at most `PER_BATCH`."""
         alike: dict[tuple[int, int], list[int]] = {}
         for number, one in enumerate(self.asked):
             length = one.tokens["input_ids"].shape[1], len(one.answer) if stepwise else 0
@@ -107,7 +107,7 @@ class Asker:
     def __init__(self, vlm: VLM, questions: Questions):
         self.vlm, self.questions = vlm, questions
         self._base: Any = vlm.model.float().get_submodule(vlm.spec.layers.split(".")[0])
-        self._features: dict[int, Tensor] = {}  # of an image, as the language model gets them
+        self._features: dict[int, Tensor] = {}  # image -> its features as the language model gets them
         self._shown: list[int] = []  # numbers of the images of the batch that runs
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class Asker:
         found, given = (
             [out.logits.argmax(-1)],
             labels[:, :-1].clamp(min=0),
-        )  # what comes behind an answer's end is not read
+        )  # tokens behind an answer's end are not read
         for step in given.split(1 if stepwise else max(1, given.shape[1]), 1):
             if step.shape[1]:
                 out = self.vlm.model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)

@@ -26,7 +26,7 @@ from vlmcompress.recipe.reducer import Chosen, parse
 from vlmcompress.reduction import attach, refusal
 
 SIDE = 32  # tokens down and across: 1,024 together
-WORDS = 48  # of the question
+WORDS = 48  # tokens of the question
 SHARES = (0.5, 0.25, 1 / 9)
 METHODS = ("random", "dart", "divprune", "visionzip", "vscan", "tome", "fastv", "dart-llm", "surrogate")
 TEXT = {

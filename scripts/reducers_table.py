@@ -29,7 +29,7 @@ SIMILAR = ("dart", "dart-llm", "divprune", "tome", "dymu", "pixelprune")  # meth
 MARKS = {
     "random": " o",
     "random_cached": " (o)",
-}  # of what is no better than random at as many tokens, or as much cache
+}  # marks of reducers no better than random at as many tokens, or as much cache
 CLOSE = ("read", "locate")  # families that hang on small details and places
 Row = dict[str, Any]
 

@@ -20,7 +20,7 @@ from vlmcompress.data.sources import bundled
 from vlmcompress.recipe.reducer import parse
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "eval/demo/demo-llava"  # whose tokenizer and chat template it has
+DEMO = ROOT / "eval/demo/demo-llava"  # the model has its tokenizer and chat template
 SIDE = 32  # visual tokens down and across
 PATCH = 14
 TEXT = {
@@ -34,7 +34,7 @@ TEXT = {
 VISION = {
     "hidden_size": 384,
     "intermediate_size": 1536,
-    "num_hidden_layers": 13,  # of which the features are taken before the last
+    "num_hidden_layers": 13,  # features are taken before the last one
     "num_attention_heads": 6,
     "patch_size": PATCH,
     "image_size": PATCH * SIDE,

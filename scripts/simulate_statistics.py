@@ -151,7 +151,7 @@ def decided_with_needed(rng: np.random.Generator, setting: Setting, runs: int) -
 
 
 def false_families(rng: np.random.Generator, runs: int, count: int = 10, margin: float = 0.05) -> dict[str, float]:
-    """Ten families of 150 samples: any failing with all of them at the margin, all passing with one of them at it."""
+    """Rates of false verdicts over ten families of 150 samples: any failing with all at the margin, all passing with one."""
     any_fails = all_pass = 0
     setting = Setting("right/wrong", 150, True, 0.5, 0.01)
     for _ in range(runs):

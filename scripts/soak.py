@@ -48,7 +48,7 @@ from vlmcompress.errors import UserError
 ROOT = Path(__file__).parents[1]
 BLOCK = 32  # tokens of the KV cache
 MALFORMED_EVERY = 15  # requests
-LOST_IMAGE = "P0/P1 cache drift"  # what vLLM 0.32 calls it
+LOST_IMAGE = "P0/P1 cache drift"  # vLLM 0.32's message for an image that its cache has lost
 METRICS = (
     "num_preemptions_total",
     "prefix_cache_hits_total",

@@ -104,7 +104,7 @@ def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
         del tower.forward
     axes = max(
         (one.positions[..., 0] for one in questions), key=Tensor.dim
-    ).shape  # of M-RoPE: those without images have one
+    ).shape  # M-RoPE has three rows of positions, prompts without images have one
     return [replace(one, positions=one.positions.expand(*axes, -1)) for one in questions]
 
 

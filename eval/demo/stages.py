@@ -29,8 +29,8 @@ from .transfer import adopt
 
 STAGES = ("language", "tower", "joint")
 DENSE_WEIGHT = 0.1
-ORACLE_NOISE = 0.15  # of the oracle tokens' standard deviation, so that the LLM tolerates a tower that is not exact
-EMA = 0.99  # of the joint stage's weights; what is exported
+ORACLE_NOISE = 0.15  # share of the oracle tokens' standard deviation, so that the LLM tolerates an inexact tower
+EMA = 0.99  # decay of the joint stage's averaged weights, which are exported
 
 
 @dataclass

@@ -11,7 +11,7 @@ from watching import watching
 
 PERIOD = 1.0  # seconds between two samples
 FEWEST = 5  # samples of a fifth of the requests
-ALLOWED = 0.01  # of its memory a server may grow while it answers the second half of the requests
+ALLOWED = 0.01  # share of its memory by which a server may grow while it answers the second half of the requests
 ALLOWED_MB = 16.0  # or that much, if it is more
 
 
@@ -28,7 +28,7 @@ def _in(process: Path, session: int) -> bool:
     try:
         # pid (name) state parent group session ...; the name may hold spaces and brackets
         return int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session
-    except (OSError, IndexError):  # it has just ended
+    except (OSError, IndexError):  # the process has just ended
         return False
 
 

@@ -25,7 +25,7 @@ DELIVERIES = {"plain": 35, "streamed": 30, "scored": 20, "two choices": 5, "abor
 SHAPES = ((1, 1), (0.5, 0.5), (1, 0.5), (0.6, 1.4), (1.5, 1), (2, 2))  # width and height as shares of the original's
 FORMATS = (("PNG", "RGB"), ("JPEG", "RGB"), ("WEBP", "RGB"), ("PNG", "L"), ("PNG", "RGBA"), ("PNG", "P"))
 MOST_IMAGES = 4
-NEW = 0.3  # of the traffic asks what was not asked before
+NEW = 0.3  # share of the traffic that asks something new
 RECENT = 40  # conversations that half of the repeats choose from
 
 

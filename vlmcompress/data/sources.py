@@ -51,7 +51,7 @@ class _Table:
     ids: list[Any]  # one per row; None where the data has none
     rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
     row_name: Callable[[int], str]
-    prompted: bool = False  # whether the questions are ours
+    prompted: bool = False  # whether the questions are some of `PROMPTS`
 
 
 def load_samples(

@@ -38,9 +38,9 @@ from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
-SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
+SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
 _SAMPLE = 256  # rows that scales are compared on
-_ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in cache
+_ROWS = 512  # rows whose ranges are searched at a time, so that temporaries stay in cache
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Reduction:
         kept = parent == torch.arange(n, device=parent.device)
         if not kept[parent[parent >= 0]].all():
             raise ValueError("a token is merged into one that is not kept")
-        row = kept.cumsum(0) - 1  # of the kept tokens
+        row = kept.cumsum(0) - 1  # output row of each kept token
         target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
         weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
         return Reduction(target, kept.nonzero().squeeze(1), weight)
@@ -85,7 +85,7 @@ class Reduction:
         return self._sum(torch.ones_like(self.target))
 
     def apply(self, x: Tensor) -> Tensor:
-        """`[n, ...] -> [m, ...]` in `x`'s dtype, computed in float32 (float64 stays). What was not merged is bit for bit."""
+        """Reduce `x [n, ...]` to `[m, ...]` in its dtype, computed in float32 (float64 stays). Unmerged rows keep all bits."""
         if len(x) != len(self.target):
             raise ValueError(f"the reduction is of {len(self.target)} tokens, not of {len(x)}")
         anchor = self.anchor.to(x.device)

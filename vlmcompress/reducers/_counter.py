@@ -27,9 +27,9 @@ from torch import Tensor
 from vlmcompress.errors import UserError
 
 STEPS = 16
-WIDTH = 14  # statistics of an image
-_LIMIT = 1e6  # of a number in a checkpoint; and of a bucket
-_FLAT = (0.05, 0.15, 0.4)  # of standard deviations, in the processor's units
+WIDTH = 14  # number of statistics of an image
+_LIMIT = 1e6  # the largest number, or bucket, in a checkpoint
+_FLAT = (0.05, 0.15, 0.4)  # standard deviations below which a patch is flat, in the processor's units
 
 
 @dataclass(frozen=True)

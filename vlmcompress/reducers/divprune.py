@@ -48,7 +48,7 @@ def select(features: Tensor, count: int) -> Tensor:
     rows = unit(features)
     distance = 1 - rows @ rows.T
     alone = distance.clone().fill_diagonal_(torch.inf)
-    nearest = alone.amin(0).nan_to_num(posinf=0.0)  # of a single token there is no neighbour
+    nearest = alone.amin(0).nan_to_num(posinf=0.0)  # a single token has no neighbour
     chosen = torch.empty(count, dtype=torch.int64, device=features.device)
     taken = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
     for i in range(count):

@@ -30,7 +30,7 @@ STAGE = "projected"
 NEEDS = frozenset({"features", "saliency", "windowed"})
 COUNT = "fixed"
 SERVED = True
-SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of 32 blocks, LLaVA-1.5-7B; 14 of 28 in Qwen2.5-VL
+SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of the 32 blocks of LLaVA-1.5-7B; in Qwen2.5-VL 14 of 28
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def local(scores: Tensor, window: Tensor, count: int) -> Tensor:
     owner = window.to(order.device)[order]
     by_window = owner.sort(stable=True)
     first = torch.searchsorted(by_window.values, by_window.values)  # where the window's own run begins
-    rank = torch.empty_like(order)  # within the window
+    rank = torch.empty_like(order)  # rank of a token within its window
     rank[by_window.indices] = torch.arange(len(order), device=order.device) - first
     quota = -(-count // (int(window.max()) + 1))
     return order[(rank >= quota).sort(stable=True).indices[:count]]  # those beyond the quota stand last
