@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
@@ -136,7 +136,7 @@ class BlockModifier(BlockObserver):
     Attributes:
         method: scheme and options.
         sensitivity: (block, group) -> sensitivity, for balances by gradients.
-        store: a `blocks.store.LayerStore`.
+        store: a `blocks.store.BlockStore`.
         token_weights: for each sample, (block, group) -> factors `[tokens]` for the rows of the group's input.
         scales: (block, group) -> smoothing scale `[in]`, where the method searches by block.
     """
@@ -161,7 +161,7 @@ class BlockModifier(BlockObserver):
         norms = {
             g.smooth: self._linears[g.smooth].weight.detach() for g in groups if g.smooth_kind == "norm" and g.smooth
         }
-        result = solve_layer(groups, weights, stats, self.method, first.dtype, scales, norms)
+        result = solve_block(groups, weights, stats, self.method, first.dtype, scales, norms)
         result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)

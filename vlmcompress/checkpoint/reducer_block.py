@@ -21,7 +21,7 @@ from typing import Any
 
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import reducer as chosen
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter, read_counter
 
 KEY = "vlmcompress"
@@ -32,15 +32,15 @@ _WHERE = f"config.json: {KEY}"
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedReducer:
     """The content of the block: the `model_type`, the reducer, and `count`, which computes how many tokens an image keeps."""
 
     model_type: str
-    reducer: Chosen
+    reducer: ReducerChoice
     count: TokenCounter | None = None
 
 
-def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None = None) -> dict[str, Any]:
+def write(config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter | None = None) -> dict[str, Any]:
     """Return a checkpoint's `config` with a reducer in it, in place of the one that it may have had.
 
     UserError for a reducer that cannot be carried.
@@ -52,7 +52,7 @@ def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None
     return {**config, "architectures": names, KEY: block}
 
 
-def read(config: Mapping[str, Any]) -> Carried | None:
+def read(config: Mapping[str, Any]) -> CarriedReducer | None:
     """Read the reducer from a checkpoint's config.json; None if it carries none. UserError for a block that is not right."""
     block, names = config.get(KEY), config.get("architectures") or []
     marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
@@ -79,10 +79,10 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
     if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
-    return Carried(block["model_type"], reducer, count)
+    return CarriedReducer(block["model_type"], reducer, count)
 
 
-def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
+def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
     """Refuse a reducer that has not learnt its thresholds, or with an option that only a model in memory can have."""
     if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")

@@ -73,7 +73,7 @@ class Recipe(_Frozen):
         calibrate: the calibration data, or statistics collected before.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
-        reduce: the visual-token reducer (`recipe.reducer.Chosen`) that the checkpoint carries; None: all tokens are kept.
+        reduce: the visual-token reducer (`recipe.reducer.ReducerChoice`) that the checkpoint carries; None: all tokens are kept.
         engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
         shard_size: size of the largest file of weights.
@@ -220,7 +220,7 @@ def resolve(
 
 
 def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
-    """The `recipe.reducer.Chosen` that the merged settings name; None where they name none."""
+    """The `recipe.reducer.ReducerChoice` that the merged settings name; None where they name none."""
     if given is None:
         return None
     from vlmcompress.recipe.reducer import merged  # which brings torch along
