@@ -77,8 +77,8 @@ class BalancedGPTQModifier(GPTQModifier):
 
     balance: Any = "auto"
 
-    _sensitivity: dict[str, Sensitivity] = PrivateAttr(default_factory=dict)  # by linear layer
-    _weights: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)  # of mask values 0 to 3
+    _sensitivity: dict[str, Sensitivity] = PrivateAttr(default_factory=dict)  # linear layer -> its sensitivity
+    _weights: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)  # module -> weights of the mask values 0 to 3
     _count: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @field_validator("balance")

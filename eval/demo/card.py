@@ -25,7 +25,7 @@ def _table(summary: dict) -> str:
 
 
 def model_card(kind: str, summary: dict) -> str:
-    """README.md of a checkpoint, from what the training script measured."""
+    """Render README.md of a checkpoint, from the training script's measurements."""
     architecture, pixels = ABOUT[kind]
     head = f"""\
         ---

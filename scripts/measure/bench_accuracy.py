@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What schemes and reducers cost the demo models: exact match on their test split in vLLM, paired with the BF16 original.
+"""Accuracy of schemes and reducers on the demo models: exact match on their test split in vLLM, paired with the BF16 original.
 
     scripts/measure/bench_accuracy.py                     both models, all recipes; writes eval/accuracy.json
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
@@ -44,7 +44,7 @@ RECIPES: dict[str, dict] = {
 
 
 def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
-    """Compress `model` in these ways and ask all of them the same questions."""
+    """Compress `model` by the named recipes and ask all checkpoints the same questions."""
     from vlmcompress import engines
     from vlmcompress.compression.quantize import quantize
     from vlmcompress.evaluation.accuracy import Ask, evaluate_all
@@ -66,7 +66,7 @@ def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -
 
 
 def render(rows: list[dict]) -> str:
-    """The results as a Markdown table."""
+    """Render the results as a Markdown table."""
     count = rows[0]["overall"]["n"]
     lines = [
         f"| model, {count} questions | recipe | weights | exact match | difference to BF16, 95% | within a point? "

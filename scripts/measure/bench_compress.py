@@ -45,12 +45,12 @@ def build(folder: Path, shape: str, layers: int | None) -> None:
 
 
 def measure(name: str, folder: Path, samples: int, tokens: int) -> dict:
-    """One measurement."""
+    """Run one measurement in a process of its own."""
     return json.loads(contender(name, folder, "--samples", samples, "--tokens", tokens).strip().splitlines()[-1])
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict:
-    """All contenders in turn, `repeats` times; medians and ratios."""
+    """Measure all contenders in turn, `repeats` times; medians and ratios."""
     build(folder, args.shape, args.layers)
     found: dict[str, list[dict]] = {name: [] for name in args.contenders}
     for turn in range(args.repeats):
@@ -85,7 +85,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
 
 
 def sweep(args: argparse.Namespace, folder: Path) -> dict:
-    """Ours over samples and layers: the time should grow linearly in both."""
+    """Measure ours over samples and layers: the time should grow linearly in both."""
     rows = []
     for layers, count in ((4, 8), (4, 16), (4, 32), (8, 8), (16, 8)):
         place = folder / f"layers-{layers}"

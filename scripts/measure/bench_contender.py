@@ -71,7 +71,7 @@ def build(shape: str, layers: int | None, folder: Path) -> None:
 
 
 def samples(count: int, tokens: int, seed: int) -> list[dict]:
-    """Encoded samples: one image of random patches each, about two thirds of the tokens visual; the last four are an answer."""
+    """Make encoded samples: an image of random patches, about two thirds of the tokens; the last four are an answer."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def _tokenizer():
 
 
 def run_stock(vlm, rows: list[dict], method: str) -> None:
-    """llm-compressor's own GPTQ or AWQ (mappings scoped to the language model), W4A16, groups of 128."""
+    """Run llm-compressor's own GPTQ or AWQ (mappings scoped to the language model), W4A16, groups of 128."""
     import torch
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -159,7 +159,7 @@ def run_stock(vlm, rows: list[dict], method: str) -> None:
 
 
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
-    """The part of `vlmcompress quantize` between loading and writing."""
+    """Run the part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
     from vlmcompress.blocks.solve import Method
     from vlmcompress.blocks.store import BlockStore
@@ -175,7 +175,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
 
 
 def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
-    """Seconds, peak memory and output error of one contender."""
+    """Measure seconds, peak memory and output error of one contender."""
     import torch
 
     vlm = _load(folder)

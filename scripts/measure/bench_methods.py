@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which method loses what: every quantization method on the demo models, plain and with planted outliers.
+"""Compare the losses of every quantization method on the demo models, plain and with planted outliers.
 
     scripts/measure/bench_methods.py --split validation --per-family 30 --seeds 1      try it
     scripts/measure/bench_methods.py                                                   all of it; writes eval/methods.json
@@ -58,7 +58,7 @@ BALANCES = ("ratio", "mbq", "auto")
 class Setting:
     """One row of the table: `recipe` is what `vlmcompress quantize` gets; `stock` names a method of llm-compressor instead.
 
-    `seeds`: whether the calibration data make a difference.
+    `seeds`: whether the result depends on the calibration data.
     """
 
     method: str
@@ -94,7 +94,7 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
 
 
 def allocations() -> Iterator[Setting]:
-    """GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
+    """Settings of GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
     given = {"scheme": "gptq", "options": {"group_size": GROUPS, "symmetric": False, "balance": "auto"}}
     for rule in ("error", "luq", "luq-reverse", "qvlm"):
         yield Setting(f"bits by {rule}", "3.25", given | {"bits": {"budget": 3.25, "among": [2, 3, 4, 8], "by": rule}})
@@ -115,7 +115,7 @@ def settings() -> list[Setting]:
 
 
 class Bench:
-    """One model and variant: its folder, questions and what the original answers."""
+    """One model and variant: its folder, the questions, and the original's answers."""
 
     def __init__(self, model: str, variant: str, args: argparse.Namespace):
         self.args, self.model, self.variant = args, model, variant
@@ -136,7 +136,7 @@ class Bench:
         )
 
     def statistics(self, seed: int) -> Path:
-        """Statistics of the unquantized model from calibration samples of a seed, collected once."""
+        """Collect, once, statistics of the unquantized model from the calibration samples of a seed."""
         out = self.args.work / "stats" / f"{self.model}-{self.variant}-{self.args.samples}-{seed}"
         if not (out / "statistics.json").exists():
             given = self._given(out, seed) | {"scheme": "gptq"}
@@ -146,7 +146,7 @@ class Bench:
         return out
 
     def run(self, setting: Setting, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Measures `[questions]` of a method, and what is known of its checkpoint."""
+        """Measure a method: measures `[questions]`, and facts about its checkpoint."""
         if setting.method == "bf16":
             return teacher_forcing.measure(self.original, self.original, self.label, self.question), {}
         if setting.stock:
@@ -187,7 +187,7 @@ class Bench:
 
 
 def chosen(model: Path, split: str, per_family: int | None) -> list[Sample]:
-    """The first `per_family` questions of each family of a split."""
+    """Choose the first `per_family` questions of each family of a split."""
     samples = load_samples(bundled(model, split), samples=None, seed=0, check_images=False)
     counts: dict[str, int] = {}
     kept = []
@@ -216,7 +216,7 @@ def planted(source: Path, variant: str, work: Path) -> Path:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run what WORK/rows.jsonl has no row of."""
+    """Run the settings that WORK/rows.jsonl has no row of."""
     args.work.mkdir(parents=True, exist_ok=True)
     path, wanted = args.work / "rows.jsonl", [one for one in settings() if re.search(args.only, one.key)]
     done = {row["key"] for row in methods_table.rows(path)}
@@ -234,7 +234,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def row_key(args: argparse.Namespace, model: str, variant: str, setting: Setting, seed: int) -> str:
-    """What a row is known by; also the name of its file of measures."""
+    """The key of a row, which is also the name of its file of measures."""
     name = f"{args.split}{args.per_family or ''} {model} {variant} {setting.key} {args.samples} {seed}"
     return re.sub(r"[^\w.]+", "-", name)
 

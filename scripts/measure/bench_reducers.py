@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What every visual-token reducer costs in accuracy, by family of question and share of the tokens kept, on the demo models.
+"""Accuracy of the demo models with every visual-token reducer, by family of question and share of the tokens kept.
 
     scripts/measure/bench_reducers.py --split validation --per-family 30  try it
     scripts/measure/bench_reducers.py                         all of it; goes on from ROWS
@@ -77,7 +77,7 @@ OWN_COUNT: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A reducer, or none; `group`: what its row of the table is called, without share and seed."""
+    """A reducer, or none; `group`: the name of its row of the table, without share and seed."""
 
     chosen: ReducerChoice | None
     group: str
@@ -88,7 +88,7 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """All, the most useful ones first (`_later`)."""
+    """List all settings, the most useful ones first (`_later`)."""
     found = [Setting(None, "full")]
     for share in SHARES:
         for method, variants in AT_SHARES.items():
@@ -102,7 +102,7 @@ def settings() -> list[Setting]:
 
 
 def _later(setting: Setting) -> bool:
-    """Further seeds, and variants at other than the first two shares."""
+    """Whether a setting comes later: further seeds, and variants at other than the first two shares."""
     if setting.chosen is None or setting.chosen.method in OWN_COUNT:
         return False
     variant = setting.group != setting.chosen.method and setting.chosen.options.keep not in SHARES[:2]
@@ -114,7 +114,7 @@ def _group(method: str, options: dict[str, Any]) -> str:
 
 
 def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
-    """The first `per_family` questions of each family with images, all for None."""
+    """Choose the first `per_family` questions of each family with images, all for None."""
     found, counts = [], dict[str | None, int]()
     for sample in load_samples(bundled(DEMO / model, split), samples=None, seed=0, check_images=False):
         counts[sample.family] = 1 + counts.get(sample.family, 0)
@@ -148,8 +148,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def describe(asker: Asker, setting: Setting, model: str) -> dict[str, Any]:
-    """Ask; the row of it. `exact` has a letter a question, 1 for right; `cached` is the share of the visual rows that
-    the caches of all blocks hold."""
+    """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
+    rows that the caches of all blocks hold."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
     if chosen and chosen.method == "dymu":
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a reducer of visual tokens wins in vLLM's server: a random model of about 0.5 B parameters, images of 1,024 tokens.
+"""Speed of vLLM's server with and without a reducer: a random model of about 0.5 B parameters, images of 1,024 tokens.
 
 scripts/measure/bench_serving.py --work DIR --prepare        write the checkpoints: minutes, once
 scripts/measure/bench_serving.py --work DIR [--groups cold,quantized,warm] [--turns 2] [--out eval/serving.json]
@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Variant, ...]] = {
     ),
     "warm": BF16,
 }
-BLOCK, BLOCKS = 32, 144  # of the KV cache: 143 can be used, a full request takes 34
+BLOCK, BLOCKS = 32, 144  # tokens in a block of the KV cache, and blocks: 143 can be used, a full request takes 34
 RESIDENT = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
 
 
@@ -81,7 +81,7 @@ def servers(group: str, folders: Mapping[Variant, Path], progress: ProgressBar) 
 def run_group(
     group: str, folders: Mapping[Variant, Path], turns: int, progress: ProgressBar
 ) -> Iterator[list[dict[str, Any]]]:
-    """The bursts of a group as rows, turn by turn."""
+    """Run the bursts of a group, turn by turn; returns rows."""
     prompts = open_prompts(None, [(448, 448)], *(2 * (next(iter(folders.values())),)), seed=0)
     kinds = ("again",) if group == "warm" else ("latency", "load")
     with servers(group, folders, progress) as up:
@@ -99,7 +99,7 @@ def run_group(
 
 
 def reducer_ms(rounds: int = 50) -> dict[str, float]:
-    """Milliseconds that each reducer takes for one image's tokens, as the plugin calls it: to choose and to gather."""
+    """Measure the milliseconds that each reducer takes for one image's tokens, to choose and gather, as the plugin calls it."""
     import torch
     from serving_model import TEXT
 
@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def measure_groups(groups: Sequence[str], folders: Mapping[Variant, Path], options: argparse.Namespace) -> None:
-    """Run groups, one after the other; what one has measured stays when it fails, and the next one is run."""
+    """Run groups, one after the other; when one fails its measurements stay, and the next one is run."""
     kept = options.out is not None and options.out.is_file()
     found: dict[str, Any] = json.loads(options.out.read_text()) if kept else {}
     progress, failed = ProgressBar(), []
@@ -165,7 +165,7 @@ def measure_groups(groups: Sequence[str], folders: Mapping[Variant, Path], optio
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """The tables, and as the last line the figures."""
+    """Print the tables, and as the last line the figures."""
     print(serving_table.render(found))
     print(json.dumps(serving_table.summarise(found)))
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Time of a sweep of some 50 settings next to that of one quantization, on a random-weight Qwen2.5-VL of 0.3 B parameters.
+"""Compare the time of a sweep of some 50 settings with one quantization, on a random-weight Qwen2.5-VL of 0.3 B parameters.
 
 The model has the shape of `bench_compress.py` and the processor of demo-qwen, so that the verbs run as users run them:
 `calibrate` once, `sweep` on what it wrote, and `quantize` (GPTQ, without statistics), on random images of 256 visual tokens.
@@ -47,7 +47,7 @@ def build(folder: Path, layers: int) -> None:
 
 
 def images(folder: Path, count: int, tokens: int) -> Path:
-    """Write calibration samples, each with an image of noise that becomes about so many visual tokens."""
+    """Write `count` calibration samples, each with an image of noise that becomes about `tokens` visual tokens."""
     import numpy as np
     from PIL import Image
 
@@ -63,7 +63,7 @@ def images(folder: Path, count: int, tokens: int) -> Path:
 
 
 def timed(*arguments: object) -> dict[str, float]:
-    """Run a verb: seconds, and seconds of processor time of the process and its children."""
+    """Run a verb and return its seconds, and the seconds of processor time of the process and its children."""
     command = [sys.executable, "-m", "vlmcompress", *map(str, arguments)]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Does balancing the modalities help? A demo model, plain and planted, with balance off and on, in transformers alone.
+"""Test whether balancing the modalities helps: a demo model, plain and planted, with balance off and on, in transformers.
 
     scripts/measure/compare_balance.py [MODEL] [--balance ratio] [--questions 270] [--samples 64] [--seeds 2] 2> /dev/null
 
@@ -51,7 +51,7 @@ Batch = tuple[list[int], dict[str, Tensor]]  # numbers of the questions, and the
 
 
 def questions(vlm: VLM, count: int, size: int = 30) -> tuple[list[Batch], list[str]]:
-    """`count` questions with images and all without, in batches of equal shapes; and the kind of each."""
+    """Choose `count` questions with images and all without, in batches of equal shapes, and the kind of each."""
     samples = load_samples(bundled(vlm.path, "validation"), samples=None, seed=0)
     with_image = [sample for sample in samples if sample.images][:count]
     chosen = [*with_image, *(sample for sample in samples if not sample.images)]
@@ -70,7 +70,7 @@ def questions(vlm: VLM, count: int, size: int = 30) -> tuple[list[Batch], list[s
 
 @torch.no_grad()
 def first_logits(model: torch.nn.Module, batches: list[Batch]) -> Tensor:
-    """Logits `[questions, vocabulary]` of the first answer token, computed in float32."""
+    """Compute the logits `[questions, vocabulary]` of the first answer token, in float32."""
     model = copy.deepcopy(model).float()
     found = {}
     for numbers, inputs in batches:
@@ -80,7 +80,7 @@ def first_logits(model: torch.nn.Module, batches: list[Batch]) -> Tensor:
 
 
 def distances(original: Tensor, quantized: Tensor) -> dict[str, Tensor]:
-    """`kl [questions]` in nats, and `logit`: squared error relative to the variance of the original's logits."""
+    """Measure `kl [questions]` in nats, and `logit`: squared error relative to the variance of the original's logits."""
     p, q = original.double().log_softmax(-1), quantized.double().log_softmax(-1)
     error = (quantized - original).double()
     spread = original.double().var(-1, correction=0)
@@ -88,7 +88,7 @@ def distances(original: Tensor, quantized: Tensor) -> dict[str, Tensor]:
 
 
 def quantized(vlm: VLM, samples: list, name: str, bits: int, balance: Any) -> tuple[torch.nn.Module, dict[str, float]]:
-    """The model with a quantized decoder, and the mean error of its layers by modality."""
+    """Quantize the model's decoder; returns the model and the mean error of its layers by modality."""
     module = REGISTRY.get(name)
     options = {"bits": bits, "group_size": 128, "symmetric": False} | ({} if name == "rtn" else {"balance": balance})
     own = replace(vlm, model=copy.deepcopy(vlm.model))
@@ -102,7 +102,7 @@ def quantized(vlm: VLM, samples: list, name: str, bits: int, balance: Any) -> tu
 
 
 def variant(path: Path, which: str) -> VLM:
-    """The model as it is (`plain`) or with 12 channels a norm planted, times 16 (`all`, `vision`)."""
+    """Load the model as it is (`plain`) or with 12 channels a norm planted, times 16 (`all`, `vision`)."""
     vlm = models.load(path)
     if which == "plain":
         return vlm
@@ -112,7 +112,7 @@ def variant(path: Path, which: str) -> VLM:
 
 
 def measure(vlm: VLM, asked: list[Batch], original: Tensor, calibrations: list, name: str, bits: int, balance: Any):
-    """Distances by calibration `[calibrations, questions]`, and the layers' mean errors."""
+    """Measure distances `[calibrations, questions]`, and the layers' mean errors."""
     runs, errors = [], []
     for samples in calibrations[:1] if name == "rtn" else calibrations:
         model, error = quantized(vlm, [] if name == "rtn" else samples, name, bits, balance)
@@ -123,7 +123,7 @@ def measure(vlm: VLM, asked: list[Batch], original: Tensor, calibrations: list, 
 
 
 def compare(off: Tensor, balanced: Tensor) -> dict[str, float]:
-    """What changed, of `[calibrations, questions]` values of one kind."""
+    """Compare values `[calibrations, questions]` of one kind, balance off and on."""
     difference = (balanced - off).mean(0)
     deviation = float(difference.std() / len(difference) ** 0.5)
     z = float(difference.mean()) / deviation if deviation else 0.0
@@ -133,7 +133,7 @@ def compare(off: Tensor, balanced: Tensor) -> dict[str, float]:
 
 
 def rows(args: argparse.Namespace):
-    """One record for each variant, method and number of bits."""
+    """Yield a record for each variant, method and number of bits."""
     for which in args.variants:
         vlm = variant(args.model, which)
         asked, kinds = questions(vlm, args.questions)
@@ -155,7 +155,7 @@ def rows(args: argparse.Namespace):
 
 
 def line(record: dict) -> str:
-    """A row of the table."""
+    """Render a row of the table."""
     cells = [record["variant"], record["method"], str(record["bits"])]
     for key in ("kl_image", "kl_text", "logit_image", "logit_text"):
         found = record[key]
@@ -172,7 +172,7 @@ def line(record: dict) -> str:
 
 
 def weights(text: str) -> Any:
-    """A balance as on the command line of `vlmcompress quantize`."""
+    """Read a balance in the form of the command line of `vlmcompress quantize`."""
     return check_balance(_yaml.parse(text, "--balance"))
 
 

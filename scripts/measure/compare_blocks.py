@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which decoder blocks bear 2 bits? LUQ's ranking by entropy next to every other choice of blocks, on a demo model.
+"""Find the decoder blocks that bear 2 bits: LUQ's ranking by entropy against every other choice of blocks, on a demo model.
 
     scripts/measure/compare_blocks.py [MODEL] [--questions 2000] [--samples 128] [--seed 0] [--balance auto] 2> /dev/null
 
@@ -46,7 +46,7 @@ MEASURES = ("exact", "nll", "kl")
 def solved(
     vlm: VLM, blocks: Sequence, stats: statistics_folder.Statistics, balance: str
 ) -> dict[tuple[int, int], BlockResult]:
-    """(block, bits) -> what becomes of it."""
+    """Solve each block at each number of bits: (block, bits) -> result."""
     found = {}
     for bits in (LOW, HIGH):
         module = resolve({"model": str(vlm.path), "scheme": "gptq"}).recipe.method
@@ -58,7 +58,7 @@ def solved(
 
 
 def rankings(model: Path, stats: statistics_folder.Statistics, folder: Path, balance: str) -> dict[str, list[int]]:
-    """Name -> blocks, those that lose their bits first at the front."""
+    """Rank blocks: name of the ranking -> blocks, those that lose their bits first at the front."""
     entropy = stats.facts["entropy"]
     blocks = range(len(entropy["luq"]))
     given = {"model": str(model), "out": str(folder / "x"), "scheme": "gptq", "calibrate": {"stats": str(stats.folder)}}
@@ -80,7 +80,7 @@ def rankings(model: Path, stats: statistics_folder.Statistics, folder: Path, bal
 
 
 def asked(vlm: VLM, results: Mapping[tuple[int, int], BlockResult], rows: Sequence, original: tuple) -> dict:
-    """Subset of blocks with LOW bits -> measure -> mean over questions."""
+    """Ask every subset: blocks with LOW bits -> measure -> mean over questions."""
     layers = 1 + max(layer for layer, _ in results)
     modules = dict(vlm.model.named_modules())
     logits, label, question = original

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Does stock lm-eval give a model the same scores as we do?
+"""Check that stock lm-eval gives a model the same scores as we do.
 
     scripts/measure/compare_lm_eval.py eval/demo/demo-llava --limit 200
 
@@ -25,9 +25,9 @@ from vlmcompress.evaluation.tasks import LoadedSuite, load_suite, metric, quiet
 
 
 def stock(model: str, suite: LoadedSuite, dtype: str, batch: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Scores by task and answers by sample id, of lm-eval's `hf-multimodal`.
+    """Run lm-eval's `hf-multimodal`; returns scores by task and answers by sample id.
 
-    Task by task: of several at once it takes all for text only if the first is.
+    Tasks run one by one, as lm-eval takes several for text only if the first is.
     """
     from lm_eval.api.registry import get_model
     from lm_eval.evaluator import simple_evaluate

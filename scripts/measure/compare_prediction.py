@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Do predicted errors rank groups of layers as the model's answers do? One group at a time is rounded in a demo model.
+"""Test whether predicted errors rank groups of layers as the answers of a demo model do, rounding one group at a time.
 
 For each group of the decoder at 2, 3 and 4 bits (round to nearest, groups of 128): the predicted loss with gradients, the
 predicted relative output error without, and what really happens to held-out answers: the mean KL divergence of the answer
@@ -32,7 +32,7 @@ WIDTHS = (2, 3, 4)
 
 
 def answers(model: Any, batches: list[dict]) -> list[torch.Tensor]:
-    """Log probabilities `[answer tokens, vocabulary]` of each sample, teacher forced."""
+    """Compute log probabilities `[answer tokens, vocabulary]` of each sample, teacher forced."""
     found = []
     for batch in batches:
         before = (batch["modality"][0, 1:] == ANSWER).nonzero().squeeze(1)
@@ -55,7 +55,7 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 
 def rows(vlm: models.VLM, stats: statistics_folder.Statistics, batches: list[dict]) -> list[dict]:
-    """One for each group and width."""
+    """Measure a row for each group and width."""
     rtn, original, found = REGISTRY.get("rtn"), answers(vlm.model, batches), []
     read, plain = allocate.reader(vlm.path), statistics_folder.Statistics(stats.folder, {**stats.facts})
     del plain.facts["gradients"]

@@ -33,7 +33,7 @@ SCHEMES: dict[str, tuple[str, dict]] = {
 
 
 def outputs(vlm, batches: list[dict]) -> list[dict]:
-    """For each sample the decoder's output `[tokens, hidden]` and, where an answer token is next, log-probabilities."""
+    """Compute for each sample the decoder's output `[tokens, hidden]` and, where an answer token is next, log-probabilities."""
     import torch
 
     found = []
@@ -49,7 +49,7 @@ def outputs(vlm, batches: list[dict]) -> list[dict]:
 
 
 def distance(now: list[dict], original: list[dict]) -> dict[str, float]:
-    """Relative squared error of the output by modality, over all samples; mean KL over answer tokens."""
+    """Compute the relative squared error of outputs by modality, over all samples, and the mean KL over answer tokens."""
     from vlmcompress.statistics.inputs import MODALITIES
 
     result = {}
@@ -65,7 +65,7 @@ def distance(now: list[dict], original: list[dict]) -> dict[str, float]:
 
 
 def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stats) -> tuple:
-    """The quantized model, seconds, and recorded errors of the layers; `stats` None: the sequential form."""
+    """Quantize the model; returns it, seconds, and recorded errors of the layers; `stats` None: the sequential form."""
     import torch
 
     from vlmcompress import models, quantizers

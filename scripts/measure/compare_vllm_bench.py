@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Our streaming client against `vllm bench serve`: the same requests to the same server, by turns.
+"""Compare our streaming client with `vllm bench serve`: the same requests to the same server, by turns.
 
 scripts/measure/compare_vllm_bench.py [MODEL] [--requests 32] [--clients 4] [--repeats 3] [--out-tokens 32]
 

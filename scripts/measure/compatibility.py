@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which scheme works for which family in which engine: try all of it on tiny checkpoints, and render the docs' table.
+"""Try every scheme with every family in every engine, on tiny checkpoints, and render the docs' table.
 
     scripts/measure/compatibility.py    quantize, check, reload in transformers, ask in vLLM; writes eval/compatibility.json
     scripts/measure/compatibility.py --render    print the table from that file
@@ -24,7 +24,7 @@ SCHEMES = ("awq", "gptq", "int8", "fp8", "fp8-static", "w8a16")
 
 
 def calibration(folder: Path) -> Path:
-    """A few images with questions, as JSON lines."""
+    """Write a few images with questions, as JSON lines."""
     import numpy as np
     from PIL import Image
 
@@ -39,7 +39,7 @@ def calibration(folder: Path) -> Path:
 
 
 def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> str | None:
-    """Write one checkpoint, examine it and let transformers answer; what went wrong, or None."""
+    """Write one checkpoint, examine it and let transformers answer; returns what went wrong, or None."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from tests.kit.inputs import images
@@ -106,7 +106,7 @@ def measure() -> dict:
 
 
 def render(found: dict) -> str:
-    """The results as a Markdown table."""
+    """Render the results as a Markdown table."""
     lines = [f"| family | {' | '.join(SCHEMES)} |", f"|---|{'---|' * len(SCHEMES)}"]
     for family, row in found.items():
         cells = []

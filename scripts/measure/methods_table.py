@@ -1,4 +1,4 @@
-"""What `bench_methods.py` found, as figures with intervals, verdicts and a table.
+"""Turn the rows of `bench_methods.py` into figures with intervals, verdicts and a table.
 
 A difference between two methods is paired: by question (and, where both were calibrated on data, by calibration seed). Its
 standard error has two parts, added in squares: that of the mean over questions, with questions about the same images as
@@ -27,7 +27,7 @@ BEYOND = 1.96
 COMPARED = ("exact", "path", "typical", "logit")
 BITS = ("16", "W8A8", "W4", "W4 channel", "3.25", "3.15", "W3", "W2")
 BALANCES = ("ratio", "mbq", "auto")
-PAIRS = {  # what a method is compared with: methods at the same number of bits, or method and bits
+PAIRS = {  # method -> methods that it is compared with, at the same number of bits or at that named
     "gptq": ["rtn", "stock gptq"],
     "awq": ["rtn", "stock awq"],
     "mbq": ["awq", "mbq mae"],
@@ -40,7 +40,7 @@ Key = tuple[str, str, str, str]  # model, variant, method, bits
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows measured so far; one that was cut off is left out."""
+    """Read the rows measured so far; one that was cut off is left out."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -51,7 +51,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(work: Path, split: str, asked: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """Figures of every method, comparisons of those that belong together, and how many there are of each verdict."""
+    """Compute figures of every method, comparisons of those that belong together, and the number of each verdict."""
     facts: dict[Key, list[dict[str, Any]]] = {}
     for row in rows(work / "rows.jsonl"):
         if row["split"] == split and row["model"] in asked:
@@ -71,7 +71,7 @@ def summarise(work: Path, split: str, asked: Mapping[str, Sequence[Sample]]) -> 
 
 
 def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Measure -> `[seeds, questions]`, and the `seeds`."""
+    """Stack the measures of a method: measure -> `[seeds, questions]`, and the `seeds`."""
     own = sorted(own, key=lambda row: row["seed"])
     loaded = [torch.load(work / "measures" / f"{row['key']}.pt") for row in own]
     stacked: dict[str, Any] = {name: torch.stack([one[name] for one in loaded]).double() for name in loaded[0]}
@@ -80,7 +80,7 @@ def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def about(sample: Sample) -> str:
-    """Names what a question is about: equal for equal images; a question without stands alone."""
+    """A name of a question's images, equal for equal ones; a question without images has a name of its own."""
     if not sample.images:
         return f"text {sample.id}"
     return hashlib.sha256(b"".join(image.tobytes() for image in sample.images)).hexdigest()
@@ -126,7 +126,7 @@ def _figures(
 
 
 def _pairs(measures: Mapping[Key, Any]) -> Iterator[tuple[Key, Key]]:
-    """What is compared with what."""
+    """List the pairs of methods that are compared."""
     for one in measures:
         model, variant, method, bits = one
         base, _, last = method.rpartition(" ")
@@ -143,7 +143,7 @@ def _comparison(one: Key, other: Key, measures: Mapping[Key, Any], clusters: Ten
     for name in COMPARED:
         a, b = measures[one], measures[other]
         common = [seed for seed in a["seeds"] if seed in b["seeds"]] or [0]
-        if b["seeds"] == [0] and len(a["seeds"]) > 1:  # it hangs on no data
+        if b["seeds"] == [0] and len(a["seeds"]) > 1:  # the other method depends on no data
             common, b = a["seeds"], {name: b[name].expand(len(a["seeds"]), -1), "seeds": a["seeds"]}
         pick = [[found["seeds"].index(seed) for seed in common] for found in (a, b)]
         row[name] = difference(a[name][pick[0]] - b[name][pick[1]], clusters)
@@ -152,7 +152,7 @@ def _comparison(one: Key, other: Key, measures: Mapping[Key, Any], clusters: Ten
 
 
 def difference(d: Tensor, clusters: Tensor) -> dict[str, float]:
-    """Mean of differences `d [seeds, questions]`, its standard error and their ratio; `clusters [questions]` from 0."""
+    """Compute the mean of differences `d [seeds, questions]`, its standard error and ratio; `clusters [questions]` from 0."""
     mean, by_question = float(d.mean()), d.mean(0)
     sums = torch.zeros(int(clusters.max()) + 1, dtype=d.dtype).index_add_(0, clusters, by_question - mean)
     variance = float(sums.square().sum()) / len(by_question) ** 2
@@ -163,7 +163,7 @@ def difference(d: Tensor, clusters: Tensor) -> dict[str, float]:
 
 
 def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts, by bits: methods with a significant loss to BF16; balanced ones better or worse than unbalanced ones."""
+    """Count, by bits, methods with a significant loss to BF16, and balanced ones better or worse than unbalanced ones."""
     found: dict[str, Any] = {"loses_to_bf16": {}, "compared": {}}
     for row in figures:
         if "accuracy" in row:
@@ -183,8 +183,8 @@ def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The docs' table: exact match less that of BF16, in points (* beyond chance), and in brackets the divergence per answer
-    token in thousandths of a nat, the mean over questions and the geometric mean."""
+    """Render the docs' table: exact match less that of BF16, in points (* beyond chance), and in brackets the
+    divergence per answer token in thousandths of a nat, the mean over questions and the geometric mean."""
     columns = list(dict.fromkeys((row["model"], row["variant"]) for row in found["methods"]))
     order = sorted(found["methods"], key=lambda row: (BITS.index(row["bits"]), row["method"]))
     methods = list(dict.fromkeys((row["bits"], row["method"]) for row in order))

@@ -51,7 +51,7 @@ WHERE = {
 
 
 def readers(vlm: VLM) -> dict[str, list[str]]:
-    """Norm of a decoder block -> linear layers that read its output."""
+    """Map each norm of the decoder's blocks to the linear layers that read its output."""
     if vlm.spec.norm_offset:
         raise UserError(
             f"norms of {vlm.spec.family} add a constant to their weight, so no factor is exact; choose another model"
@@ -64,20 +64,20 @@ def readers(vlm: VLM) -> dict[str, list[str]]:
 
 
 def check_factor(factor: int) -> None:
-    """Only powers of two above 1 are exact and plant anything."""
+    """Refuse a factor that is no power of two above 1, as others are not exact or plant nothing."""
     if factor < 2 or math.frexp(factor)[0] != 0.5:
         raise UserError(f"--factor must be a power of two of at least 2, got {factor}")
 
 
 def drawn(vlm: VLM, count: int, seed: int) -> dict[str, Tensor]:
-    """Norm -> `count` channels at random."""
+    """Draw channels at random: norm -> `count` channels."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {norm: len(vlm.model.get_parameter(f"{norm}.weight")) for norm in readers(vlm)}
     return {norm: torch.randperm(size, generator=generator)[:count].sort().values for norm, size in sizes.items()}
 
 
 def visual_shares(vlm: VLM, batches: list[Batch]) -> dict[str, Tensor]:
-    """Norm -> share `[channels]`, 0 to 1, of visual tokens in the mean magnitudes of its output."""
+    """Measure the share of visual tokens in the mean magnitudes of each norm's output: norm -> `[channels]`, 0 to 1."""
     stats, modality, hooks = {}, [torch.empty(0)], []
     for norm in readers(vlm):
         stats[norm] = GroupStats(len(vlm.model.get_parameter(f"{norm}.weight")), ["absmean"])
@@ -102,7 +102,7 @@ def visual_shares(vlm: VLM, batches: list[Batch]) -> dict[str, Tensor]:
 
 
 def most_visual(vlm: VLM, batches: list[Batch], count: int) -> tuple[dict[str, Tensor], float]:
-    """Norm -> the `count` channels of the largest visual share, and their mean share."""
+    """Choose the most visual channels: norm -> the `count` ones of the largest visual share, and their mean share."""
     shares = visual_shares(vlm, batches)
     top = {norm: share.topk(count) for norm, share in shares.items()}
     mean = float(torch.stack([found.values for found in top.values()]).mean())
@@ -111,13 +111,13 @@ def most_visual(vlm: VLM, batches: list[Batch], count: int) -> tuple[dict[str, T
 
 @torch.no_grad()
 def logits(vlm: VLM, batch: Batch) -> Tensor:
-    """`[tokens, vocabulary]` of an encoded sample."""
+    """Compute the logits `[tokens, vocabulary]` of an encoded sample."""
     return vlm.model(**{name: value for name, value in batch.items() if name != "modality"}).logits[0]
 
 
 @torch.no_grad()
 def plant(vlm: VLM, channels: dict[str, Tensor], factor: int) -> list[str]:
-    """Rescale `vlm.model` in place; the memory names of the parameters that changed."""
+    """Rescale `vlm.model` in place; returns the memory names of the parameters that changed."""
     changed = []
     for norm, linears in readers(vlm).items():
         for name, parameter in vlm.model.get_submodule(norm).named_parameters(prefix=norm, recurse=False):
@@ -134,7 +134,7 @@ def plant(vlm: VLM, channels: dict[str, Tensor], factor: int) -> list[str]:
 
 
 def write(vlm: VLM, changed: list[str], out: Path, facts: dict) -> None:
-    """The source's folder with the changed parameters, and with labels in config and card."""
+    """Write the source's folder with the changed parameters, and with labels in config and card."""
     names = models.disk_names(vlm.model, models.tensor_headers(vlm.path))
     new = {names[name]: vlm.model.get_parameter(name).detach().contiguous() for name in changed}
     shards = models.shards(vlm.path)
@@ -153,7 +153,7 @@ def write(vlm: VLM, changed: list[str], out: Path, facts: dict) -> None:
 
 
 def card(source: Path, name: str, facts: dict) -> str:
-    """The source's model card under a notice; front matter stays on top."""
+    """Put a notice on the source's model card, below its front matter."""
     text = source.read_text(encoding="utf-8") if source.is_file() else ""
     front, body = "", text
     if text.startswith("---\n") and "\n---\n" in text:

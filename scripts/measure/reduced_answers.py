@@ -1,12 +1,12 @@
-"""Is a reduced model's greedy answer the reference answer? Thousands of questions in a minute, exactly.
+"""Test exactly whether a reduced model's greedy answers are the reference answers, thousands of questions in a minute.
 
 Greedy decoding gives the reference answer if and only if, with the answer as input, each of its tokens and the one that ends it
 is the most likely one. `exact` therefore runs the prompt through the model with the reducer attached, as `generate` does first,
 and then the answer in one more step on the cache. The reducer sees the prompt alone, so that methods which look at the
 question or at the last token never see the answer.
 
-Prompts of one length share a batch, so nothing is padded. What the encoder makes of an image is kept for reducers that leave
-the encoder alone (`encoder_untouched`). Weights are those of the checkpoint (BF16 values), arithmetic is float32.
+Prompts of one length share a batch, so nothing is padded. Encoded images are kept for reducers that leave the encoder alone
+(`encoder_untouched`). Weights are those of the checkpoint (BF16 values), arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PER_BATCH = 48
 
 @dataclass(frozen=True)
 class Question:
-    """`tokens`: the prompt's tensors with a column a token, `[1, tokens]`; `answer [n]`: ids of the answer and its end;
-    `images`: their numbers among `Questions.images`."""
+    """A question. `tokens`: the prompt's tensors with a column a token, `[1, tokens]`; `answer [n]`: ids of the answer
+    and its end; `images`: numbers of its images among `Questions.images`."""
 
     tokens: dict[str, Tensor]
     answer: Tensor
@@ -48,7 +48,7 @@ class Questions:
     images: list[dict[str, Tensor]]
 
     def batches(self, stepwise: bool) -> list[list[int]]:
-        """Numbers of questions whose prompts have one length, and if `stepwise` their answers, at most `PER_BATCH` together."""
+        """Batches of numbers of questions whose prompts (if `stepwise`, and answers) have one length, at most `PER_BATCH`."""
         alike: dict[tuple[int, int], list[int]] = {}
         for number, one in enumerate(self.asked):
             length = one.tokens["input_ids"].shape[1], len(one.answer) if stepwise else 0
@@ -58,8 +58,8 @@ class Questions:
 
 @dataclass(frozen=True)
 class Found:
-    """Of each question: whether its answer is right, `exact [questions]` bool, and how many visual tokens the prompt had and
-    what the reducer left of them, in the end, `before`, `after [questions]` int64."""
+    """Results by question: whether its answer is right, `exact [questions]` bool, and its number of visual tokens in the
+    prompt and, in the end, behind the reducer, `before`, `after [questions]` int64."""
 
     exact: Tensor
     before: Tensor
@@ -67,7 +67,7 @@ class Found:
 
 
 def prepare(vlm: VLM, samples: Sequence[Sample]) -> Questions:
-    """Tokens and images of samples that have images and an answer."""
+    """Encode samples that have images and an answer: their tokens and images."""
     numbers: dict[bytes, int] = {}
     asked, images = [], []
     for sample in samples:
@@ -88,7 +88,7 @@ def prepare(vlm: VLM, samples: Sequence[Sample]) -> Questions:
 
 
 def _each(inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The processor's tensors of each image: a row an image, or in the Qwen family `t * h * w` rows of patches."""
+    """Split the processor's tensors by image: a row an image, or in the Qwen family `t * h * w` rows of patches."""
     grids = inputs.get("image_grid_thw")
     if grids is None:
         for number in range(len(inputs["pixel_values"])):
@@ -107,12 +107,12 @@ class Asker:
     def __init__(self, vlm: VLM, questions: Questions):
         self.vlm, self.questions = vlm, questions
         self._base: Any = vlm.model.float().get_submodule(vlm.spec.layers.split(".")[0])
-        self._features: dict[int, Tensor] = {}  # of an image, as the language model gets them
+        self._features: dict[int, Tensor] = {}  # image -> its features as the language model gets them
         self._shown: list[int] = []  # numbers of the images of the batch that runs
 
     @torch.no_grad()
     def ask(self, chosen: ReducerChoice | None) -> Found:
-        """All questions, with a reducer or without (None)."""
+        """Ask all questions, with a reducer or without (None)."""
         asked = self.questions.asked
         exact = torch.zeros(len(asked), dtype=torch.bool)
         before, after = torch.zeros(2, len(asked), dtype=torch.int64)
@@ -133,7 +133,7 @@ class Asker:
         return Found(exact, before, after)
 
     def _exact(self, batch: Sequence[int], stepwise: bool) -> Tensor:
-        """`[batch]` bool, for prompts of one length."""
+        """Test for prompts of one length whether their answers are right, `[batch]` bool."""
         asked = [self.questions.asked[number] for number in batch]
         self._shown = [image for one in asked for image in one.images]
         images = [self.questions.images[image] for image in self._shown]
@@ -144,7 +144,7 @@ class Asker:
         found, given = (
             [out.logits.argmax(-1)],
             labels[:, :-1].clamp(min=0),
-        )  # what comes behind an answer's end is not read
+        )  # tokens behind an answer's end are not read
         for step in given.split(1 if stepwise else max(1, given.shape[1]), 1):
             if step.shape[1]:
                 out = self.vlm.model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
@@ -153,7 +153,7 @@ class Asker:
 
     @contextlib.contextmanager
     def _remembered(self) -> Iterator[None]:
-        """The encoder runs once for each image, and not again for later reducers."""
+        """Within the context, the encoder runs once for each image, and not again for later reducers."""
         encoder = self._base.get_image_features
 
         def remembered(*args: Any, **kwargs: Any) -> Any:

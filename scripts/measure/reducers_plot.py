@@ -1,4 +1,4 @@
-"""Curves of `bench_reducers.py`: exact match against the share of visual rows that the caches hold, a panel a model, as SVG."""
+"""Plot `bench_reducers.py`'s figures as SVG, a panel a model: exact match against the share of visual rows in caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from vlmcompress.report.charts.svg import Axis, element, linear, picture
 
-WIDTH, HEIGHT = 520, 440  # of a panel
+WIDTH, HEIGHT = 520, 440  # size of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND = 44, 12, 34, 42, 150
 LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour vision tell apart, and greys), dashes
     "random": ("#999999", None),
@@ -32,7 +32,7 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
 
 
 def draw(found: Mapping[str, Any]) -> str:
-    """The whole picture; of a reducer the line begins at the model without one."""
+    """Draw the whole picture; the line of a reducer begins at the model without one."""
     models, figures = list(found["full"]), [row for row in found["figures"] if row["group"] in LOOKS]
     lowest = min(row["exact"]["all"] for row in figures)
     up, across = linear(lowest, 1.0, 6), linear(0.0, 1.0, 5)

@@ -1,4 +1,4 @@
-"""Prefill time and KV cache of reduced models, on random weights of about 0.5 B parameters and an image of 1,024 visual tokens.
+"""Measure prefill time and KV cache of reduced models: random weights, about 0.5 B parameters, 1,024 visual tokens.
 
 The models have the families of the demo models and a language model of 28 layers, 1,024 wide, in bfloat16. What is timed is one
 forward pass over image and question, with the encoder and the reducer's own work, as `generate` begins with; the cache's bytes
@@ -26,7 +26,7 @@ from vlmcompress.recipe.reducer import ReducerChoice, parse
 from vlmcompress.reduction import attach, refusal
 
 SIDE = 32  # tokens down and across: 1,024 together
-WORDS = 48  # of the question
+WORDS = 48  # tokens of the question
 SHARES = (0.5, 0.25, 1 / 9)
 METHODS = ("random", "dart", "divprune", "visionzip", "vscan", "tome", "fastv", "dart-llm", "surrogate")
 TEXT = {
@@ -58,7 +58,7 @@ VISION: dict[str, dict[str, Any]] = {
 
 
 def build(demo: Path, layers: int) -> VLM:
-    """A random model of a demo model's family, with that model's processor and `layers` decoder blocks."""
+    """Build a random model of a demo model's family, with that model's processor and `layers` decoder blocks."""
     given = json.loads((demo / "config.json").read_text())
     given["text_config"] |= TEXT | {"num_hidden_layers": layers}
     if "layer_types" in given["text_config"]:
@@ -73,7 +73,7 @@ def build(demo: Path, layers: int) -> VLM:
 
 
 def prompt(vlm: VLM) -> dict[str, torch.Tensor]:
-    """An image of noise and a question of `WORDS` random tokens."""
+    """Make a prompt of an image of noise and a question of `WORDS` random tokens."""
     config, draw = vlm.model.config, torch.Generator().manual_seed(0)
     image = torch.full((1, SIDE * SIDE), getattr(config, vlm.spec.image_token))
     ids = torch.cat([image, torch.randint(100, 600, (1, WORDS), generator=draw)], 1)
@@ -92,14 +92,14 @@ def prompt(vlm: VLM) -> dict[str, torch.Tensor]:
 
 
 def settings(vlm: VLM) -> list[ReducerChoice | None]:
-    """The full model, and each method that goes with it at each share."""
+    """List the full model, and each method that goes with it at each share."""
     fit = [method for method in METHODS if refusal(vlm.spec, method) is None]
     return [None, *(parse(f"{method}:{share}") for method in fit for share in SHARES)]
 
 
 @torch.no_grad()
 def prefill(vlm: VLM, inputs: dict[str, torch.Tensor], chosen: ReducerChoice | None) -> tuple[float, float, int]:
-    """Seconds of one pass, those of them in the encoder, and bytes of the cache that it leaves."""
+    """Run one pass; returns its seconds, those of them in the encoder, and bytes of the cache that it leaves."""
     tower, clock = vlm.model.get_submodule(vlm.spec.vision[0]), [0.0, 0.0]
     with contextlib.ExitStack() as stack:
         for number, hook in enumerate((tower.register_forward_pre_hook, tower.register_forward_hook)):
@@ -114,7 +114,7 @@ def prefill(vlm: VLM, inputs: dict[str, torch.Tensor], chosen: ReducerChoice | N
 
 
 def measure(demos: Sequence[Path], rounds: int, layers: int) -> list[dict[str, Any]]:
-    """A row for each model and setting."""
+    """Measure a row for each model and setting."""
     found = []
     for demo in demos:
         vlm = build(demo, layers)
@@ -136,7 +136,7 @@ def measure(demos: Sequence[Path], rounds: int, layers: int) -> list[dict[str, A
 
 
 def render(speed: Sequence[dict[str, Any]]) -> str:
-    """The docs' table: time and cache as parts of the full model's, a model after the other."""
+    """Render the docs' table: time and cache as parts of the full model's, one model after the other."""
     names = list(dict.fromkeys(row["model"] for row in speed))
     lines = ["| | " + " | ".join(f"{name.removeprefix('demo-')}: prefill, cache" for name in names) + " |"]
     lines.append("|---|" + "---|" * len(names))

@@ -1,4 +1,4 @@
-"""What `bench_reducers.py` found: figures with intervals, the questions put to them, and tables.
+"""Turn the rows of `bench_reducers.py` into figures with intervals, findings and tables.
 
 Differences are paired by question, with questions about the same images as a cluster. Those to the model without a reducer have
 the interval of `vlmcompress eval` (`vlmcompress.evaluation.compare`). Those to `random` take its seeds into account, too: a
@@ -29,13 +29,13 @@ SIMILAR = ("dart", "dart-llm", "divprune", "tome", "dymu", "pixelprune")  # meth
 MARKS = {
     "random": " o",
     "random_cached": " (o)",
-}  # of what is no better than random at as many tokens, or as much cache
+}  # marks of reducers no better than random at as many tokens, or as much cache
 CLOSE = ("read", "locate")  # families that hang on small details and places
 Row = dict[str, Any]
 
 
 def rows(path: Path, split: str, per_family: int | None) -> list[Row]:
-    """The rows measured so far; one that was cut off is left out."""
+    """Read the rows measured so far; one that was cut off is left out."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -48,7 +48,7 @@ def rows(path: Path, split: str, per_family: int | None) -> list[Row]:
 
 
 def summarise(measured: Sequence[Row], asked: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """Figures of every reducer at every share, FastV against methods that look for likeness, and what follows."""
+    """Compute figures of every reducer at every share, FastV against methods that look for likeness, and findings."""
     models = [Answers([row for row in measured if row["model"] == model], samples) for model, samples in asked.items()]
     figures = [figure for model in models for figure in model.figures()]
     fastv = [row for model in models for row in model.attention_against_likeness()]
@@ -84,12 +84,12 @@ class Answers:
         self.random = {_kept(own[0]): self._seeds(own) for own in chance} | {1.0: self.full}
 
     def exact(self, answers: Tensor) -> dict[str, float]:
-        """Share of right answers to all questions and in each family."""
+        """Compute the share of right answers to all questions and in each family."""
         families = {name: round(float(answers[:, own].mean()), 5) for name, own in self.families.items()}
         return {"all": round(float(answers.mean()), 5)} | families
 
     def figures(self) -> list[Row]:
-        """A row for each reducer and share, best share first."""
+        """Make a row for each reducer and share, best share first."""
         found = []
         for (group, _), own in self.points.items():
             answers, first = self._seeds(own), own[0]
@@ -106,7 +106,7 @@ class Answers:
         return sorted(found, key=lambda row: (row["group"], -row["kept"]))
 
     def attention_against_likeness(self) -> list[Row]:
-        """FastV less each method that looks for likeness at the same share, over all questions and in families `CLOSE`."""
+        """Compare FastV with each method that looks for likeness at the same share, over all questions and families `CLOSE`."""
         found = []
         at = {(own[0]["group"], own[0]["options"].get("keep")): self._seeds(own) for own in self.points.values()}
         for (group, keep), fastv in at.items():
@@ -122,14 +122,14 @@ class Answers:
         return {name: self._compare(self.full, answers, name) for name in ("all", *self.families)}
 
     def _compare(self, baseline: Tensor, candidate: Tensor, family: str) -> list[float]:
-        """Difference, and the ends of its interval."""
+        """Compute a difference, and the ends of its interval."""
         own = self.families.get(family, torch.ones(len(self.clusters), dtype=torch.bool))
         before, after = (answers.mean(0)[own].tolist() for answers in (baseline, candidate))
         found = compare(before, after, self.clusters[own].tolist())
         return [round(value, 5) for value in (found.difference, found.low, found.high)]
 
     def _than_random(self, answers: Tensor, share: float) -> list[float] | None:
-        """Difference to `random` at a share, and the ends of its interval; None below its smallest share."""
+        """Compute the difference to `random` at a share, and the ends of its interval; None below its smallest share."""
         below = max((node for node in self.random if node <= share + 1e-6), default=None)
         if below is None:
             return None
@@ -153,9 +153,9 @@ def _kept(row: Row) -> float:
 
 
 def findings(figures: Sequence[Row], fastv: Sequence[Row]) -> dict[str, Any]:
-    """Of methods that look for likeness, what half the tokens cost in the family that suffers most; how far FastV is then from
-    them on families `CLOSE`, where the interval leaves no doubt; and which reducers are no better than random, at the same
-    share of tokens and, within the language model, of the caches."""
+    """List findings: the cost of half the tokens for methods that look for likeness, in the family that suffers most;
+    how far FastV is then from them on families `CLOSE`, where the interval leaves no doubt; and the reducers that are
+    no better than random, at the same share of tokens and, within the language model, of the caches."""
     half: dict[str, Any] = {}
     for row in figures:
         if row["method"] in SIMILAR and row["keep"] == HALF:
@@ -180,7 +180,7 @@ def findings(figures: Sequence[Row], fastv: Sequence[Row]) -> dict[str, Any]:
 
 
 def dump(found: Mapping[str, Any]) -> str:
-    """As JSON, lists of rows with a row a line."""
+    """Write as JSON, lists of rows with a row a line."""
     parts = []
     for key, value in found.items():
         rows = [json.dumps(row) for row in value] if isinstance(value, list) else []
@@ -190,8 +190,8 @@ def dump(found: Mapping[str, Any]) -> str:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The docs' tables: exact match by share, marked (`MARKS`); what half the tokens cost each family, in points; the reducers
-    that decide the count themselves; prefill time and cache."""
+    """Render the docs' tables: exact match by share, marked (`MARKS`); the cost of half the tokens for each family, in
+    points; the reducers that decide the count themselves; prefill time and cache."""
     tables = [_by_share(found), _by_family(found), _own_counts(found)]
     return "\n\n".join([*tables, reducers_speed.render(found["speed"])] if "speed" in found else tables)
 

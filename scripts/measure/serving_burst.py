@@ -1,4 +1,4 @@
-"""One burst of `scripts/measure/bench_serving.py`: requests sent to a server that is up, checked, and what was measured."""
+"""Send one burst of `scripts/measure/bench_serving.py` to a running server, check it, and measure."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ LOOK = 0.5  # seconds between two looks at how many requests are running
 
 
 def state(group: str) -> State:
-    """Of the caches."""
+    """State of the caches in a group: cold or warm."""
     return "warm" if group == "warm" else "cold"
 
 
 @contextlib.contextmanager
 def most_running(running: Server) -> Iterator[list[float]]:
-    """A list whose only entry is the most requests that the server has had running at once, as far as one looks."""
+    """Within the context, a list whose only entry is the most requests seen running on the server at once."""
     most = [0.0]
 
     def look() -> None:
@@ -60,7 +60,7 @@ def most_running(running: Server) -> Iterator[list[float]]:
 def burst(
     running: Server, prompts: Prompts, group: str, variant: Variant, folder: Path, kind: str, turn: int
 ) -> dict[str, Any]:
-    """Send one, after a request that is not measured, and check it: its part of a row."""
+    """Send a burst, after a request that is not measured, and check it; returns its part of a row."""
     load = LOADS[kind]
     distinct = prompts.burst(FIRST[kind] + (0 if group == "warm" else turn), load.images)
     bodies = [client.encode(running.name, messages, load.tokens) for messages in distinct]
@@ -85,7 +85,7 @@ def burst(
 
 
 def warm_up(running: Server, prompts: Prompts, group: str, count: int) -> None:
-    """Requests that are not measured: of images that don't come again, or (warm) of those that will."""
+    """Send requests that are not measured: of images that don't come again, or (warm) of those that will."""
     serials = range(count) if group == "warm" else itertools.islice(WAKING, count)
     distinct = [prompts.burst(serial, 1)[0] for serial in serials]
     bodies = [client.encode(running.name, messages, LOADS["load"].tokens) for messages in distinct]
@@ -102,8 +102,8 @@ def check(
     before: counters.Counters,
     kind: str,
 ) -> None:
-    """The work of a burst is what it claims to be: every request answered, in full, with as many visual tokens as the reducer
-    leaves, and nothing or (warm) something from a cache."""
+    """Check the work of a burst: every request answered, in full, with as many visual tokens as the reducer leaves, and
+    nothing or (warm) something from a cache."""
     tokens, kept = LOADS[kind].tokens, visual_tokens(variant)
     for outcome in outcomes:
         if outcome.error or outcome.output_tokens != tokens or outcome.visual_tokens != kept:
@@ -119,7 +119,7 @@ def check(
 
 
 def visual_tokens(variant: Variant) -> int:
-    """Of an image."""
+    """Number of visual tokens that an image keeps in a variant."""
     if not variant.reduce:
         return SIDE * SIDE
     chosen = parse_reducer(variant.reduce)
@@ -127,7 +127,7 @@ def visual_tokens(variant: Variant) -> int:
 
 
 def fits(folder: Path, outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:
-    """How many requests like these the KV cache holds at once."""
+    """Number of requests like these that the KV cache holds at once."""
     config = json.loads((folder / "config.json").read_text())
     per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
     assert per_token

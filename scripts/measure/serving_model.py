@@ -1,4 +1,4 @@
-"""Checkpoints for `scripts/measure/bench_serving.py`: one model of random weights, quantized or not, with or without a reducer.
+"""Make checkpoints for `bench_serving.py`: one model of random weights, quantized or not, with or without a reducer.
 
 LLaVA-1.5's shape at about 0.5 B parameters, with its proportions: the tower has a twentieth of the language model's
 parameters (7B: 0.30 of 6.7 billion). Images of 448 x 448 pixels are 1,024 visual tokens.
@@ -34,7 +34,7 @@ TEXT = {
 VISION = {
     "hidden_size": 384,
     "intermediate_size": 1536,
-    "num_hidden_layers": 13,  # of which the features are taken before the last
+    "num_hidden_layers": 13,  # features are taken before the last one
     "num_attention_heads": 6,
     "patch_size": PATCH,
     "image_size": PATCH * SIDE,
@@ -43,7 +43,7 @@ VISION = {
 
 @dataclass(frozen=True)
 class Variant:
-    """`scheme`: bf16, int8, or rtn, quickly made in the 4-bit format of awq and gptq. `reduce`: "" for all tokens."""
+    """A checkpoint. `scheme`: bf16, int8, or rtn, quickly made in the 4-bit format of awq and gptq. `reduce`: "" for none."""
 
     scheme: str
     reduce: str = ""
@@ -82,7 +82,7 @@ def build(folder: Path, layers: int) -> None:
 
 
 def prepare(variant: Variant, work: Path, layers: int) -> Path:
-    """The folder of a variant's checkpoint; made if it isn't there."""
+    """Return the folder of a variant's checkpoint, which is made if it isn't there."""
     folder = work / f"{layers}" / re.sub(r"[ :/]", "-", str(variant))
     if (folder / "config.json").is_file():
         return folder
@@ -101,7 +101,7 @@ def prepare(variant: Variant, work: Path, layers: int) -> Path:
 
 
 def _with_reducer(full: Path, reduce: str, folder: Path) -> None:
-    """What `--scheme none --reduce` writes, with the weights linked instead of copied."""
+    """Write the checkpoint of `--scheme none --reduce`, with the weights linked instead of copied."""
     folder.mkdir()
     for file in full.iterdir():
         if file.is_file() and file.name != "config.json":

@@ -1,4 +1,4 @@
-"""Figures and tables of `bench_serving.py`, from what it writes: for each group `rows` and when they were measured.
+"""Compute figures and tables from the output of `bench_serving.py`: for each group `rows` and when they were measured.
 
 A figure of a variant is its median over the turns (TTFT: its percentile over the requests of all turns); a ratio is the median
 over turns of that to the group's first variant, the full model in BF16, in the same turn.
@@ -23,8 +23,8 @@ TITLES = {
 
 
 def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
-    """`{group: {load: {variant: figures}}}`, what part of prefill no reducer saves and one takes itself, and what the surrogate
-    costs."""
+    """Compute `{group: {load: {variant: figures}}}`, the parts of prefill that no reducer saves and that one takes
+    itself, and the cost of the surrogate."""
     summary: dict[str, Any] = {}
     for group, record in found.items():
         for load in dict.fromkeys(row["load"] for row in record["rows"]):
@@ -64,8 +64,8 @@ def _ratio(rows: Sequence[Row], variant: str, figure: Callable[[Row], float], to
 
 
 def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the cold group: the floor's share of the full TTFT, each reducer's own time as a share of the full prefill and of its
-    own model's, and the surrogate's TTFT as a multiple of that of the method beside it."""
+    """Compute from the cold group the floor's share of the full TTFT, each reducer's own time as a share of the full
+    prefill and of its own model's, and the surrogate's TTFT as a multiple of that of the method beside it."""
     latency, rows = loads["latency"], [row for row in record["rows"] if row["load"] == "latency"]
     floor = next(figures for variant, figures in latency.items() if variant.startswith("bf16 uniform:"))
     own = {
@@ -85,7 +85,7 @@ def _ttft(row: Row) -> float:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The docs' tables."""
+    """Render the docs' tables."""
     summary = summarise(found)
     parts = [_table(group, loads) for group, loads in summary["groups"].items()]
     if "floor" in summary:

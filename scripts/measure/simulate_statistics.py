@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Are the verdicts as often wrong as they may be? Simulated compressions whose true drop is known.
+"""Check by simulated compressions, whose true drop is known, that verdicts are wrong no more often than they may be.
 
     scripts/measure/simulate_statistics.py            all settings, about ten minutes
     scripts/measure/simulate_statistics.py --quick    a few, for CI
@@ -39,8 +39,8 @@ Data = tuple[np.ndarray, np.ndarray]  # differences and images of n samples
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated. `churn`: share of answers that get better, and of those that get worse beyond the drop. Of the
-    images with several questions, the share `together` has one fate for all of them."""
+    """A simulated setting. `churn`: share of answers that get better, and of those that get worse beyond the drop.
+    `together`: share of the images with several questions whose answers all change alike."""
 
     kind: str
     n: int
@@ -57,7 +57,7 @@ MAGNITUDES = {"right/wrong": [1.0], "thirds": [1 / 3, 2 / 3, 1.0], "anls": [1.0,
 
 
 def draw(rng: np.random.Generator, s: Setting, drop: float, n: int | None = None) -> Data:
-    """Differences with a true mean of exactly -drop, and the samples' images."""
+    """Draw differences with a true mean of exactly -drop, and the samples' images."""
     n = n or s.n
     sizes = rng.integers(1, 6, n) if s.shared else np.ones(n, dtype=int)
     images = np.repeat(np.arange(n), sizes)[:n]
@@ -70,13 +70,13 @@ def draw(rng: np.random.Generator, s: Setting, drop: float, n: int | None = None
 
 
 def scored(data: Data) -> tuple[Score, float]:
-    """The statistic and the design effect."""
+    """Compute the statistic and the design effect."""
     effect = paired.design_effect(*data)
     return Score(data[0], effect), effect
 
 
 def bootstrap_passes(rng: np.random.Generator, data: Data, draws: int = 300) -> bool:
-    """Would the usual paired bootstrap over images (BCa; Efron and Tibshirani, 1993, section 14.3) pass?"""
+    """Whether the usual paired bootstrap over images (BCa; Efron and Tibshirani, 1993, section 14.3) would pass."""
     sums = np.bincount(data[1], data[0])
     counts = np.bincount(data[1]).astype(float)
     keep = counts > 0
@@ -95,7 +95,7 @@ def bootstrap_passes(rng: np.random.Generator, data: Data, draws: int = 300) -> 
 
 
 def verdicts(rng: np.random.Generator, setting: Setting, drop: float, runs: int) -> dict:
-    """Rates over simulated evaluations with one true drop."""
+    """Measure the rates of verdicts over simulated evaluations with one true drop."""
     passes = fails = covered = resampled = 0
     for run in range(runs):
         data = draw(rng, setting, drop)
@@ -151,7 +151,7 @@ def decided_with_needed(rng: np.random.Generator, setting: Setting, runs: int) -
 
 
 def false_families(rng: np.random.Generator, runs: int, count: int = 10, margin: float = 0.05) -> dict[str, float]:
-    """Ten families of 150 samples: any failing with all of them at the margin, all passing with one of them at it."""
+    """Rates of false verdicts over ten families of 150 samples: any failing with all at the margin, all passing with one."""
     any_fails = all_pass = 0
     setting = Setting("right/wrong", 150, True, 0.5, 0.01)
     for _ in range(runs):
@@ -173,7 +173,7 @@ def false_families(rng: np.random.Generator, runs: int, count: int = 10, margin:
 
 
 def settings(quick: bool) -> Iterator[Setting]:
-    """Those that are simulated."""
+    """List the settings that are simulated."""
     images = [(False, 0.0), (True, 0.0), (True, 0.7)]
     if quick:
         yield Setting("right/wrong", 300, True, 0.7, 0.02)
@@ -184,7 +184,7 @@ def settings(quick: bool) -> Iterator[Setting]:
 
 
 def summarise(rows: list[dict]) -> dict[str, float]:
-    """The worst and the mean rates of false verdicts."""
+    """Compute the worst and the mean rates of false verdicts."""
     wrong_pass = [row["pass"] for row in rows if row["drop"] >= MARGIN]
     wrong_fail = [row["fail"] for row in rows if row["drop"] <= MARGIN]
     coverage = [row["coverage"] for row in rows]
@@ -203,7 +203,7 @@ def summarise(rows: list[dict]) -> dict[str, float]:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The docs' table: verdicts by true drop, the mean over settings and the worst of those that should be rare."""
+    """Render the docs' table: verdicts by true drop, the mean over settings and the worst of those that should be rare."""
     lines = [
         "| true loss, points | one question an image: passes | fails | several questions an image: passes | fails |",
         "|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""llm-compressor's own GPTQ and AWQ on a decoder, as one would run them: its modifiers, its pipeline, its defaults.
+"""Run llm-compressor's own GPTQ and AWQ on a decoder as its users do: its modifiers, its pipeline, its defaults.
 
-Only three things are ours: the mappings (the stock ones don't resolve on LLaVA, where names of the vision tower match, too),
-the samples, and the number format, so that the results have as many bits as what they are compared with.
+Only three things are ours: the mappings (the stock ones don't resolve on LLaVA, where names of the vision tower match,
+too), the samples, and the number format, so that results that are compared have as many bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ask a decoder thousands of questions in seconds: teacher forcing on packed rows, exact.
+"""Ask a decoder thousands of questions in seconds, exactly, by teacher forcing on packed rows.
 
 Whether greedy decoding gives the reference answer needs no generation. It does if and only if, with the reference answer as
 input, every token of it and the token that ends it is the most likely one: the first that isn't is where generation leaves.
@@ -42,7 +42,7 @@ RECENT = 50  # images whose features are remembered
 
 @dataclass(frozen=True)
 class Question:
-    """What enters the language model: `embeds [tokens, hidden]` float32, `positions [..., tokens]`, and which tokens are read.
+    """Inputs of the language model: `embeds [tokens, hidden]` float32, `positions [..., tokens]`, and the tokens to read.
 
     `predicts [n]` are the tokens whose outputs predict `labels [n]`: the answer and its end. `shared` tokens come up to and
     with the last image.
@@ -70,7 +70,7 @@ class Rows:
 
 
 class _Entered(Exception):
-    """The language model was called."""
+    """Raised to end a forward pass when the language model is called."""
 
 
 @torch.no_grad()
@@ -104,12 +104,12 @@ def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
         del tower.forward
     axes = max(
         (one.positions[..., 0] for one in questions), key=Tensor.dim
-    ).shape  # of M-RoPE: those without images have one
+    ).shape  # M-RoPE has three rows of positions, prompts without images have one
     return [replace(one, positions=one.positions.expand(*axes, -1)) for one in questions]
 
 
 def remembering(function: Callable) -> Callable:
-    """The function, which does not compute twice what it was asked lately."""
+    """Wrap a function so that it does not compute recent results twice."""
     known: dict[bytes, Any] = {}
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -127,12 +127,12 @@ def remembering(function: Callable) -> Callable:
 
 
 def language_model(vlm: VLM) -> nn.Module:
-    """The module that holds the decoder blocks."""
+    """Find the module that holds the decoder blocks."""
     return vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
 
 
 def pack(questions: Sequence[Question], tokens: int = 6000) -> list[Rows]:
-    """Rows of questions that begin alike, in batches of about `tokens` tokens."""
+    """Pack questions that begin alike into rows, in batches of about `tokens` tokens."""
     alike: dict[Any, list[int]] = {}
     for number, one in enumerate(questions):
         head = (one.embeds[: one.shared], one.positions[..., : one.shared])
@@ -180,7 +180,7 @@ def _batch(questions: Sequence[Question], batch: Sequence[Sequence[int]]) -> Row
 
 @torch.no_grad()
 def predictions(vlm: VLM, batches: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
-    """`logits [n, vocabulary]` at every answer token, with `label [n]` and `question [n]`, ordered by question."""
+    """Compute `logits [n, vocabulary]` at every answer token, with `label [n]` and `question [n]`, ordered by question."""
     model, inner, hooks = vlm.model.float(), language_model(vlm), round_activations(vlm.model)
     logits, last = [], model.get_submodule(models.decoder_layers(model, vlm.spec)[-1]).mlp
     forward = last.forward
@@ -199,7 +199,7 @@ def predictions(vlm: VLM, batches: Sequence[Rows]) -> tuple[Tensor, Tensor, Tens
 
 
 def only(forward: Callable[[Tensor], Tensor], read: tuple[Tensor, Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function at the tokens that are read, zero at others: nothing comes after the last block that would see them."""
+    """Restrict a function to the tokens that are read, zero at others: nothing after the last block would see those."""
 
     def computed(x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -210,7 +210,7 @@ def only(forward: Callable[[Tensor], Tensor], read: tuple[Tensor, Tensor]) -> Ca
 
 
 def round_activations(model: nn.Module) -> list[Any]:
-    """Hooks that round the inputs of layers with 8-bit activations, with one symmetric scale a token."""
+    """Within the context, hooks round the inputs of layers with 8-bit activations, with one symmetric scale a token."""
 
     def rounded(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         scale = args[0].abs().amax(-1, keepdim=True).clamp_min(1e-10) / 127
@@ -228,7 +228,7 @@ def round_activations(model: nn.Module) -> list[Any]:
 
 
 def measure(original: Tensor, found: Tensor, label: Tensor, question: Tensor) -> dict[str, Tensor]:
-    """Every measure `[questions]`, in float64, of two models' logits `[n, vocabulary]`."""
+    """Compute every measure `[questions]`, in float64, from two models' logits `[n, vocabulary]`."""
     p, q = original.double().log_softmax(-1), found.double().log_softmax(-1)
     counts = question.bincount()
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
@@ -248,7 +248,7 @@ def measure(original: Tensor, found: Tensor, label: Tensor, question: Tensor) ->
 
 
 def load_quantized(folder: Path, like: VLM) -> VLM:
-    """A compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
+    """Load a compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
     from transformers import AutoModelForImageTextToText
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -266,7 +266,7 @@ def load_quantized(folder: Path, like: VLM) -> VLM:
 
 
 def cached(path: Path, make: Any) -> Any:
-    """What `make()` returns, kept in a file of tensors."""
+    """Return the result of `make()`, which is kept in a file of tensors."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".part")
@@ -276,7 +276,7 @@ def cached(path: Path, make: Any) -> Any:
 
 
 def by_kind(values: Tensor, families: Sequence[str], kinds: Mapping[str, Sequence[bool]]) -> dict[str, float]:
-    """Mean of `values [questions]` over all questions, those of each family, and those of each kind."""
+    """Average `values [questions]` over all questions, those of each family, and those of each kind."""
     chosen = {name: torch.tensor([one == name for one in families]) for name in sorted(set(families))}
     chosen |= {name: torch.tensor(list(members)) for name, members in kinds.items()}
     return {"all": float(values.mean())} | {name: float(values[index].mean()) for name, index in chosen.items()}

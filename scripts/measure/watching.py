@@ -1,4 +1,4 @@
-"""Looking at something again and again while something else goes on."""
+"""Call a function again and again while other work goes on."""
 
 from __future__ import annotations
 

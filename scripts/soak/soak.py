@@ -50,7 +50,7 @@ from vlmcompress.errors import UserError
 ROOT = Path(__file__).parents[2]
 BLOCK = 32  # tokens of the KV cache
 MALFORMED_EVERY = 15  # requests
-LOST_IMAGE = "P0/P1 cache drift"  # what vLLM 0.32 calls it
+LOST_IMAGE = "P0/P1 cache drift"  # vLLM 0.32's message for an image that its cache has lost
 METRICS = (
     "num_preemptions_total",
     "prefix_cache_hits_total",
@@ -83,8 +83,8 @@ def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], p
 
 
 def pressure(model: str, replies: Sequence[Reply], clients: int) -> list[str]:
-    """Flags that make the server work hard: caches that must evict, chunks that cut images, KV space for about half of what
-    the clients ask for at once."""
+    """Choose flags that make the server work hard: caches that must evict, chunks that cut images, KV space for about
+    half of the clients' requests at once."""
     longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     held = [reply.prompt_tokens + len(reply.choices[0].tokens) for reply in replies]
     blocks = max(2 * math.ceil(max(held) / BLOCK), math.ceil(clients / 2 * sum(held) / len(held) / BLOCK))
@@ -100,7 +100,7 @@ def pressure(model: str, replies: Sequence[Reply], clients: int) -> list[str]:
 
 
 class Soak:
-    """One soak: what is sent, and the books about what came back."""
+    """One soak: the requests that are sent, and the books about the replies."""
 
     def __init__(
         self, asks: Sequence[Ask], asked: Sequence[Conversation], right: Sequence[Reply], name: str, seed: int
@@ -182,7 +182,7 @@ def soak(soaked: Soak, running: Server, clients: int, progress: ProgressBar) -> 
 
 
 def idle(running: Server, patience: float = 30.0) -> dict[str, float]:
-    """The server's metrics, once it has noticed that its clients left."""
+    """Read the server's metrics, once it has noticed that its clients left."""
     end = time.monotonic() + patience
     while True:
         after = dict.fromkeys(METRICS, 0.0)
@@ -195,7 +195,7 @@ def idle(running: Server, patience: float = 30.0) -> dict[str, float]:
 
 
 def report(options: argparse.Namespace, soaked: Soak, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures."""
+    """Collect all figures of a soak."""
     total = sum(soaked.answers.values(), Counter())
     return {
         "model": Path(options.model).name,

@@ -45,7 +45,7 @@ def solve(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict
     exact = True
     for i, group in enumerate(groups):
         after = rest[len(groups) - 1 - i] - price * budget
-        room += min(one.nbytes for one in group)  # what the later groups leave at their smallest
+        room += min(one.nbytes for one in group)  # room that the later groups leave at their smallest
         grown = [
             (size + one.nbytes, error + one.error, (past, k))
             for size, error, past in states

@@ -92,7 +92,7 @@ def send(
 async def _send(
     url: str, bodies: Sequence[bytes], load: Load, seed: int, timeout: float, done: Callable[[int], None]
 ) -> tuple[list[Outcome], float]:
-    import aiohttp  # what vLLM's own client uses; it is in every environment that has vLLM
+    import aiohttp  # vLLM's own client uses it, so it is in every environment that has vLLM
 
     outcomes = [Outcome() for _ in bodies]
     finished = 0

@@ -37,8 +37,8 @@ from vlmcompress.numerics import ActFormat
 from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
-ROWS = 64  # of a group, about
-_LEAST_ROWS = 8  # of a layer
+ROWS = 64  # rows of a group that errors are computed on, about
+_LEAST_ROWS = 8  # fewest rows of a layer
 _FLOAT8_NOISE = math.log(2) / 1.5 / 64 / 12  # E[ulp^2] / 12 / E[x^2] with a mantissa of 3 bits, log x uniform
 
 Squares = Mapping[str, float]

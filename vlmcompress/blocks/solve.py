@@ -27,7 +27,7 @@ from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import GroupStats
 
-_ROWS = 512  # of a weight, at most, in a layer's reported error
+_ROWS = 512  # most rows of a weight in a layer's reported error
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ def solve_block(
     Args:
         groups: the groups to quantize, in the order in which data flows through them.
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
-        stats: group name -> statistics of its input; an entry is removed once it is used, as they are large. Empty for
-            data-free methods.
+        stats: group name -> statistics of its input; empty for data-free methods. Used entries are removed: they are large.
         scale_dtype: the dtype in which group scales are stored (that of the model).
         scales: group name -> smoothing scale `[in]` found earlier, for methods that search by block.
         norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.

@@ -42,7 +42,7 @@ from vlmcompress.models import Group
 from vlmcompress.statistics.reservoir import Reservoir
 
 CLUSTERS = 100
-STARTS = 10  # of k-means, of which the closest clusters are kept
+STARTS = 10  # starts of k-means, of which the closest clusters are kept
 TOKENS = 8192
 PAIRED = 2048  # tokens that the conditional entropy is taken over
 _CODES = 16  # 4 bits, as in the paper's main setting

@@ -18,7 +18,7 @@ from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
 
 _HEAD = 1 << 16  # bytes of a weight file that are asked for first; the header of most fits
-_LARGEST_HEADER = 100_000_000  # as safetensors itself allows
+_LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
 _TIMEOUT = 30.0  # seconds for an answer about a repository
 
 
@@ -132,7 +132,7 @@ class Fetch:
             (made / name).symlink_to((folder / name).resolve())
         for name in shards:
             head, length = self._header(name, commit)
-            with (made / name).open("wb") as file:  # as long as the whole, but nothing is stored behind the header
+            with (made / name).open("wb") as file:  # of full length, but nothing is stored behind the header
                 file.write(head)
                 file.truncate(length)
         return made

@@ -175,7 +175,9 @@ def _need_sklearn() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise UserError("entropy needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress") from error
+        raise UserError(
+            "entropy needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
 
 
 def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str, list[float | None]]:

@@ -26,11 +26,11 @@ from vlmcompress.planning.plan import Plan
 from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 
-ROWS = 16  # of a group
+ROWS = 16  # rows of a group that errors are predicted on
 BUDGETS = (2.5, 3.0, 3.25, 3.5, 4.0, 5.0)
-WIDTHS = (2, 3, 4, 8)  # that budgets are shared out among
+WIDTHS = (2, 3, 4, 8)  # bits that budgets are shared out among
 _GROUPS = (32, 128, -1)
-_COARSE = {"grid": 8, "clip_grid": 5}  # of searches; less than the schemes' own, which take longest by far
+_COARSE = {"grid": 8, "clip_grid": 5}  # steps of searches, fewer than the schemes' own, which take longest by far
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from vlmcompress.common.hub import IMAGES
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
-MAX_PIXELS = 178_956_970  # where Pillow, by default, refuses
+MAX_PIXELS = 178_956_970  # the number at which Pillow, by default, refuses
 MAX_BYTES = 1 << 30
 """The most bytes in an image's file: what the pixels of the largest image take with 16 bits per channel."""
 SUFFIXES = frozenset(IMAGES)

@@ -51,7 +51,7 @@ class _Table:
     ids: list[Any]  # one per row; None where the data has none
     rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
     row_name: Callable[[int], str]
-    prompted: bool = False  # whether the questions are ours
+    prompted: bool = False  # whether the questions are some of `PROMPTS`
 
 
 def load_samples(
@@ -247,7 +247,9 @@ def _parquet(path: Path) -> _Table:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress") from error
+        raise UserError(
+            f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
     try:
         file = pq.ParquetFile(path)
         columns = tuple(file.schema_arrow.names)
@@ -279,7 +281,9 @@ def _saved_dataset(path: Path) -> _Table:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"reading {path} needs datasets; pip install '.[compress]' in the checkout of vlmcompress") from error
+        raise UserError(
+            f"reading {path} needs datasets; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever arrow, json or the library raise on a damaged folder

@@ -32,7 +32,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import Scheme, round_activations
 from vlmcompress.statistics.inputs import GroupStats
 
-_ROWS = 512  # of a weight, at most, as when quantizing
+_ROWS = 512  # most rows of a weight, as when quantizing
 _KEYS = ("config_sha256", "headers_sha256")
 
 
@@ -134,7 +134,7 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[
     """A block's quantized weights `[out, in]` by linear layer, with smoothing undone, to be compared with the
     original's; and the scale `[in]` that the layer's input was divided by, for layers that were smoothed."""
     found = {name: after.weight(name) for group in groups for name in group.linears}
-    inputs: dict[str, Tensor] = {}  # linear layer -> by what its input was divided
+    inputs: dict[str, Tensor] = {}  # linear layer -> scale that its input was divided by
     for group in groups:
         if group.smooth is None:
             continue

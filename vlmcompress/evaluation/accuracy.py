@@ -28,7 +28,7 @@ from vlmcompress.evaluation.tasks import LoadedSuite
 from vlmcompress.results import FILE, Results, Scored, Side, Suite, load, sides
 
 EXAMPLES = 24  # samples whose pictures go into the report
-FIRST_TOKENS = 20  # whose probabilities are compared
+FIRST_TOKENS = 20  # first tokens whose probabilities are compared
 
 
 @dataclass(frozen=True)

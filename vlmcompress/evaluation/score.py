@@ -25,7 +25,7 @@ from statistics import NormalDist
 import numpy as np
 
 NORMAL = NormalDist()
-_STEPS = 50  # of bisection: limits are exact to about 1e-14
+_STEPS = 50  # steps of bisection: limits are exact to about 1e-14
 
 
 class Score:
@@ -55,7 +55,7 @@ class Score:
         gap = self._values - mean
         down = mean < self.mean  # the data is tilted down towards `mean`, or up
         end, sign = (-1.0, 1.0) if down else (1.0, -1.0)
-        limit = 1 / abs(end - mean)  # of the tilt: here the weight of `end` may be positive though it was not seen
+        limit = 1 / abs(end - mean)  # largest tilt; the weight of `end` may be positive there though it was not seen
         low, high = 0.0, limit
         for _ in range(_STEPS):
             tilt = (low + high) / 2

@@ -95,7 +95,7 @@ def _render(template: str) -> str:
                 return f"line {error.lineno}: {error.message}"[:200].rstrip(".")
             except MemoryError:
                 return f"a short conversation takes more than {MEMORY >> 30} GiB"
-            except Exception:  # it may want another conversation; the processor will say so
+            except Exception:  # the template may want another conversation; the processor will say so
                 continue
     return ""
 

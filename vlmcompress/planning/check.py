@@ -25,7 +25,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
 ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm")
-MEMORY_SHARE = 0.92  # of device memory that vLLM takes by default
+MEMORY_SHARE = 0.92  # share of device memory that vLLM takes by default
 
 
 def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:

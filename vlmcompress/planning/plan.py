@@ -24,7 +24,7 @@ from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 
 Others = Mapping[tuple[int, str], Method]
-VISION_MULTIPLE = 16  # what 8-bit matrix kernels want of both sides; tower layers with others stay as they are
+VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ and, where the method has such a step,
     prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`; its
                                                                   `warnings`, if it has any, are told to the user
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
-    JOINT = True                                                  what it is told by options of each group comes from a
-                                                                  search over several blocks (`calibration.block_clip`)
-    sketch(weight, stats, options, scale_dtype, prepared)         about the error of `quantize` on rows, but cheap
+    JOINT = True                                                  the options of each group come from a search over
+        several blocks (`calibration.block_clip`)
+    sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 
 `smooth` and `solve` below run these for a group whatever a module has. A scheme whose options have a `balance` (see
@@ -48,8 +48,8 @@ REGISTRY = Registry("vlmcompress.quantizers", "scheme")
 
 @dataclass(frozen=True)
 class Solution:
-    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and what went
-    otherwise than asked for: (what, details)."""
+    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and
+    `warnings`: (what happened otherwise than asked for, details)."""
 
     weights: list[QTensor]
     input_scale: Tensor | None = None
@@ -102,10 +102,10 @@ def sketch(
     scale_dtype: torch.dtype,
     prepared: MutableMapping[Any, Any],
 ) -> list[Tensor]:
-    """About the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
+    """Estimate the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
 
     Args:
-        prepared: what methods prepared for this group before, and will; only for statistics that are always the same.
+        prepared: cache of what methods prepare for this group; pass the same one only with the same statistics.
     """
     stats = _balanced(stats, options)
     prepare, cheap = getattr(method, "prepare", None), getattr(method, "sketch", None)

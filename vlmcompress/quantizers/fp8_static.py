@@ -47,7 +47,7 @@ class Options(QuantizerOptions):
 
 
 def scheme(options: Options) -> Scheme:
-    """Float8 weights, float8 activations with a fixed scale."""
+    """Number formats: float8 weights, float8 activations with a fixed scale."""
     return Scheme(Format("float", 8, 0 if options.weights == "tensor" else -1), ActFormat("float", 8, dynamic=False))
 
 
@@ -61,7 +61,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tenso
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest, on the scale of its group when `prepared` gives one."""
+    """Round `weight [out, in]` to nearest, on the scale of its group when `prepared` gives one."""
     fmt = scheme(options).weights
     if prepared is None:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)

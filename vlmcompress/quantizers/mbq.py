@@ -75,7 +75,7 @@ class Options(QuantizerOptions):
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights; 16-bit activations or 8-bit ones, scaled per token."""
+    """Number formats: integer weights; 16-bit activations or 8-bit ones, scaled per token."""
     if options.activations == 8:
         return Scheme(Format("int", options.bits, -1), ActFormat("int", 8, dynamic=True))
     assert options.group_size is not None and options.symmetric is not None
@@ -113,7 +113,7 @@ def loss(objective: str, sums: Mapping[str, float], counts: Mapping[str, int], r
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor | None:
-    """The `gram` form: the best scale `[in]` for the weights `[out_i, in]`; None when none beats leaving them."""
+    """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; None when none beats leaving them."""
     _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
     return awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype)
 
@@ -121,6 +121,6 @@ def smooth(
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]`, smoothed already, rounded to nearest."""
+    """Round `weight [out, in]`, smoothed already, to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -15,5 +15,5 @@ class Options(QuantizerOptions):
 
 
 def scheme(options: Options) -> None:
-    """No number format: nothing is quantized."""
+    """Return None, as nothing is quantized."""
     return None

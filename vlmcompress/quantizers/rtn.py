@@ -32,13 +32,13 @@ class Options(QuantizerOptions):
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights, 16-bit activations."""
+    """Number formats: integer weights, 16-bit activations."""
     return weight_only(options.bits, options.group_size, options.symmetric)
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest."""
+    """Round `weight [out, in]` to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -31,13 +31,13 @@ class Options(QuantizerOptions):
 
 
 def scheme(options: Options) -> Scheme:
-    """Symmetric 8-bit integer weights."""
+    """Number formats: symmetric 8-bit integer weights, 16-bit activations."""
     return weight_only(8, options.group_size)
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest."""
+    """Round `weight [out, in]` to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

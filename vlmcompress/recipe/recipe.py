@@ -83,7 +83,7 @@ class Recipe(_Frozen):
         reduce: the visual-token reducer (`recipe.reducer`) that the checkpoint carries; None: all tokens are kept.
         engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
-        shard_size: size of the largest file of weights, like 5GB.
+        shard_size: size of the largest file of weights.
         format: name of a module in `vlmcompress.exporters`.
     """
 

@@ -84,7 +84,7 @@ class ReducerChoice:
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
     def too_small(self, grid: Grid) -> bool:
-        """Whether the kept share of such a grid would be less than one token, so that the grid is kept whole."""
+        """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
         return reducers.too_small(self.module, grid, self.options)
 
 

@@ -1,12 +1,12 @@
 """Visual-token reducers, one method a file; the file's name is `reduce.method` of a recipe.
 
-A reducer is pure: signals of one image in, what becomes of each of its tokens out (`Reduction`). It knows no model and no
-other image. A module of this folder has
+A reducer is pure: it takes the signals of one image and returns what becomes of each of its tokens, a `Reduction`. It knows
+no model and no other image. A module of this folder has
 
     STAGE       where its signals come from: "pixels" (before the encoder), "encoder" (in or right after it, before the
                 projector), "projected" (the rows that the language model would get), "llm" (within the language model)
     NEEDS       fields of `Signals` that it cannot do without; OPTIONAL, where there are any: fields used when they are given
-    COUNT       "fixed": an image of one size always keeps the same number of tokens; "adaptive": it depends on the image
+    COUNT       "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image
     MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
@@ -23,10 +23,10 @@ and one of
                                     of the grid, `count` how many tokens are left behind the last (None: as `options` say)
 
 A method that restricts attention and keeps all tokens has, besides a `reduce` that is the identity, a `mask` (see `pevlm`).
-`reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index), computes in
-float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same input gives the same
-bits in every call. An image of which the share `keep` would be no token is kept whole (of a video `evs`
-always keeps the first frame). To add a reducer, add a file.
+`reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index),
+computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
+input gives the same bits in every call. An image is kept whole where the share `keep` of it rounds to no token (of
+a video `evs` always keeps the first frame). To add a reducer, add a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Methods checked and run: that signals are there before, that a reduction is one and meets its budget after."""
+"""Run methods, after checking that their signals are there, and check that the reduction is valid and meets its budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals,
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
-    """Fields of `signals` that the method needs and that are not there, sorted."""
+    """Names of the fields of `signals` that the method needs and that are missing, sorted."""
     return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
 
 
@@ -36,7 +36,7 @@ def reduce(method: ModuleType, signals: Signals, options: ReducerOptions) -> Red
 def merge(
     method: ModuleType, signals: Signals, options: ReducerOptions, layer: int, layers: int, count: int | None = None
 ) -> Reduction:
-    """What a method that merges layer by layer does with the rows that the layers before have left.
+    """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
 
     The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`.
     """

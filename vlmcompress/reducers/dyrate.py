@@ -44,12 +44,12 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> None:
-    """Not known beforehand."""
+    """Return None, as the number of kept tokens is not known beforehand."""
     return None
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """What stays after this step, of the tokens left before it."""
+    """Keep the most attended of the tokens left before this step."""
     assert signals.saliency is not None
     rate = min(1.0, max(options.least, options.factor * signals.saliency.double().sum().item()))
     return Reduction.keep(top(signals.saliency, math.ceil(rate * math.prod(signals.grid))), signals.n)

@@ -33,12 +33,12 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, and at least the first frame."""
+    """Number of tokens to keep: the share `keep`, and at least the first frame."""
     return max(math.prod(grid[1:]), rounded(grid, options.keep))
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """The first frame, and what changes most."""
+    """Keep the first frame and the tokens that change most."""
     assert signals.features is not None
     frames = unit(signals.features).reshape(signals.grid[0], -1, signals.features.shape[1])
     change = 1 - (frames[1:] * frames[:-1]).sum(-1)

@@ -42,7 +42,7 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep` of the views."""
+    """Number of views to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -58,7 +58,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def matches(names: Sequence[str], question: str) -> Tensor:
-    """`[views]`: the share of each name's words that occur in the question, whatever their case; 0 for a name without words."""
+    """The share of each name's words that occur in the question, whatever their case, `[views]`; 0 for a name without words."""
     asked = set(re.findall(r"\w+", question.lower()))
     words = [re.findall(r"[^\W_]+", name.lower()) for name in names]
     return torch.tensor([sum(word in asked for word in own) / len(own) if own else 0.0 for own in words])

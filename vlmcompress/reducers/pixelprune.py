@@ -40,12 +40,12 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> None:
-    """Not known without the pixels."""
+    """Return None, as the number of kept tokens depends on the pixels."""
     return None
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep what cannot be predicted, and the first token of each frame."""
+    """Keep tokens that cannot be predicted, and the first token of each frame."""
     assert signals.pixels is not None
     frames, rows, columns = signals.grid
     seen = signals.pixels.float().reshape(frames, rows, columns, -1).clone()  # each token as it would be reconstructed

@@ -32,7 +32,7 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 

@@ -53,12 +53,12 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """What the rule keeps of the tokens as the first layers left them."""
+    """Keep tokens by the rule, from the signals of the first layers."""
     assert signals.ahead is not None
     rule = RULES[options.rule]
     given = {field: getattr(options, field) for field in rule.Options.__dataclass_fields__}

@@ -30,7 +30,7 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -47,10 +47,10 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def _spread(total: int, parts: int) -> list[int]:
-    """`total` in whole numbers that differ by at most one, the larger ones spread evenly."""
+    """Split `total` into whole numbers that differ by at most one, the larger ones spread evenly."""
     return [((i + 1) * total + parts // 2) // parts - (i * total + parts // 2) // parts for i in range(parts)]
 
 
 def _centres(count: int, cells: int) -> list[int]:
-    """`count` of `cells` places, in the middle of equal parts."""
+    """Choose `count` of `cells` places, in the middle of equal parts."""
     return [(2 * i + 1) * cells // (2 * count) for i in range(count)]

@@ -44,12 +44,12 @@ class Options(ReducerOptions):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, dominant and contextual together."""
+    """Number of dominant and contextual tokens together: the share `keep`."""
     return share(grid, options.keep)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Dominant tokens as they are, the rest merged or, without contextual tokens, dropped."""
+    """Keep dominant tokens as they are, and merge the rest or, without contextual tokens, drop it."""
     assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
     n, device = signals.n, signals.saliency.device
     count = budget(signals.grid, options)

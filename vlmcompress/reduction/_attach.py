@@ -23,7 +23,7 @@ _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class KeptWhole(UserWarning):
-    """Warning that an image is kept whole, as the kept share of its tokens would be less than one."""
+    """Warning that an image is kept whole, as the kept share of its tokens would round to none."""
 
 
 class Attachment:
@@ -36,10 +36,10 @@ class Attachment:
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
         self.vlm, self.module, self.options = vlm, module, options
-        self._told = False  # that an image is kept whole
+        self._told = False  # whether the warning `KeptWhole` was given
         self.seen: list[Reduced] = []
         self._call: Call | None = None
-        self._new: Slots | None = None  # of the cache, once this call is done
+        self._new: Slots | None = None  # slots of the cache, once this call is done
         self._caches: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])

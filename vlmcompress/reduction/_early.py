@@ -22,7 +22,7 @@ class Early(Attachment):
 
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
-        self._merged: list[Reduction] = []  # what was decided before the projector
+        self._merged: list[Reduction] = []  # reductions decided before the projector
         self._levels: list[Tensor] = []  # this call's features for the first layers
         if not needs_encoder(self.module):
             return
@@ -114,7 +114,7 @@ class Early(Attachment):
         )
 
     def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Slots) -> Any:
-        """The language model's mask: `mask [b, slots]`, or what a model makes of it whose images see all of themselves.
+        """The language model's mask: `mask [b, slots]`, or Gemma 3's form of it, in which an image's tokens see each other.
 
         Gemma 3 knows images by `token_type_ids`. The tokens left of an image stand together, so they stay one image.
         """

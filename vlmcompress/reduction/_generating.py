@@ -33,7 +33,7 @@ class Generating(Inside):
     def _hook(self) -> None:
         super()._hook()
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
-        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # of block K, as last seen
+        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # cache -> block K's
         self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
         self._heard: tuple[Tensor, Tensor, float] | None = None
 

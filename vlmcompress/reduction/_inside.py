@@ -21,10 +21,10 @@ class Inside(Attachment):
     """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind."""
 
     def _hook(self) -> None:
-        self._pending: tuple[list[Unit], Tensor, Slots, int] | None = None  # of this call, until block K
+        self._pending: tuple[list[Unit], Tensor, Slots, int] | None = None  # state of this call, until block K
         self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
-        self._rows: Slots | None = None  # of this call's tokens, from block K on
-        self._mask: Any = None  # of these blocks
+        self._rows: Slots | None = None  # slots of this call's tokens, from block K on
+        self._mask: Any = None  # mask of block K and those behind it
         blocks: Any = self.text.get_submodule("layers")
         first = self.options.layer
         self._undo.append(tap(blocks[first - 1].self_attn, self._listen))
@@ -46,7 +46,7 @@ class Inside(Attachment):
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """Return the arguments as they are, for the first blocks, and keep what block K needs."""
         cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
-        before = cache.get_seq_length() if cache is not None else 0  # of block 0, which lacks nothing
+        before = cache.get_seq_length() if cache is not None else 0  # length of block 0's cache, which lacks nothing
         held = past or Slots.identity(len(embeds), before, embeds.device)
         if before < held.length:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")

@@ -39,7 +39,7 @@ class Layers:
 
     def __init__(self, vlm: VLM, start: Callable[[Tensor], Merger | None]):
         self._start = start
-        self.merger: Merger | None = None  # of the latest run
+        self.merger: Merger | None = None  # merger of the latest run
         self._undo: list[Callable[[], None]] = []
         layers: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
         kernel = layers[0].self_attn.config._attn_implementation

@@ -32,7 +32,7 @@ def attach(
         counter: computes how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
 
     Raises UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image
-    whose kept share is less than one token is kept whole, with one warning (`KeptWhole`) for all such images.
+    whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)

@@ -27,7 +27,7 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
     if reason := refusal(vlm.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     with warnings.catch_warnings(), attach(vlm, chosen) as attached:
-        warnings.simplefilter("ignore", KeptWhole)  # `planning.too_small` says so, of each image
+        warnings.simplefilter("ignore", KeptWhole)  # `cost.too_small` tells it of each image
         vlm.model(**_typed(vlm, inputs), logits_to_keep=1)
     parts = attached.images()  # or tiles, of which an image has several
     found = []

@@ -118,7 +118,7 @@ def plan(
 
 
 def too_small(chosen: ReducerChoice, layout: Layout) -> list[str]:
-    """List the grids of an image that are kept whole because the kept share of them would be less than one token."""
+    """List the grids of an image that are kept whole because the kept share of them would round to no token."""
     grids = sorted({grid[1:] for grid, _ in layout.grids() if chosen.too_small(grid)})
     return [
         f"the share is less than one token of a {rows}x{columns} grid, which is kept whole" for rows, columns in grids

@@ -82,7 +82,7 @@ def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: 
     for pieces in _layers(layout):
         tokens = range(start, start + sum(layout.pieces[number].tokens for number in pieces))
         start = tokens.stop
-        canvas = Image.new("RGB", large.size, EDGE)  # what no token shows
+        canvas = Image.new("RGB", large.size, EDGE)  # edges show where no token is
         draw = ImageDraw.Draw(canvas)
         for token in tokens:
             cell = cells[token]

@@ -24,7 +24,7 @@ class Slots:
 
     @staticmethod
     def of(keep: Tensor, mask: Tensor) -> Slots:
-        """What `keep [b, s]` leaves of the tokens that `mask [b, s]` calls real. Rows are padded to the longest.
+        """Make the slots of tokens that `keep [b, s]` leaves of the real ones in `mask [b, s]`. Rows are padded to the longest.
 
         The padding is on the left, unless the full sequences are padded on the right.
         """

@@ -124,7 +124,7 @@ def _check_encoder(config: Any, options: ReducerOptions) -> None:
 
 def feature_layers(config: Any) -> int:
     """Number of the encoder's layers that make the features in use."""
-    layer = config.vision_feature_layer  # of the hidden states, of which there is one more than layers
+    layer = config.vision_feature_layer  # index among the hidden states, of which there is one more than layers
     return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
 
 

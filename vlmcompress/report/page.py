@@ -18,7 +18,7 @@ from vlmcompress.results import Bench, Ratio, Results, Scored, Side, Suite
 
 _FOLDER = Path(__file__).parent
 _SHOWN = 24  # examples
-_LAYERS = 5  # in the table of errors that is open
+_LAYERS = 5  # rows in the table of errors that is open
 _PANELS = {"ttft_ms": "Time to first token", "itl_ms": "Time between tokens", "e2e_ms": "Time to last token"}
 
 

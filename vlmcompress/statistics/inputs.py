@@ -55,11 +55,11 @@ class GroupStats:
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in], once they are complete
-        self._drawn: dict[str, Reservoir] = {}  # and while they are not
+        self._drawn: dict[str, Reservoir] = {}  # rows drawn so far, while they are not complete
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
         self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
-        self.sensitivity: Sensitivity | None = None  # of the group's output; set by whoever knows it, not stored
+        self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:

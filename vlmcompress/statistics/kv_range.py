@@ -22,7 +22,7 @@ from torch import Tensor
 from vlmcompress.numerics import FLOAT8_MAX
 from vlmcompress.statistics.balance import MODALITIES
 
-_LOW, _HIGH, _PER_OCTAVE = -32, 16, 8  # of log2|x|; what lies outside is in the first and last bin
+_LOW, _HIGH, _PER_OCTAVE = -32, 16, 8  # bins of log2|x|; values outside are in the first and last bin
 BINS = (_HIGH - _LOW) * _PER_OCTAVE
 _FINE = 8  # points within a bin at which the rounding error is computed
 

@@ -15,7 +15,7 @@ class Reservoir:
 
     def __init__(self, size: int, seed: int):
         self.random = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # of each place; infinite where it is free
+        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # key of each place; infinite where it is free
         self.kept = torch.empty(0)  # [size, in] once there was a batch
 
     def update(self, x: Tensor) -> None:

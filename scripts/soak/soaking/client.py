@@ -1,4 +1,4 @@
-"""Sends requests to an OpenAI-compatible server and keeps the token ids and log-probabilities of the answers."""
+"""Send requests to an OpenAI-compatible server and keep the token ids and log-probabilities of the answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TIMEOUT = 300.0  # seconds of one request
 
 @dataclass
 class Choice:
-    """One answer. `finish`: why it ended, "" if it did not. `scores`: of its tokens, where they were asked for;
-    `best`: the most likely tokens at each place with theirs."""
+    """One answer. `finish`: the reason why it ended, "" if it did not. `scores`: log-probabilities of its tokens, where
+    asked for; `best`: the most likely tokens at each place with their log-probabilities."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
@@ -24,8 +24,8 @@ class Choice:
 
 @dataclass
 class Reply:
-    """What came of a request. `status` 0: no answer at all, `error` says why. `left`: the client hung up. `first_error`:
-    why it was sent a second time."""
+    """The reply to a request. `status` 0: no answer at all, `error` says why. `left`: the client hung up.
+    `first_error`: the reason why it was sent a second time."""
 
     status: int = 0
     error: str = ""
@@ -40,8 +40,8 @@ class Sent:
     """A request.
 
     Attributes:
-        body: makes its bytes.
-        patience: after how many chunks of a stream the client hangs up; None: it doesn't.
+        body: function that makes its bytes.
+        patience: number of chunks of a stream after which the client hangs up; None: it doesn't.
         again: send it once more if it fails with a status from 500, as OpenAI's client does.
     """
 

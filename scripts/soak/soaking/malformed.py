@@ -22,7 +22,7 @@ UNCAUGHT = {"huge image", "local file", "no such host"}
 
 
 def bodies(model: str) -> dict[str, bytes]:
-    """What is wrong -> the request's body."""
+    """Make malformed requests: what is wrong -> body."""
     return {what.__name__.replace("_", " "): what(model) for what in KINDS}
 
 
@@ -82,14 +82,14 @@ def cut_off_image(model: str) -> bytes:
 
 
 def damaged_image(model: str) -> bytes:
-    """The checksum of its header is wrong."""
+    """Make a request with a PNG whose header has a wrong checksum."""
     data = bytearray(_picture())
     data[16] ^= 1
     return _ask(model, part(bytes(data)))
 
 
 def huge_image(model: str) -> bytes:
-    """A PNG of a few bytes that says it has 40,000 x 40,000 pixels."""
+    """Make a request with a PNG of a few bytes whose header claims 40,000 x 40,000 pixels."""
     header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
     framed = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)

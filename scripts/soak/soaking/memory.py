@@ -11,13 +11,13 @@ from watching import watching
 
 PERIOD = 1.0  # seconds between two samples
 FEWEST = 5  # samples of a fifth of the requests
-ALLOWED = 0.01  # of its memory a server may grow while it answers the second half of the requests
+ALLOWED = 0.01  # share of its memory by which a server may grow while it answers the second half of the requests
 ALLOWED_MB = 16.0  # or that much, if it is more
 
 
 def resident_mb(session: int) -> float:
-    """Memory that the processes of a session hold for themselves or share with one another (anonymous and shared; not
-    files, which the kernel may drop), in megabytes."""
+    """Measure the memory that the processes of a session hold for themselves or share with one another (anonymous and
+    shared; not files, which the kernel may drop), in megabytes."""
     return (
         sum(_own_kb(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit() and _in(folder, session))
         / 1e3
@@ -28,7 +28,7 @@ def _in(process: Path, session: int) -> bool:
     try:
         # pid (name) state parent group session ...; the name may hold spaces and brackets
         return int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session
-    except (OSError, IndexError):  # it has just ended
+    except (OSError, IndexError):  # the process has just ended
         return False
 
 
@@ -42,20 +42,20 @@ def _own_kb(process: Path) -> float:
 
 @contextmanager
 def watch(session: int, finished: Callable[[], int]) -> Iterator[list[tuple[int, float]]]:
-    """A list that grows by (finished requests, megabytes) as long as the block lasts."""
+    """Within the context, a list that grows by (finished requests, megabytes)."""
     seen: list[tuple[int, float]] = []
     with watching(lambda: seen.append((finished(), round(resident_mb(session), 1))), PERIOD):
         yield seen
 
 
 def growth_mb(seen: Sequence[tuple[int, float]], requests: int) -> float | None:
-    """By how much memory grew over the second half of the requests: the median of the last fifth less that of the fifth
-    after the middle, as the first half fills caches. None for a soak too short to say."""
+    """Growth of memory over the second half of the requests: the median of the last fifth less that of the fifth after the
+    middle, as the first half fills caches. None for a soak too short to tell."""
     early = [mb for done, mb in seen if 0.5 * requests <= done < 0.7 * requests]
     late = [mb for done, mb in seen if 0.8 * requests <= done]
     return median(late) - median(early) if min(len(early), len(late)) >= FEWEST else None
 
 
 def flat(seen: Sequence[tuple[int, float]], requests: int) -> bool:
-    """Whether that is nothing to speak of."""
+    """Whether memory grew by no more than is allowed."""
     return (growth_mb(seen, requests) or 0.0) <= max(ALLOWED_MB, ALLOWED * median(mb for _, mb in seen))

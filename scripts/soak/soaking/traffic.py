@@ -1,4 +1,4 @@
-"""What a soak sends: conversations that have one right answer, and an order in which clients ask for it, by a seed.
+"""Traffic of a soak: conversations that have one right answer, and an order in which clients ask them, by a seed.
 
 A conversation is a question about one image, about two to four, or none, or a later turn of a longer talk. Images are
 shared by many conversations, so that an engine that takes one image's cache entry for another's gives a wrong answer;
@@ -25,13 +25,13 @@ DELIVERIES = {"plain": 35, "streamed": 30, "scored": 20, "two choices": 5, "abor
 SHAPES = ((1, 1), (0.5, 0.5), (1, 0.5), (0.6, 1.4), (1.5, 1), (2, 2))  # width and height as shares of the original's
 FORMATS = (("PNG", "RGB"), ("JPEG", "RGB"), ("WEBP", "RGB"), ("PNG", "L"), ("PNG", "RGBA"), ("PNG", "P"))
 MOST_IMAGES = 4
-NEW = 0.3  # of the traffic asks what was not asked before
+NEW = 0.3  # share of the traffic that asks something new
 RECENT = 40  # conversations that half of the repeats choose from
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One that has a right answer. `exactly`: go on for `max_tokens` whatever the model says, else until it ends."""
+    """A conversation that has a right answer. `exactly`: generate `max_tokens` tokens, else until the answer ends."""
 
     kind: str
     messages: list[dict[str, Any]]
@@ -52,11 +52,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Ask:
-    """A conversation by its number, and how it is asked for.
+    """A request for an answer: the number of a conversation, and the way in which it is asked.
 
     Attributes:
         delivery: a key of `DELIVERIES`.
-        patience: an aborted request's chunks until the client hangs up; 0: before anything has arrived.
+        patience: number of chunks after which the client aborts the request; 0: before anything has arrived.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Ask:
     patience: int = 0
 
     def body(self, conversation: Conversation, model: str) -> dict[str, Any]:
-        """The conversation's request with what the delivery adds."""
+        """The body of the conversation's request, with the delivery's settings."""
         body = conversation.body(model)
         if self.delivery in ("streamed", "aborted"):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -76,7 +76,7 @@ class Ask:
 
 
 def traffic(requests: int, seed: int) -> list[Ask]:
-    """The order of requests. A conversation's first appearance is in the order of numbers, without gaps."""
+    """Draw the order of requests. Conversations appear first in the order of their numbers, without gaps."""
     draw, asked, known = random.Random(seed), [], 0
     for _ in range(requests):
         if not known or draw.random() < NEW:
@@ -89,7 +89,7 @@ def traffic(requests: int, seed: int) -> list[Ask]:
 
 
 def conversations(samples: Sequence[Sample], count: int, seed: int) -> list[Conversation]:
-    """`count` conversations from a data set's questions.
+    """Make `count` conversations from a data set's questions.
 
     Raises:
         UserError: too few of the questions have one image, or none.
@@ -143,7 +143,7 @@ def _conversation(
 
 
 def _part(image: Image.Image, draw: random.Random) -> dict[str, Any]:
-    """The image in some size, format and colour mode, as a content part."""
+    """Make a content part of the image in a random size, format and colour mode."""
     (across, down), (kind, mode) = draw.choice(SHAPES), draw.choice(FORMATS)
     size = (max(28, round(image.width * across)), max(28, round(image.height * down)))
     buffer = io.BytesIO()
@@ -152,5 +152,5 @@ def _part(image: Image.Image, draw: random.Random) -> dict[str, Any]:
 
 
 def part(data: bytes, kind: str = "png") -> dict[str, Any]:
-    """A content part with these bytes as an image."""
+    """Make a content part with these bytes as an image."""
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"}}

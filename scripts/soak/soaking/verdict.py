@@ -1,4 +1,4 @@
-"""Whether an answer is the reference's.
+"""Judge whether an answer is the reference's.
 
 Two runs of one model differ in the order of their sums, so where two tokens are nearly equally likely they may choose
 differently, and from there on nothing can be compared. A difference is a tie if the reference gave the other token a
@@ -20,8 +20,8 @@ TOP = 10  # most likely tokens that the reference reports
 
 @dataclass(frozen=True)
 class Verdict:
-    """`unseen`: the client hung up before anything came. `deviation`: the largest difference of one token's
-    log-probabilities, 0 where none were asked for."""
+    """The verdict on a reply. `unseen`: the client hung up before anything came. `deviation`: the largest difference of one
+    token's log-probabilities, 0 where none were asked for."""
 
     answer: Literal["equal", "tie", "wrong", "unseen"]
     why: str = ""
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def judge(found: Reply, reference: Reply, margin: float) -> Verdict:
-    """Compare a reply with the reference's, which has one choice with scores. Of a client that hung up, compare what came."""
+    """Compare a reply with the reference's, which has one choice with scores; if the client hung up, only the part received."""
     if not found.choices:
         return Verdict("unseen") if found.left else Verdict("wrong", "no answer")
     if found.prompt_tokens and found.prompt_tokens != reference.prompt_tokens:

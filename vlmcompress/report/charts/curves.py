@@ -13,7 +13,7 @@ from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
 
 WIDTH, HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 12, 10, 34
-_POINTS = 120  # of a curve
+_POINTS = 120  # points of a curve
 
 Values = Sequence[float]
 

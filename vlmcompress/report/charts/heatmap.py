@@ -17,9 +17,9 @@ from vlmcompress.common.text import figures, times
 from vlmcompress.report.charts.svg import element
 
 _CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
-_NARROW, _WIDE = (330, 40.0), (740, 34.0)  # cells together, and one at most: in a panel of half the page, of all of it
+_NARROW, _WIDE = (330, 40.0), (740, 34.0)  # pixels of all cells, and of one at most: in half the page, in all of it
 _LETTER, _READABLE = 5.6, 24  # pixels across: of a letter of a cell's number, of the smallest cell that has one
-_STEPS = 5  # of a legend
+_STEPS = 5  # steps of a legend
 
 
 @dataclass

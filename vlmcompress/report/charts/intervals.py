@@ -13,7 +13,7 @@ from vlmcompress.report.findings import Row
 from vlmcompress.report.words import typeset
 from vlmcompress.results import Ratio
 
-_EDGE = 0.06  # of the width, left free on both sides for half a label
+_EDGE = 0.06  # share of the width, left free on both sides for half a label
 
 
 def accuracy_axis(rows: Sequence[Row]) -> Axis:

@@ -17,7 +17,7 @@ from vlmcompress.results import Comparison
 HEIGHT, _TOP, _BOTTOM = 320, 14, 34
 _LEFT, _SPAN = 0.09, 0.86  # shares of the width
 _FRAME = 380  # pixels across that labels are laid out for; more is more room
-_LETTER, _LINE, _GAP = 7, 16, 12  # of a label: width of a letter, height, distance from its dot
+_LETTER, _LINE, _GAP = 7, 16, 12  # sizes of a label: width of a letter, height, distance from its dot
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class TiledImages(OriginalPositions, PlainRope):
         place = feature.mm_position
         visual = np.ones(place.length, bool) if place.is_embed is None else place.is_embed.numpy()
         kept = self.reducer.count(self.grid)
-        last = visual & (visual.cumsum() % kept == 0)  # of each tile
+        last = visual & (visual.cumsum() % kept == 0)  # the last token of each tile
         steps = np.where(visual, last * math.prod(self.grid), 1)
         ends = steps.cumsum()
         return np.broadcast_to(ends - steps, (DIMS, place.length)), int(ends[-1])

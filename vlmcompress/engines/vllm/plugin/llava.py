@@ -41,7 +41,7 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         method, options = self.reducer.chosen.module, self.reducer.chosen.options
         self._merging = self._scan = None
-        self._counts: list[int] | None = None  # of the images at hand
+        self._counts: list[int] | None = None  # counts of the images being encoded
         tower: Any = self.vision_tower
         if hasattr(method, "merge"):
             self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer)
