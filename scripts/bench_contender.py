@@ -162,7 +162,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """The part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
     from vlmcompress.blocks.solve import Method
-    from vlmcompress.blocks.store import LayerStore
+    from vlmcompress.blocks.store import BlockStore
     from vlmcompress.compression.blocks import compress
 
     module = quantizers.REGISTRY.get(method)
@@ -170,7 +170,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     layers = models.decoder_layers(vlm.model, vlm.spec)
     blocks = [[group for group in groups if group.layer == layer] for layer in range(len(layers))]
     with tempfile.TemporaryDirectory() as folder:
-        store = LayerStore(Path(folder) / "store", "bench", resume=False)
+        store = BlockStore(Path(folder) / "store", "bench", resume=False)
         compress(vlm, blocks, Method(module, module.Options(**options)), rows, store)
 
 

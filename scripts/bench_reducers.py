@@ -43,7 +43,7 @@ from reduced_answers import Asker
 from vlmcompress import models
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.data import Sample, bundled, encode, load_samples
-from vlmcompress.recipe.reducer import Chosen, choose
+from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.reduction import refusal
 from vlmcompress.reduction.learning import learn
 
@@ -79,7 +79,7 @@ OWN_COUNT: dict[str, list[dict[str, Any]]] = {
 class Setting:
     """A reducer, or none; `group`: what its row of the table is called, without share and seed."""
 
-    chosen: Chosen | None
+    chosen: ReducerChoice | None
     group: str
 
     @property

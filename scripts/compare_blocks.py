@@ -29,7 +29,7 @@ import torch
 from teacher_forcing import encode_questions, measure, pack, predictions
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import LayerResult, Method, apply, solve_layer
+from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.compression import allocate
@@ -45,7 +45,7 @@ MEASURES = ("exact", "nll", "kl")
 
 def solved(
     vlm: VLM, blocks: Sequence, stats: statistics_folder.Statistics, balance: str
-) -> dict[tuple[int, int], LayerResult]:
+) -> dict[tuple[int, int], BlockResult]:
     """(block, bits) -> what becomes of it."""
     found = {}
     for bits in (LOW, HIGH):
@@ -53,7 +53,7 @@ def solved(
         method = Method(module, module.Options(bits=bits, symmetric=False, balance=balance))
         for layer, groups in enumerate(blocks):
             weights = {name: vlm.model.get_parameter(f"{name}.weight") for g in groups for name in g.linears}
-            found[layer, bits] = solve_layer(groups, weights, stats.load(layer)[0], method, torch.bfloat16)
+            found[layer, bits] = solve_block(groups, weights, stats.load(layer)[0], method, torch.bfloat16)
     return found
 
 
@@ -79,7 +79,7 @@ def rankings(model: Path, stats: statistics_folder.Statistics, folder: Path, bal
     }
 
 
-def asked(vlm: VLM, results: Mapping[tuple[int, int], LayerResult], rows: Sequence, original: tuple) -> dict:
+def asked(vlm: VLM, results: Mapping[tuple[int, int], BlockResult], rows: Sequence, original: tuple) -> dict:
     """Subset of blocks with LOW bits -> measure -> mean over questions."""
     layers = 1 + max(layer for layer, _ in results)
     modules = dict(vlm.model.named_modules())

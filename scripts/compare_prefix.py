@@ -70,7 +70,7 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
 
     from vlmcompress import models, quantizers
     from vlmcompress.blocks.solve import Method
-    from vlmcompress.blocks.store import LayerStore
+    from vlmcompress.blocks.store import BlockStore
     from vlmcompress.compression.blocks import compress, solve_blocks
     from vlmcompress.models import decoder_blocks
 
@@ -81,7 +81,7 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
         time.perf_counter(),
     )
     with tempfile.TemporaryDirectory() as place, torch.no_grad():
-        store = LayerStore(Path(place) / "store", "compare", resume=False)
+        store = BlockStore(Path(place) / "store", "compare", resume=False)
         if stats is None:
             compress(vlm, blocks, method, batches, store)
         else:

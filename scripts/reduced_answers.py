@@ -24,7 +24,7 @@ from torch import Tensor
 from vlmcompress.data import Sample, encode
 from vlmcompress.data.encode import ANSWER
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction import attach
 
 PER_BATCH = 48
@@ -111,7 +111,7 @@ class Asker:
         self._shown: list[int] = []  # numbers of the images of the batch that runs
 
     @torch.no_grad()
-    def ask(self, chosen: Chosen | None) -> Found:
+    def ask(self, chosen: ReducerChoice | None) -> Found:
         """All questions, with a reducer or without (None)."""
         asked = self.questions.asked
         exact = torch.zeros(len(asked), dtype=torch.bool)

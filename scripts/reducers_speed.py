@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.recipe.reducer import ReducerChoice, parse
 from vlmcompress.reduction import attach, refusal
 
 SIDE = 32  # tokens down and across: 1,024 together
@@ -91,14 +91,14 @@ def prompt(vlm: VLM) -> dict[str, torch.Tensor]:
     }
 
 
-def settings(vlm: VLM) -> list[Chosen | None]:
+def settings(vlm: VLM) -> list[ReducerChoice | None]:
     """The full model, and each method that goes with it at each share."""
     fit = [method for method in METHODS if refusal(vlm.spec, method) is None]
     return [None, *(parse(f"{method}:{share}") for method in fit for share in SHARES)]
 
 
 @torch.no_grad()
-def prefill(vlm: VLM, inputs: dict[str, torch.Tensor], chosen: Chosen | None) -> tuple[float, float, int]:
+def prefill(vlm: VLM, inputs: dict[str, torch.Tensor], chosen: ReducerChoice | None) -> tuple[float, float, int]:
     """Seconds of one pass, those of them in the encoder, and bytes of the cache that it leaves."""
     tower, clock = vlm.model.get_submodule(vlm.spec.vision[0]), [0.0, 0.0]
     with contextlib.ExitStack() as stack:

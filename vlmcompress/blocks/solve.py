@@ -1,4 +1,4 @@
-"""Decide what one decoder block becomes. Pure: weights and statistics in, `LayerResult` out; no model, no IO.
+"""Decide what one decoder block becomes. Pure: weights and statistics in, `BlockResult` out; no model, no IO.
 
 A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
 SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
@@ -74,7 +74,7 @@ class Method:
 
 
 @dataclass
-class LayerResult:
+class BlockResult:
     """Everything that changes in one decoder block, by memory name of the module.
 
     Attributes:
@@ -98,7 +98,7 @@ class LayerResult:
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-def solve_layer(
+def solve_block(
     groups: Sequence[Group],
     weights: Mapping[str, Tensor],
     stats: MutableMapping[str, GroupStats],
@@ -107,7 +107,7 @@ def solve_layer(
     scales: Mapping[str, Tensor] | None = None,
     norms: Mapping[str, Tensor] | None = None,
     norm_offset: float = 0.0,
-) -> LayerResult:
+) -> BlockResult:
     """Smooth and quantize the groups of one block.
 
     Args:
@@ -123,7 +123,7 @@ def solve_layer(
     Raises:
         UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
     """
-    result, current = LayerResult(), _Current(weights)
+    result, current = BlockResult(), _Current(weights)
     for group in groups:
         if group.name in stats and _foldable(group, groups):
             scale = _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
@@ -248,7 +248,7 @@ def _add_rounding(
         error[modality] += added[modality]
 
 
-def warnings(results: Iterable[LayerResult]) -> list[str]:
+def warnings(results: Iterable[BlockResult]) -> list[str]:
     """A line for each thing that went otherwise than asked for, whatever the number of layers that it is about."""
     found: dict[str, list[tuple[str, str]]] = {}
     for what, layer, detail in (warning for result in results for warning in result.warnings):
@@ -260,7 +260,7 @@ def warnings(results: Iterable[LayerResult]) -> list[str]:
 
 
 @torch.no_grad()
-def apply(result: LayerResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
+def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
     """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values.
 
     Args:

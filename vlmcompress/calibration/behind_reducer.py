@@ -23,7 +23,7 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER, VISION, Inputs
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction import attach
 from vlmcompress.reduction.prefill import prefill
 
@@ -85,7 +85,7 @@ def decoder(vlm: VLM) -> VLM:
 
 
 @torch.no_grad()
-def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: Chosen, progress: Progress = silent) -> list[Inputs]:
+def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress: Progress = silent) -> list[Inputs]:
     """Samples from `encode` as the decoder gets them behind a reducer.
 
     Args:

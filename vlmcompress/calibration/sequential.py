@@ -3,7 +3,7 @@
 llm-compressor cuts the model into one subgraph per decoder block, runs the calibration set through each twice (once
 to observe, once to pass on what the quantized block puts out) and keeps the activations between blocks.
 `BlockObserver` is what we hang into it: it accumulates `GroupStats` per modality while a block is observed and hands them on
-when the block has seen all samples. `BlockModifier` gives them to `solve_layer`, puts the quantized weights into the model, and
+when the block has seen all samples. `BlockModifier` gives them to `solve_block`, puts the quantized weights into the model, and
 stores the result so that an interrupted run can go on: the *quantized prefix*, in which a block is observed behind blocks that
 are quantized already. `BlockCollector` only stores them and leaves the model as it is: the *float prefix*, for which one run of
 each block is enough. The modality of each token travels in the field that llm-compressor calls `loss_mask`.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
@@ -135,7 +135,7 @@ class BlockModifier(BlockObserver):
     Attributes:
         method: scheme and options.
         sensitivity: what balances by gradients read, by block and group.
-        store: a `LayerStore`.
+        store: a `BlockStore`.
         token_weights: by sample, (block, group) -> what to multiply the input's rows by, `[tokens]`.
         scales: (block, group) -> smoothing scale `[in]`, where the method searches by block.
     """
@@ -160,7 +160,7 @@ class BlockModifier(BlockObserver):
         norms = {
             g.smooth: self._linears[g.smooth].weight.detach() for g in groups if g.smooth_kind == "norm" and g.smooth
         }
-        result = solve_layer(groups, weights, stats, self.method, first.dtype, scales, norms)
+        result = solve_block(groups, weights, stats, self.method, first.dtype, scales, norms)
         result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)

@@ -36,7 +36,7 @@ from torch import Tensor
 from vlmcompress.common import identity, json_files
 from vlmcompress.common.block_files import BlockFiles, block_file
 from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.reducer import read as read_reducer
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.gradients import Gradients, sensitivities
@@ -138,7 +138,7 @@ class Statistics:
         )
 
     @property
-    def reducer(self) -> Chosen | None:
+    def reducer(self) -> ReducerChoice | None:
         """The reducer that they were collected behind."""
         given = self.facts["calibration"].get("reduce")
         return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None

@@ -21,7 +21,7 @@ from typing import Any
 
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import reducer as chosen
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter, read_counter
 
 KEY = "vlmcompress"
@@ -32,15 +32,15 @@ _WHERE = f"config.json: {KEY}"
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedReducer:
     """What the block says: the reducer of a model of this `model_type`, and `count`, which says what each image keeps."""
 
     model_type: str
-    reducer: Chosen
+    reducer: ReducerChoice
     count: TokenCounter | None = None
 
 
-def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None = None) -> dict[str, Any]:
+def write(config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter | None = None) -> dict[str, Any]:
     """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced.
 
     UserError for a reducer that cannot be carried.
@@ -52,7 +52,7 @@ def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None
     return {**config, "architectures": names, KEY: block}
 
 
-def read(config: Mapping[str, Any]) -> Carried | None:
+def read(config: Mapping[str, Any]) -> CarriedReducer | None:
     """The reducer that a checkpoint's config.json carries, None if it carries none. UserError for a block that is not right."""
     block, names = config.get(KEY), config.get("architectures") or []
     marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
@@ -79,10 +79,10 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
     if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
-    return Carried(block["model_type"], reducer, count)
+    return CarriedReducer(block["model_type"], reducer, count)
 
 
-def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
+def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
     """Options that are for a model in memory alone."""
     if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")

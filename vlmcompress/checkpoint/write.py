@@ -27,7 +27,7 @@ from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
 from vlmcompress.models import left_out, refuse_quantized, shards
 from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
 Quantized = tuple[QTensor, Scheme, Tensor | None]  # weight, scheme, scale of static activations
@@ -68,7 +68,7 @@ def write(
     written: Mapping[str, str] | None = None,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
-    reducer: Chosen | None = None,
+    reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,

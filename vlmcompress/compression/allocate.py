@@ -134,7 +134,7 @@ def predictor_of(
 
 
 def smooths(group: Group, groups: Sequence[Group]) -> bool:
-    """Whether the op before a group can take a smoothing scale, as in `solve.solve_layer`."""
+    """Whether the op before a group can take a smoothing scale, as in `solve.solve_block`."""
     if group.smooth is None:
         return False
     return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)

@@ -22,7 +22,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import Chosen, calibrated
+from vlmcompress.recipe.reducer import ReducerChoice, calibrated
 from vlmcompress.statistics.balance import weighed
 
 
@@ -40,7 +40,7 @@ class Inputs:
     batches: list[dict[str, Tensor]]
     origin: dict[str, Any] | None
 
-    def behind(self, reducer: Chosen | None, progress: Progress = silent) -> Inputs:
+    def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """What the decoder gets when a reducer shortens it: itself without one that acts before it, or without samples."""
         chosen = calibrated(reducer)
         if chosen is None or not self.batches or self.origin is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vlmcompress import models
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders
 from vlmcompress.common.progress import Progress, silent
@@ -86,14 +86,14 @@ def _inputs(work: Plan) -> Inputs:
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 
 
-def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> LayerStore:
+def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> BlockStore:
     """The decoder's blocks quantized in `inputs.vlm`, and their results in the store that is returned."""
     recipe = work.recipe
     assert recipe.out is not None
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
-        store = LayerStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
+        store = BlockStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
         allocate.hand_over(recipe.out, store)
         if work.statistics:
             offset = inputs.vlm.spec.norm_offset

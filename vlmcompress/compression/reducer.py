@@ -8,7 +8,7 @@ from typing import Any
 from vlmcompress.common.progress import Progress
 from vlmcompress.models import VLM
 from vlmcompress.planning.reducer import VisualTokens
-from vlmcompress.recipe.reducer import Chosen, calibrated, same
+from vlmcompress.recipe.reducer import ReducerChoice, calibrated, same
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.reduction import learning, threshold_file
 
@@ -16,8 +16,8 @@ Samples = Sequence[Mapping[str, Any]]
 
 
 def settled(
-    reducer: Chosen | None, vlm: VLM, samples: Samples, progress: Progress, known: Chosen | None = None
-) -> Chosen | None:
+    reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress, known: ReducerChoice | None = None
+) -> ReducerChoice | None:
     """The reducer with everything that it learns in place: from a file that it names, or from samples.
 
     Args:
@@ -33,7 +33,9 @@ def settled(
     return learning.learn(vlm, samples, reducer, progress) if samples else threshold_file.known(vlm, reducer)
 
 
-def counter(tokens: VisualTokens | None, reducer: Chosen | None, vlm: VLM, samples: Samples) -> TokenCounter | None:
+def counter(
+    tokens: VisualTokens | None, reducer: ReducerChoice | None, vlm: VLM, samples: Samples
+) -> TokenCounter | None:
     """What says from an image's pixels how many tokens it keeps, fitted to calibration samples; None where nothing has to.
 
     Args:
@@ -43,7 +45,7 @@ def counter(tokens: VisualTokens | None, reducer: Chosen | None, vlm: VLM, sampl
     return learning.counter(vlm, samples, reducer) if tokens and tokens.counted else None
 
 
-def warnings(reducer: Chosen | None, origin: Mapping[str, Any] | None) -> list[str]:
+def warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:
     """What went otherwise than asked for. `origin`: where statistics came from, None for no calibration."""
     if reducer is None or origin is None or calibrated(reducer):
         return []

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import solve_layer, warnings
-from vlmcompress.blocks.store import LayerStore, StoredWeights
+from vlmcompress.blocks.solve import solve_block, warnings
+from vlmcompress.blocks.store import BlockStore, StoredWeights
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
@@ -24,7 +24,7 @@ from vlmcompress.statistics import kv_range
 def write_checkpoint(
     work: Plan,
     vlm: VLM,
-    store: LayerStore,
+    store: BlockStore,
     origin: dict[str, Any] | None,
     counter: TokenCounter | None,
     *,
@@ -98,7 +98,7 @@ def _quantize_vision(model: nn.Module, work: Plan, progress: Progress) -> dict[s
     found: dict[str, tuple] = {}
     for done, group in enumerate(work.vision_groups, start=1):
         weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
-        result = solve_layer([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
+        result = solve_block([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
         found |= {name: (weight, work.vision_method.scheme, None) for name, weight in result.weights.items()}
         progress("quantizing the vision tower", done, len(work.vision_groups))
     return found

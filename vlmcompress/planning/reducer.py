@@ -12,7 +12,7 @@ from vlmcompress.engines.vllm.plugin import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction import cost
 
 TYPICAL = (1024, 768)
@@ -31,7 +31,7 @@ class VisualTokens:
             cannot say.
     """
 
-    reducer: Chosen
+    reducer: ReducerChoice
     counted: bool
     example: dict[str, Any] | None
 
@@ -55,7 +55,7 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
     return VisualTokens(reducer, counted, _example(recipe) if example else None)
 
 
-def tokens_text(reducer: Chosen, example: Mapping[str, Any] | None) -> str:
+def tokens_text(reducer: ReducerChoice, example: Mapping[str, Any] | None) -> str:
     """What a reducer does to an image, in words; `example` as in `VisualTokens`."""
     if example is None:
         return reducer.label

@@ -73,7 +73,7 @@ class Recipe(_Frozen):
         calibrate: the data that statistics come from.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
-        reduce: the visual-token reducer (`chosen.Chosen`) that the checkpoint carries; None: all tokens are kept.
+        reduce: the visual-token reducer (`chosen.ReducerChoice`) that the checkpoint carries; None: all tokens are kept.
         engine: what is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: of everything random.
         shard_size: largest file of weights.
@@ -220,7 +220,7 @@ def resolve(
 
 
 def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
-    """The `recipe.reducer.Chosen` that merged settings name, None for none."""
+    """The `recipe.reducer.ReducerChoice` that merged settings name, None for none."""
     if given is None:
         return None
     from vlmcompress.recipe.reducer import merged  # which brings torch along

@@ -31,7 +31,7 @@ from vlmcompress.reducers import REGISTRY, Grid
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ReducerChoice:
     """A method and its `Options`."""
 
     method: str
@@ -58,7 +58,7 @@ class Chosen:
         return isinstance(getattr(self.options, "thresholds", None), tuple)
 
     @property
-    def asked_for(self) -> Chosen:
+    def asked_for(self) -> ReducerChoice:
         """The same as one asks for it, without what it has learnt since."""
         return (
             dataclasses.replace(self, options=dataclasses.replace(self.options, thresholds=None))
@@ -88,7 +88,7 @@ class Chosen:
         return reducers.too_small(self.module, grid, self.options)
 
 
-def parse(text: str) -> Chosen:
+def parse(text: str) -> ReducerChoice:
     """What `--reduce` says. UserError for a method or option that is none, or a value that is wrong."""
     where = f"--reduce {text}"
     values = split(text, where)
@@ -111,7 +111,7 @@ def split(text: str, where: str) -> dict[str, Any]:
     return values
 
 
-def read(given: Any, where: str = "reduce") -> Chosen:
+def read(given: Any, where: str = "reduce") -> ReducerChoice:
     """What a recipe's `reduce` says: a mapping with `method` and options, or the command line's form."""
     if isinstance(given, str):
         return parse(given)
@@ -120,7 +120,7 @@ def read(given: Any, where: str = "reduce") -> Chosen:
     return choose(given["method"], {key: value for key, value in given.items() if key != "method"}, where)
 
 
-def choose(method: str, values: Mapping[str, Any], where: str) -> Chosen:
+def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
     """The method with these options. `where` begins the message of the UserError that anything wrong raises."""
     try:
         cls = REGISTRY.get(method).Options
@@ -137,7 +137,7 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> Chosen:
             continue
         checked[key] = _typed(value, hints[key], f"{where}: '{method}': {key}")
     try:
-        return Chosen(method, cls(**checked))
+        return ReducerChoice(method, cls(**checked))
     except ValueError as error:
         raise UserError(f"{where}: '{method}': {error}") from error
 
@@ -162,7 +162,7 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
     return found
 
 
-def merged(given: Any, origins: Mapping[str, str]) -> Chosen | None:
+def merged(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
     """The reducer that merged settings name; None for none. UserError for one that is none, or an option that is wrong.
 
     Args:
@@ -175,7 +175,7 @@ def merged(given: Any, origins: Mapping[str, str]) -> Chosen | None:
     return read(given, f"{origin}: reduce")
 
 
-def calibrated(reducer: Chosen | None) -> Chosen | None:
+def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
     """The reducer that a calibration runs behind: None where there is none, or one within the language model.
 
     Of the latter every block sees the same kinds of tokens as without it, those behind its layer fewer of them.
@@ -183,7 +183,7 @@ def calibrated(reducer: Chosen | None) -> Chosen | None:
     return reducer if reducer and reducer.module.STAGE != "llm" else None
 
 
-def same(known: Chosen | None, asked: Chosen | None) -> bool:
+def same(known: ReducerChoice | None, asked: ReducerChoice | None) -> bool:
     """Whether a reducer is the one that is asked for, apart from what it has learnt or will read from a file."""
     if known is None or asked is None or known.method != asked.method:
         return known is asked

@@ -18,11 +18,11 @@ continues them only while the reducer that filled them is attached. Methods that
 words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer too.
 """
 
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction._attach import Attachment, KeptWhole
 from vlmcompress.reduction.attaching import attach
 from vlmcompress.reduction.carrying import attach_carried
 from vlmcompress.reduction.support import check, refusal
 from vlmcompress.reduction.units import Reduced
 
-__all__ = ["Attachment", "Chosen", "KeptWhole", "Reduced", "attach", "attach_carried", "check", "refusal"]
+__all__ = ["Attachment", "ReducerChoice", "KeptWhole", "Reduced", "attach", "attach_carried", "check", "refusal"]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vlmcompress import reducers
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction, Signals
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Call, Reduced, Unit, prompt_text, units, whole
 
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -39,8 +39,8 @@ class Attachment:
         self._told = False  # that an image is kept whole
         self.seen: list[Reduced] = []
         self._call: Call | None = None
-        self._new: Layout | None = None  # of the cache, once this call is done
-        self._caches: weakref.WeakKeyDictionary[Any, Layout] = weakref.WeakKeyDictionary()
+        self._new: Slots | None = None  # of the cache, once this call is done
+        self._caches: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
         base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
@@ -57,9 +57,9 @@ class Attachment:
             raise
 
     @property
-    def chosen(self) -> Chosen:
+    def chosen(self) -> ReducerChoice:
         """The reducer with its options."""
-        return Chosen(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
+        return ReducerChoice(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
 
     def detach(self) -> None:
         """Take all hooks away. The model is what it was; caches filled with the reducer on cannot be continued."""
@@ -86,7 +86,7 @@ class Attachment:
     def _hook(self) -> None:
         """More hooks of a stage."""
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """The language model's arguments, reduced. `past`: layout of the cache, None when nothing has been left out of it."""
         raise NotImplementedError
 

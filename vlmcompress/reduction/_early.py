@@ -11,7 +11,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction import ahead as _ahead
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.support import feature_layers, needs_encoder
 from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
@@ -79,11 +79,11 @@ class Early(Attachment):
             image[result.anchor] = rows
         return full
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")
         rows, tokens = embeds.shape[:2]
         slots = cache.get_seq_length() if cache is not None else 0
-        held = past or Layout.identity(rows, slots, embeds.device)
+        held = past or Slots.identity(rows, slots, embeds.device)
         if slots < held.width:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         before = held.full(slots)
@@ -98,7 +98,7 @@ class Early(Attachment):
         dropped = not keep.all()
         if not dropped and past is None:
             return kwargs
-        new = Layout.of(keep, real) if dropped else Layout.identity(rows, tokens, embeds.device)
+        new = Slots.of(keep, real) if dropped else Slots.identity(rows, tokens, embeds.device)
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else past
         positions = self._positions(kwargs, before, slots)
@@ -113,7 +113,7 @@ class Early(Attachment):
             }
         )
 
-    def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Layout) -> Any:
+    def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Slots) -> Any:
         """The language model's mask: `mask [b, slots]`, or what a model makes of it whose images see all of themselves.
 
         Gemma 3 calls an image what `token_type_ids` say. What is left of one stands together, so it stays one.
@@ -181,7 +181,7 @@ class Early(Attachment):
         # The model counted them itself: from the mask of the full sequence, or from its cache, which is shorter.
         return given[..., -tokens:] if given.shape[-1] > tokens else given + (before - slots)
 
-    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Layout) -> dict[str, Any]:
+    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
         """The same features as the model takes them, `[visual tokens, d]` of each layer, reduced as the embeddings are."""
         if not self._levels:
             return {}

@@ -20,7 +20,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._attach import full_mask
 from vlmcompress.reduction._inside import Inside
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Reduced, Unit
 
 _Left = list[tuple[int, Reduced]]
@@ -34,14 +34,14 @@ class Generating(Inside):
         super()._hook()
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
         self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # of block K, as last seen
-        self._step: tuple[list[Unit], Tensor, Layout | None, int] | None = None
+        self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
         self._heard: tuple[Tensor, Tensor, float] | None = None
 
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
         if self._step is not None:
             self._heard = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """The arguments as they are; what is needed behind the call is kept."""
         cache: Any = kwargs.get("past_key_values")
         if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
@@ -65,13 +65,13 @@ class Generating(Inside):
         attention = self._attention(heard, mask, before)
         left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
         self.seen = [unit for start, unit in left if start == left[-1][0]]
-        layout = past or Layout.identity(len(mask), 0, mask.device)
-        layout = layout.then(mask.shape[1] - layout.length, Layout.identity(len(mask), 0, mask.device))
+        layout = past or Slots.identity(len(mask), 0, mask.device)
+        layout = layout.then(mask.shape[1] - layout.length, Slots.identity(len(mask), 0, mask.device))
         if _count(left) < _count(old):
             keep = torch.ones_like(mask)
             for start, unit in left:
                 keep[unit.row, start + unit.columns] = unit.reduction.target >= 0
-            fewer = Layout.of(keep, mask)
+            fewer = Slots.of(keep, mask)
             self._cut(cache, layout.slots(fewer), layout.width)
             layout = fewer
         self._left[cache], self._caches[cache] = left, layout

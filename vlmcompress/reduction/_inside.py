@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
 
@@ -21,9 +21,9 @@ class Inside(Attachment):
     """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind."""
 
     def _hook(self) -> None:
-        self._pending: tuple[list[Unit], Tensor, Layout, int] | None = None  # of this call, until block K
+        self._pending: tuple[list[Unit], Tensor, Slots, int] | None = None  # of this call, until block K
         self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
-        self._rows: Layout | None = None  # of this call's tokens, from block K on
+        self._rows: Slots | None = None  # of this call's tokens, from block K on
         self._mask: Any = None  # of these blocks
         blocks: Any = self.text.get_submodule("layers")
         first = self.options.layer
@@ -43,11 +43,11 @@ class Inside(Attachment):
         if self._pending is not None and self._pending[0]:
             self._states = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """Nothing yet: the first blocks get everything. What block K needs to know is kept."""
         cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
         before = cache.get_seq_length() if cache is not None else 0  # of block 0, which lacks nothing
-        held = past or Layout.identity(len(embeds), before, embeds.device)
+        held = past or Slots.identity(len(embeds), before, embeds.device)
         if before < held.length:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         self._pending = units, full_mask(kwargs, before), held, before
@@ -88,7 +88,7 @@ class Inside(Attachment):
         dropped = not keep.all()
         if not dropped and self._new is None:
             return args, kwargs
-        new = Layout.of(keep, real) if dropped else Layout.identity(hidden.shape[0], hidden.shape[1], hidden.device)
+        new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else self._new
         self._rows, hidden = new, new.pick(hidden)

@@ -21,7 +21,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Merger, Reduction, TokenCounter
 from vlmcompress.reduction._early import Early
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.support import feature_layers
 from vlmcompress.reduction.tap import joined, tap
 from vlmcompress.reduction.units import Reduced, Unit
@@ -137,7 +137,7 @@ class Merging(Early):
             merger.counts = [self.counter.count(one) for one in pictures(self.vlm, self._call.arguments)]
         return merger
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         if not getattr(self.options, "vtu", False):
             return super()._reduce(kwargs, units, past)
         self._groups = list(zip(units, self._merged, strict=True))

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen, choose
+from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.reducers import REGISTRY, TokenCounter
 from vlmcompress.reduction import threshold_file
 from vlmcompress.reduction._attach import Attachment
@@ -20,7 +20,9 @@ from vlmcompress.reduction.pixels import Pixels
 from vlmcompress.reduction.support import check, check_counter
 
 
-def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: TokenCounter | None = None) -> Attachment:
+def attach(
+    vlm: VLM, method: str | ReducerChoice, options: Any = None, counter: TokenCounter | None = None
+) -> Attachment:
     """Reduce the visual tokens of `vlm` from now on.
 
     Args:
@@ -34,7 +36,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: TokenCo
     """
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)
-        method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
+        method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
     method = threshold_file.known(vlm, method)
     if counter:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction import KeptWhole, attach, refusal
 
 
 @torch.no_grad()
-def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chosen: Chosen) -> list[Reduction]:
+def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chosen: ReducerChoice) -> list[Reduction]:
     """What becomes of the tokens of each image.
 
     Args:

@@ -14,12 +14,14 @@ from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, read_json, spec_for
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction.attaching import attach
 
 
-def attach_carried(model: Any, processor: Any, folder: str | Path, reducer: Chosen | None = None) -> Attachment | None:
+def attach_carried(
+    model: Any, processor: Any, folder: str | Path, reducer: ReducerChoice | None = None
+) -> Attachment | None:
     """Reduce the visual tokens of a transformers model from now on, as its checkpoint says.
 
     Args:

@@ -23,7 +23,7 @@ from vlmcompress.data.encode import encode_prompt
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction.support import check, chooses_images
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
@@ -79,7 +79,7 @@ def plan(
     path: str | Path,
     sizes: Sequence[tuple[int, int]],
     question: str,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[ReducerChoice],
     kv_bytes: int | None = None,
 ) -> Planned:
     """Costs of one prompt with images of these sizes.
@@ -117,7 +117,7 @@ def plan(
     return Planned(spec.family, layouts, text, context, without, full, costs, tuple(notes))
 
 
-def too_small(chosen: Chosen, layout: Layout) -> list[str]:
+def too_small(chosen: ReducerChoice, layout: Layout) -> list[str]:
     """Which grids of an image are kept whole because the share of them would be no token."""
     grids = sorted({grid[1:] for grid, _ in layout.grids() if chosen.too_small(grid)})
     return [
@@ -154,7 +154,7 @@ def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int
 
 
 def _reduced(
-    found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: Chosen, itemsize: int
+    found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: ReducerChoice, itemsize: int
 ) -> Cost | None:
     """None when the counts are not known beforehand."""
     layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals, TokenCounter, fit_counter
 from vlmcompress.reduction._merging import Layers, M, merger_of, pictures
 from vlmcompress.reduction.support import merged_counts
@@ -49,7 +49,9 @@ class _Learning(Merger):
 
 
 @torch.no_grad()
-def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, progress: Progress = silent) -> Chosen:
+def learn(
+    vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice, progress: Progress = silent
+) -> ReducerChoice:
     """The reducer with thresholds for this model, learnt from the images of `batches` where it names none.
 
     Args:
@@ -67,14 +69,14 @@ def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, pro
 
 
 @torch.no_grad()
-def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> list[int]:
+def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
     """How many tokens each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
     return [
         len(one.anchor) for part in _pictures(vlm, batches) for one in _run(vlm, part, chosen.options, Merger).merged
     ]
 
 
-def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> TokenCounter:
+def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> TokenCounter:
     """What says from pixels how many tokens a picture keeps, fitted to what the pictures of `batches` keep."""
     own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
     least, tokens = merged_counts(vlm.model.config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Slots:
     """The slots that are left of a batch of sequences.
 
     columns: `[b, m]` int64, the column of the full sequence that each slot holds, ascending among the valid ones.
@@ -23,7 +23,7 @@ class Layout:
     length: int
 
     @staticmethod
-    def of(keep: Tensor, mask: Tensor) -> Layout:
+    def of(keep: Tensor, mask: Tensor) -> Slots:
         """What `keep [b, s]` leaves of the tokens that `mask [b, s]` calls real. Rows are padded to the longest.
 
         On the left, unless the full sequences are padded on the right.
@@ -33,13 +33,13 @@ class Layout:
         right = not bool(mask[:, -1].all())
         order = left.int().sort(dim=1, descending=right, stable=True).indices
         columns = order[:, :width] if right else order[:, -width:]
-        return Layout(columns, left.gather(1, columns), left.shape[1])
+        return Slots(columns, left.gather(1, columns), left.shape[1])
 
     @staticmethod
-    def identity(rows: int, length: int, device: Any = None) -> Layout:
+    def identity(rows: int, length: int, device: Any = None) -> Slots:
         """Everything is left."""
         columns = torch.arange(length, device=device).expand(rows, -1)
-        return Layout(columns, torch.ones_like(columns, dtype=torch.bool), length)
+        return Slots(columns, torch.ones_like(columns, dtype=torch.bool), length)
 
     @property
     def width(self) -> int:
@@ -55,7 +55,7 @@ class Layout:
         shape = [1] * (dim - 1) + list(self.columns.shape) + [1] * (x.ndim - dim - 1)
         return torch.take_along_dim(x, self.columns.to(x.device).view(shape), dim)
 
-    def slots(self, fewer: Layout) -> Tensor:
+    def slots(self, fewer: Slots) -> Tensor:
         """`[b, k]`: in which of this layout's slots `fewer [b, k]`, which is left of it, stands; any slot for its padding."""
         slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)
         place = torch.zeros(len(slots), self.length + 1, dtype=torch.long, device=slots.device)
@@ -67,10 +67,10 @@ class Layout:
         held = full[:, : self.length].gather(1, self.columns) * self.valid.to(full.dtype)
         return torch.cat([held, full[:, self.length :]], 1)
 
-    def then(self, tokens: int, other: Layout) -> Layout:
+    def then(self, tokens: int, other: Slots) -> Slots:
         """This layout, `tokens` columns behind it that are all kept, and `other` behind those."""
-        between = Layout.identity(len(self.columns), tokens, self.columns.device)
+        between = Slots.identity(len(self.columns), tokens, self.columns.device)
         parts = (self, between, other)
         starts = (0, self.length, self.length + tokens)
         columns = torch.cat([part.columns + start for part, start in zip(parts, starts, strict=True)], 1)
-        return Layout(columns, torch.cat([part.valid for part in parts], 1), starts[2] + other.length)
+        return Slots(columns, torch.cat([part.valid for part in parts], 1), starts[2] + other.length)

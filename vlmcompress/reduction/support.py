@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, ModelSpec, all_specs
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import REGISTRY, TokenCounter
 from vlmcompress.reduction.threshold_file import resolve
 
@@ -73,7 +73,7 @@ def chooses_images(module: ModuleType) -> bool:
 def check(vlm: VLM, method: str, options: Any) -> None:
     """UserError unless this very model can have its tokens reduced so."""
     if isinstance(getattr(options, "thresholds", None), str) and refusal(vlm.spec, method) is None:
-        options = resolve(vlm, Chosen(method, options)).options
+        options = resolve(vlm, ReducerChoice(method, options)).options
     check_config(vlm.spec, vlm.model.config, method, options)
 
 
@@ -158,7 +158,7 @@ def merged_counts(config: Any) -> tuple[int, int]:
     return -(-tokens >> feature_layers(config)), tokens
 
 
-def check_counter(config: Any, chosen: Chosen, counter: TokenCounter) -> None:
+def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
     """UserError unless the counts can be met by this method in the encoder of a model of this config."""
     if not chosen.takes_count:
         raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")

@@ -26,7 +26,7 @@ from vlmcompress.common import folders, identity, json_files
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe import reducer as choosing
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 METHOD = "dymu"
 
@@ -37,7 +37,7 @@ SCHEMA_VERSION = 1
 COMMAND = "vlmcompress thresholds MODEL --calib DATA -o FILE.json"
 
 
-def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
+def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """The reducer with the thresholds of the file that it names, if it names one. UserError if they are not of this model."""
     name = getattr(chosen.options, "thresholds", None)
     if not isinstance(name, str):
@@ -55,7 +55,7 @@ def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
     return with_thresholds(chosen, content["reduce"].options.thresholds)
 
 
-def known(vlm: VLM, chosen: Chosen) -> Chosen:
+def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """`resolve`, and UserError where thresholds are needed and not there."""
     chosen = resolve(vlm, chosen)
     if getattr(chosen.options, "thresholds", ()) is None:
@@ -63,7 +63,9 @@ def known(vlm: VLM, chosen: Chosen) -> Chosen:
     return chosen
 
 
-def save(path: Path, vlm: VLM, chosen: Chosen, found: Sequence[int], calibration: Mapping[str, Any]) -> dict[str, Any]:
+def save(
+    path: Path, vlm: VLM, chosen: ReducerChoice, found: Sequence[int], calibration: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write the file of a reducer with thresholds, whole or not at all, and return what is in it.
 
     Args:
@@ -147,6 +149,6 @@ def _skeleton(vlm: VLM) -> bool:
     return any(weight.is_meta for weight in tower(vlm).parameters())
 
 
-def with_thresholds(chosen: Chosen, thresholds: tuple[float, ...]) -> Chosen:
+def with_thresholds(chosen: ReducerChoice, thresholds: tuple[float, ...]) -> ReducerChoice:
     """The reducer with these thresholds."""
     return dataclasses.replace(chosen, options=dataclasses.replace(chosen.options, thresholds=thresholds))

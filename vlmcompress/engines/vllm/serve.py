@@ -20,7 +20,7 @@ from vlmcompress.engines.vllm import environment, interpreter, plugin
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
-    from vlmcompress.recipe.reducer import Chosen
+    from vlmcompress.recipe.reducer import ReducerChoice
 
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
@@ -141,7 +141,7 @@ def _config(model: Path) -> dict:
     return config
 
 
-def _reducer(model: Path, config: dict) -> Chosen | None:
+def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, which it says behind a traceback."""
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):

@@ -23,7 +23,7 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.checkpoint.reducer_block import Carried
+from vlmcompress.checkpoint.reducer_block import CarriedReducer
 from vlmcompress.common.finding import Check
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, interpreter, runner
@@ -101,7 +101,7 @@ def judge(findings: Findings) -> list[Check]:
 
 
 def _expected(
-    folder: Path, config: dict[str, Any], asked: Questions, carries: Carried | None, progress: Progress
+    folder: Path, config: dict[str, Any], asked: Questions, carries: CarriedReducer | None, progress: Progress
 ) -> Findings:
     """What transformers says, in the checkpoint's own type, and in float32 where it has such a form."""
     exact = not config.get("quantization_config")

@@ -9,7 +9,7 @@ from vlmcompress.engines.vllm.conformance._compare import Pair, same
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected
 from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Findings:
     """
 
     questions: Questions
-    reducer: Chosen | None
+    reducer: ReducerChoice | None
     ends: set[int]
     exact: dict[str, Expected]
     reduced: dict[str, Expected]

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.conformance._questions import Questions
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 TOKENS = 8
 FEW = 8
@@ -81,7 +81,7 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
     return all_engines
 
 
-def another(reducer: Chosen) -> Chosen:
+def another(reducer: ReducerChoice) -> ReducerChoice:
     """A reducer that keeps as many tokens as `reducer` could, chosen otherwise: only its name tells them apart."""
     from vlmcompress.recipe import reducer as chosen
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from vlmcompress import models, reduction
-from vlmcompress.checkpoint.reducer_block import Carried
+from vlmcompress.checkpoint.reducer_block import CarriedReducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 
@@ -61,7 +61,7 @@ class Reference:
         self.vlm = VLM(model.eval(), processor, models.spec_for(models.read_config(folder)), folder)
 
     @contextlib.contextmanager
-    def reduced(self, found: Carried | None) -> Iterator[None]:
+    def reduced(self, found: CarriedReducer | None) -> Iterator[None]:
         """With the reducer attached that a checkpoint carries; None: as it is."""
         attach = reduction.attach(self.vlm, found.reducer, counter=found.count) if found else contextlib.nullcontext()
         with attach as attached:

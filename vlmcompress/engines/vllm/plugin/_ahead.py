@@ -16,7 +16,7 @@ from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Signals
 from vlmcompress.reduction.ahead import Enough, positions, signals
 from vlmcompress.reduction.tap import joined, received
@@ -25,7 +25,7 @@ from vlmcompress.reduction.tap import joined, received
 class Ahead:
     """The first layers of one of vLLM's language models, for methods that decide on what they tell."""
 
-    def __init__(self, language_model: Any, chosen: Chosen, rotated: bool):
+    def __init__(self, language_model: Any, chosen: ReducerChoice, rotated: bool):
         """`rotated`: whether the layers take M-RoPE's positions."""
         self._model = getattr(language_model, "model", language_model)
         self._needed = "ahead" in chosen.module.NEEDS

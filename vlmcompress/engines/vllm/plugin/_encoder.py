@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.reducers import Grid, Merger
 from vlmcompress.reduction.tap import joined, received
 
@@ -47,10 +47,10 @@ class Scan:
         self._signals["windowed"] = _from_cls(attention, query, key)
 
 
-class Merging:
+class EncoderMerging:
     """Merges rows between attention and MLP of each layer, down to an exact count of each image."""
 
-    def __init__(self, layers: nn.ModuleList, reducer: Reducer):
+    def __init__(self, layers: nn.ModuleList, reducer: ServedReducer):
         self._reducer, self._layers = reducer, len(layers)
         self._merger: Merger | None = None
         layer: Any
@@ -85,7 +85,7 @@ class Merging:
 class _Proportional(nn.Module):
     """The kernel of an attention module, with keys that count by their size."""
 
-    def __init__(self, attention: Any, merging: Merging):
+    def __init__(self, attention: Any, merging: EncoderMerging):
         super().__init__()
         self._heads, self._scale, self._merging = attention.num_heads_per_partition, attention.scale, merging
 

@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reducers import Grid, Reduction
@@ -27,7 +27,7 @@ def _spec(model_type: str) -> ModelSpec:
     return spec_for({"model_type": model_type})
 
 
-def kept(layout: Layout, reducer: Reducer) -> int:
+def kept(layout: Layout, reducer: ServedReducer) -> int:
     """How many tokens stand for an image in the prompt; newlines are all kept."""
     sides = [(piece.rows, piece.columns) for piece in layout.pieces if piece.rows * piece.columns]
     return layout.tokens + sum(reducer.count((1, rows, columns)) - rows * columns for rows, columns in sides)

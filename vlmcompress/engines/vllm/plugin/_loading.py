@@ -24,7 +24,7 @@ class Loading:
         import vllm
         from vllm.transformers_utils.config import uses_mrope
 
-        from vlmcompress.engines.vllm.plugin._reducer import Reducer
+        from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
         from vlmcompress.engines.vllm.plugin._serves import supported
         from vlmcompress.engines.vllm.plugin._unsupported import message
 
@@ -32,7 +32,7 @@ class Loading:
             raise ValueError(message())
         config: Any = model_config.hf_config
         try:
-            Reducer.of(config)
+            ServedReducer.of(config)
         except UserError as error:
             raise ValueError(f"{model_config.model}: {error}") from None
         if not uses_mrope(config):

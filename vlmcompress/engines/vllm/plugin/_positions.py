@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
 
 DIMS = 3
@@ -50,7 +50,7 @@ class OriginalPositions(ResumableModel):
     """Put before one of vLLM's M-RoPE models. Its encoder output must be `pack`ed, its text config must have M-RoPE."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        reducer = Reducer.of(vllm_config.model_config.hf_config)
+        reducer = ServedReducer.of(vllm_config.model_config.hf_config)
         _check(vllm_config, reducer)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
@@ -115,7 +115,7 @@ def _text(tokens: int, start: int) -> np.ndarray:
     return np.broadcast_to(np.arange(start, start + tokens), (DIMS, tokens))
 
 
-def _check(config: Any, reducer: Reducer) -> None:
+def _check(config: Any, reducer: ServedReducer) -> None:
     """ValueError for what would run without the places of the tokens."""
     speculative = config.speculative_config
     for wrong, text in (

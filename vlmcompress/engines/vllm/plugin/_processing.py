@@ -10,7 +10,7 @@ from typing import Any
 from vllm.multimodal.parse import EmbeddingItems
 from vllm.multimodal.processing import PromptUpdateDetails
 
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._resuming import ResumableProcessor
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt
 
@@ -26,9 +26,9 @@ class ReducedInfo:
     """Of a `BaseProcessingInfo`: knows the reducer."""
 
     @functools.cached_property
-    def reducer(self) -> Reducer:
+    def reducer(self) -> ServedReducer:
         """The reducer of the checkpoint."""
-        return Reducer.of(self.get_hf_config())  # type: ignore[attr-defined]
+        return ServedReducer.of(self.get_hf_config())  # type: ignore[attr-defined]
 
 
 class ReducedProcessor(ResumableProcessor):

@@ -17,7 +17,7 @@ from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._rope import make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid
@@ -57,7 +57,7 @@ def extent(grid: Grid, pace: float) -> int:
     return max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
 
 
-def by_pixels(reducer: Reducer) -> bool:
+def by_pixels(reducer: ServedReducer) -> bool:
     """Whether the choice is made before the encoder."""
     return reducer.chosen.module.STAGE == "pixels"
 

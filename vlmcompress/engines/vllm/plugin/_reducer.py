@@ -15,7 +15,7 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.plugin._serves import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import spec_for
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction.support import check_config, check_counter
 
@@ -23,17 +23,17 @@ _READ = ("architectures", "model_type", reducer_block.KEY)
 
 
 @dataclass(frozen=True)
-class Reducer:
+class ServedReducer:
     """A method with its options, as the config of a model that vLLM loads carries it.
 
     `counter`: says from an image's pixels how many of its tokens stay, for a method whose count depends on the image.
     """
 
-    chosen: Chosen
+    chosen: ReducerChoice
     counter: TokenCounter | None = None
 
     @staticmethod
-    def of(hf_config: Any) -> Reducer:
+    def of(hf_config: Any) -> ServedReducer:
         """The one that a config carries. UserError if it carries none, it is not right, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
         found = reducer_block.read(config)
@@ -52,7 +52,7 @@ class Reducer:
             raise UserError(f"{where}: {error}") from None
         if reducer.takes_count and found.count is None:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
-        return Reducer(reducer, found.count)
+        return ServedReducer(reducer, found.count)
 
     def count(self, grid: Grid) -> int:
         """How many tokens an image keeps, at most where that depends on the image."""

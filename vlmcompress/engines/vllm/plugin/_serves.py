@@ -8,7 +8,7 @@ from vlmcompress.common.registry import Registry
 from vlmcompress.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from vlmcompress.recipe.reducer import Chosen
+    from vlmcompress.recipe.reducer import ReducerChoice
 
 FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 REDUCERS = Registry("vlmcompress.reducers", "reducer")
@@ -23,7 +23,7 @@ def supported(version: str) -> bool:
     return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
 
 
-def refusal(architecture: str, reducer: Chosen) -> str | None:
+def refusal(architecture: str, reducer: ReducerChoice) -> str | None:
     """Why vLLM does not serve a model of `architecture` with its tokens reduced so, in one line; None when it does.
 
     Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.

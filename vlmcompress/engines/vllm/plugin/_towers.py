@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.reduction.pixels import signals
 
 
-def choose(reducer: Reducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
+def choose(reducer: ServedReducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
     """Which tokens of all images are kept, `[tokens]` bool.
 
     Args:

@@ -16,7 +16,7 @@ from vllm.model_executor.models.llava import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
-from vlmcompress.engines.vllm.plugin._encoder import Merging, Scan, grid_of
+from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction.support import needs_encoder
@@ -44,7 +44,7 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         self._counts: list[int] | None = None  # of the images at hand
         tower: Any = self.vision_tower
         if hasattr(method, "merge"):
-            self._merging = Merging(tower.vision_model.encoder.layers, self.reducer)
+            self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer)
         elif needs_encoder(method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
