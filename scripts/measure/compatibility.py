@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -71,11 +69,10 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
 
 def in_vllm(folders: list[Path]) -> dict[str, dict]:
     """Folder -> what the engine said, all in one engine process."""
-    command = [sys.executable, "-m", "tests.kit.engine_probe", *map(str, folders)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    lines = [line.removeprefix("PROBE ") for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    return {result["folder"]: result for result in map(json.loads, lines)}
+    from tests.kit import answers
+    from tests.kit.engine import asked
+
+    return dict(zip(map(str, folders), asked("answers", answers.jobs(folders)), strict=True))
 
 
 def measure() -> dict:

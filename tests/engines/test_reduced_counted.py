@@ -12,8 +12,9 @@ from PIL import Image
 from transformers import AutoConfig
 
 from tests.kit import reduced_cases as cases
+from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
-from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
@@ -42,7 +43,7 @@ def test_counts_and_answers_are_those_of_transformers(tmp_path):
     assert len({counter.count(image) for image in pixels}) > 3
     folder = cases.reduced(DEMO_LLAVA, tmp_path / "model", reducer, counter)
     job = {"folder": str(folder), "settings": CHUNKED | CACHED, "passes": 2, "max_tokens": TOKENS, "requests": requests}
-    (found,) = probe([job], tmp_path)
+    (found,) = asked("reduced", [job])
     check(found, expected)
     assert any(answer["cached"] for answer in found["passes"][1])
 

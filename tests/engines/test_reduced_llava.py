@@ -1,6 +1,6 @@
 """Reduced checkpoints of families with plain RoPE in the real vLLM engine answer as transformers does with the reducer.
 
-One process serves them all, one after the other: with a prefix cache that is hit, and in chunks that cut images.
+One engine after the other: with a prefix cache that is hit, and in chunks that cut images.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit import reduced_cases as cases
+from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
-from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
 
 pytestmark = pytest.mark.engine
 ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
@@ -75,7 +76,7 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
             }
         )
         expected.append(answers)
-    return dict(zip(chosen, zip(probe(jobs, folder), expected, strict=True), strict=True))
+    return dict(zip(chosen, zip(asked("reduced", jobs), expected, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module")

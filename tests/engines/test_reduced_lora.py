@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.kit import reduced_cases as cases
+from tests.kit.engine import asked
 from tests.kit.places import DEMOS
-from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
 from vlmcompress.models import VLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -58,4 +59,4 @@ def test_answers_are_those_of_the_merged_model(tmp_path, name, reducer):
         "max_tokens": TOKENS,
         "requests": requests,
     }
-    check(*probe([job], tmp_path), expected)
+    check(*asked("reduced", [job]), expected)

@@ -1,6 +1,6 @@
 """Reduced Qwen-VL checkpoints in the real vLLM engine answer as transformers does with the reducer attached.
 
-One process serves them all, one after the other: with a prefix cache that is hit, in chunks that cut images, in BF16.
+One engine after the other: with a prefix cache that is hit, in chunks that cut images, in BF16.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.kit import reduced_cases as cases
+from tests.kit.engine import asked
 from tests.kit.places import DEMO_QWEN
-from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check, probe
+from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
 
 pytestmark = pytest.mark.engine
 METHODS = [f"{method}:{keep}" for method in ("random", "uniform", "dart", "divprune") for keep in (0.5, 0.25)]
@@ -79,7 +80,7 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
             }
         )
         expected.append(answers)
-    return dict(zip(chosen, zip(probe(jobs, folder), expected, strict=True), strict=True))
+    return dict(zip(chosen, zip(asked("reduced", jobs), expected, strict=True), strict=True))
 
 
 def checkpoint(name: str, folder: Path) -> Path:

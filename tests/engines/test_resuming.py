@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.kit import reduced_cases as cases
+from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
-from tests.kit.reduced_serving import probe
 
 TOKENS = 380
 QUESTION = "what is it " * 6
@@ -35,7 +35,7 @@ def test_a_preempted_request_encodes_its_image_again(tmp_path):
     common = {"passes": 1, "max_tokens": TOKENS, "requests": requests, "ignore_eos": True}
     settings = ((reduced, TIGHT), (reduced, ROOMY), (source, TIGHT | {"max_num_batched_tokens": 64}))
     jobs = [common | {"folder": str(folder), "settings": each} for folder, each in settings]
-    tight, roomy, unreduced = probe(jobs, tmp_path)
+    tight, roomy, unreduced = asked("reduced", jobs)
     assert "error" not in tight, tight["error"]
     assert tight["preemptions"] > 0
     assert tight["together"][1]["cached"] > 0

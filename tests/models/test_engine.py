@@ -5,19 +5,15 @@ It answers as transformers does with the same checkpoint, and its layers have th
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
+from tests.kit import answers
+from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, RECIPES, can_process
 from tests.kit.inputs import encode
-from tests.kit.places import ROOT
 from vlmcompress import models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -39,25 +35,19 @@ def folders(checkpoint, quantized) -> dict[tuple[str, str], Path]:
 
 
 @pytest.fixture(scope="module")
-def probed(folders) -> dict[str, dict]:
-    """Folder -> what `engine_probe.py` says about it."""
-    pytest.importorskip("vllm")
-    command = [sys.executable, "-m", "tests.kit.engine_probe", *map(str, folders.values())]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]
-    assert len(lines) == len(folders), run.stderr[-3000:]
-    return {result["folder"]: result for result in (json.loads(line.removeprefix("PROBE ")) for line in lines)}
+def answered(folders) -> dict[Path, dict]:
+    """Folder -> what vLLM makes of it."""
+    return dict(zip(folders.values(), asked("answers", answers.jobs(folders.values())), strict=True))
 
 
 @pytest.fixture
-def result(family, kind, folders, probed) -> dict:
+def result(family, kind, folders, answered) -> dict:
     if (family, kind) not in folders:
         pytest.skip("SmolVLM's processor needs num2words")
     spec = models.spec_for(models.read_config(folders[family, kind]))
     if spec.vllm_cpu:
         pytest.skip(spec.vllm_cpu)
-    found = probed[str(folders[family, kind])]
+    found = answered[folders[family, kind]]
     assert "error" not in found, found
     return found
 
@@ -71,7 +61,7 @@ def test_answers_like_transformers(family, kind, result, folders, loaded):
     for count, got in enumerate(result["answers"], start=1):
         batch = encode(vlm, count)
         assert got["prompt"] == batch["input_ids"][0].tolist()
-        assert answer_gap(model, batch, got["answer"]) < MARGIN[kind]
+        assert answers.gap(model, batch, got["answer"]) < MARGIN[kind]
 
 
 @pytest.mark.parametrize("kind", ["source"])
@@ -91,18 +81,6 @@ def test_layers_have_the_names_of_the_spec(family, kind, result, loaded):
             assert any(f"{parent}.{name}" in modules for name in fused), (names, fused)
         else:
             assert set(names) <= modules, names
-
-
-def answer_gap(model, batch: dict[str, torch.Tensor], answer: list[int]) -> float:
-    """The largest distance of an answer token's log-probability to the best one at its place."""
-    tokens = torch.tensor([answer])
-    batch = batch | {"input_ids": torch.cat([batch["input_ids"], tokens], 1)}
-    for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
-        if name in batch:
-            batch[name] = torch.cat([batch[name], torch.full_like(tokens, int(name == "attention_mask"))], 1)
-    with torch.no_grad():
-        logp = model(**batch).logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
-    return float((logp.max(-1).values - logp.gather(1, tokens.T)[:, 0]).max())
 
 
 def unused_tower_layer(vlm) -> tuple[str, ...]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.kit import rtn
+from tests.kit import answers, rtn
+from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
-from tests.kit.places import ROOT
 from vlmcompress import cli, models
 from vlmcompress.checkpoint import manifest
 from vlmcompress.compression.quantize import quantize
@@ -90,11 +87,9 @@ def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path
     given = {"model": str(source), "out": str(out), "scheme": "awq", "vision": "fp8"}
     quantize(resolve(given | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
     assert "vision_tower.vision_model." in " ".join(manifest.read(out)["warnings"])
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "tests.kit.engine_probe", str(out)]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]
-    assert all(answer["answer"] for answer in json.loads(line.removeprefix("PROBE "))["answers"])
+    (found,) = asked("answers", answers.jobs([out]))
+    assert "error" not in found, found["error"]
+    assert all(answer["answer"] for answer in found["answers"])
 
 
 def test_doctor_asks_for_names_before_all_else(checkpoint, capfd):

@@ -1,25 +1,15 @@
-"""Run as a process of its own: serve checkpoints in vLLM one after the other and write down what each makes of its requests.
-
-    python -m tests.kit.reduced_probe JOBS.json OUT.json
+"""Answers of vLLM on reduced checkpoints, and where it saw tokens; runs where `engine_worker.py` does.
 
 A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files]}]}`;
 `settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may be, `"adapter"` is the folder of a LoRA
 adapter. Requests are given one by one, `passes` times over, then once all together. Of each in turn: the prompt's tokens, the
 answer's tokens, how many came from the prefix cache, and the positions that the language model was given for the rest, in
-the order in which it ran; and how often requests were preempted, where `settings` keep statistics. A job that fails leaves
-`{"error": ...}`.
+the order in which it ran; and how often requests were preempted, where `settings` keep statistics.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
-
-from tests.kit.engine_probe import SETTINGS
 
 DEFAULTS = {
     "dtype": "float32",
@@ -100,14 +90,3 @@ def about(frames: int) -> dict:
 def answer(out) -> dict:
     cached = out.num_cached_tokens or 0
     return {"prompt": list(out.prompt_token_ids), "tokens": list(out.outputs[0].token_ids), "cached": cached}
-
-
-if __name__ == "__main__":
-    os.environ.update(SETTINGS)
-    found = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        try:
-            found.append(run(job))
-        except Exception:
-            found.append({"error": traceback.format_exc()})
-    Path(sys.argv[2]).write_text(json.dumps(found))
