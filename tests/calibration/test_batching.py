@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.calibration.kit import picture
+from tests.kit.pictures import picture
 from vlmcompress.calibration import float_products, gradient_pass
 from vlmcompress.calibration.batching import batched, together
 from vlmcompress.calibration.behind_reducer import decoder, reduced
