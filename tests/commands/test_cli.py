@@ -159,7 +159,7 @@ USAGE = [
     (["quantize", "m", "--scheme", "rtn", "--set", "optons.bits=4"], "command line: unknown key 'optons'"),
     (["quantize", "m"], "no scheme given"),
     (["quantize", "--scheme", "rtn"], "no model given"),
-    (["quantize", "m", "--target", "a100", "--scheme", "fp8"], "A100 has no FP8 tensor cores"),
+    (["quantize", "m", "--target", "a100", "--scheme", "fp8"], "A100 80GB has no FP8 tensor cores"),
     (["quantize", "/no/such/model", "--scheme", "rtn", "-o", "/tmp/never"], "does not exist"),
     (["quantize", "m", "--scheme", "rtn"], "no output folder given; add -o OUT"),
     (["list", "scheme"], "no 'scheme'; did you mean 'schemes'"),

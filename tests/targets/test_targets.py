@@ -63,6 +63,7 @@ def test_format_key(scheme, key):
         ("a100", None, "awq"),
         ("a100", "memory", "awq"),
         ("a100", "throughput", "int8"),
+        ("a100-40gb", None, "awq"),
         ("cpu", None, "awq"),
     ],
 )
@@ -71,7 +72,7 @@ def test_default_scheme(name, goal, scheme):
 
 
 def test_a100_refuses_fp8_and_says_what_to_use():
-    with pytest.raises(UserError, match="A100 has no FP8 tensor cores.* use int8 for throughput or awq for memory"):
+    with pytest.raises(UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or awq for memory"):
         targets.refuse("a100", FP8)
 
 

@@ -6,4 +6,4 @@ from dataclasses import replace
 
 from vlmcompress.targets._nvidia import AMPERE
 
-TARGET = replace(AMPERE, title="A100", memory=80)
+TARGET = replace(AMPERE, title="A100 80GB", memory=80)
