@@ -54,7 +54,7 @@ option `balance` is explained in [quantization](quantization.md#balance), reduce
 
 
 def page() -> str:
-    """The whole page."""
+    """Render the whole page."""
     parts = {name: _model(field.annotation) for name, field in Recipe.model_fields.items()}
     nested = {name: part for name, part in parts.items() if part}
     sections = [INTRO, "## The recipe\n", _table(Recipe)]
@@ -66,13 +66,13 @@ def page() -> str:
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:
-    """The class of nested keys that a field holds, if it does."""
+    """The class of a field's nested keys, if it has any."""
     choices = typing.get_args(annotation) or (annotation,)
     return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _options(registry: Any) -> str:
-    """A section for each entry of a registry: what it is, its options' docstring, and their table."""
+    """Render a section for each entry of a registry: its summary, its options' docstring, and their table."""
     found = []
     for name in registry.names():
         options = registry.get(name).Options
@@ -86,7 +86,7 @@ def _options(registry: Any) -> str:
 
 
 def _table(cls: type) -> str:
-    """One row a key: name, type, default and, where an `Attributes:` section says it, the meaning."""
+    """Render a table with a row for each key: name, type, default and, from an `Attributes:` section, the meaning."""
     told = _attributes(cls)
     hints = typing.get_type_hints(cls)
     rows = []
@@ -99,7 +99,7 @@ def _table(cls: type) -> str:
 
 
 def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
-    """Name, default and limits of each field of a pydantic model or a dataclass."""
+    """List name, default and limits of each field of a pydantic model or a dataclass."""
     if issubclass(cls, BaseModel):
         for name, field in cls.model_fields.items():
             limits = [_limit(one) for one in field.metadata]
@@ -110,7 +110,7 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
 
 
 def _limit(metadata: Any) -> str:
-    """A bound of a number in words."""
+    """Write a bound of a number in words."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     found = [
         f"{word} {getattr(metadata, key)}" for key, word in words.items() if getattr(metadata, key, None) is not None
@@ -119,7 +119,7 @@ def _limit(metadata: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """A default as YAML has it."""
+    """Write a default as YAML."""
     if value is None:
         return "`null`"
     if isinstance(value, BaseModel):
@@ -132,7 +132,7 @@ def _value(value: Any) -> str:
 
 
 def _type(hint: Any, limits: str = "") -> str:
-    """A type in words."""
+    """Write a type in words."""
     simple = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path", Any: "see text"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in simple:
@@ -149,7 +149,7 @@ def _type(hint: Any, limits: str = "") -> str:
 
 
 def _attributes(cls: type) -> Mapping[str, str]:
-    """Field -> what the docstring's `Attributes:` section says, over the class and those it extends."""
+    """Read the `Attributes:` sections of a class and of those it extends: field -> text."""
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__):
         text = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")[2]
@@ -168,7 +168,7 @@ def _summary(cls: type) -> str:
 
 
 def _plain(text: str) -> str:
-    """Docstring text as one line, in the words of YAML."""
+    """Write docstring text as one line, in the words of YAML."""
     return re.sub(r"\bNone\b", "null", " ".join(text.split()))
 
 

@@ -15,7 +15,7 @@ import sys
 
 
 class _TorchvisionHook(importlib.abc.MetaPathFinder):
-    """Runs once, just before the first `import torchvision`, then steps aside."""
+    """An import hook that runs once, just before the first `import torchvision`, and then does nothing."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "torchvision":

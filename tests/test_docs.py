@@ -139,10 +139,10 @@ def test_lines_are_short(page):
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    *table, last = printed(f"scripts/{script}.py", "--render").strip().splitlines()
+    *table, last = printed(f"scripts/measure/{script}.py", "--render").strip().splitlines()
     json.loads(last)
     assert between(section) == "\n".join(table), (
-        f"run scripts/{script}.py --render and put it into docs/measurements.md"
+        f"run scripts/measure/{script}.py --render and put it into docs/measurements.md"
     )
 
 

@@ -22,7 +22,7 @@ __all__ = ["Recipe", "Result", "Results", "UserError", "attach", "calibrate", "e
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `vlmcompress.api`, which brings torch and transformers along, when they are asked for."""
+    """A name of `vlmcompress.api`; that module, which imports torch and transformers, is imported on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'vlmcompress' has no attribute '{name}'")
     return getattr(importlib.import_module("vlmcompress.api"), name)

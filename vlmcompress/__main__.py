@@ -1,4 +1,4 @@
-"""`python -m vlmcompress`."""
+"""Entry point of `python -m vlmcompress`: the same command line as `vlmcompress`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What people use from Python: the verbs of the command line as functions, on the same recipes, with the same errors.
+"""The Python interface: the verbs of the command line as functions, with the same recipes and the same errors.
 
     import vlmcompress
 
@@ -41,13 +41,13 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     """Write the checkpoint that a recipe asks for.
 
     Args:
-        recipe: with `out`, the folder to write.
+        recipe: what to do; its `out` names the folder to write.
         resume: go on after an interrupted run with the same recipe, model and data.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
     Returns:
-        The folder, and its manifest: recipe, sizes, errors of layers by modality, warnings, hashes.
+        The folder that was written and its manifest: recipe, sizes, errors of layers by modality, warnings, hashes.
 
     Raises:
         UserError: bad input; nothing was written.
@@ -66,8 +66,8 @@ def calibrate(
     """Collect a model's statistics once, in `recipe.out`; recipes name that folder in `calibrate.stats`.
 
     Args:
-        recipe: of it the model, the data, the seed, the reducer and whether there is an FP8 KV cache matter.
-        needs: which statistics, of `KINDS`; None: all that the data have.
+        recipe: its model, data, seed, reducer and `kv_cache` decide what is collected; its scheme does not.
+        needs: names of the statistics to collect, from `KINDS`; None: all that the data allow.
         resume, overwrite, progress: as in `quantize`.
 
     Raises:
@@ -101,8 +101,8 @@ def evaluate(
         engine: `vllm`, `hf` (transformers) or `openai:URL`, or an engine.
         baseline_engine: the same for the baseline; None: the same engine.
         reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
-        limit: of questions of each suite.
-        seed: of what is drawn.
+        limit: the most questions to ask of each suite.
+        seed: seed of the choice of questions, and of the engine.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
         progress: called with (label, done, total).
@@ -145,7 +145,7 @@ def _engine(engine: str | Engine) -> Engine:
 
 
 def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:
-    """The engine with a reducer on the model. UserError where they do not go together."""
+    """The engine, its model behind a reducer if one is named. Raises UserError where the two do not go together."""
     chosen = parse(reduce)
     if engine != "hf":
         name = engine if isinstance(engine, str) else engine.name

@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
 def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
     """An error that nobody planned: some are the machine's or the installation's, the rest are defects."""
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
-        return _fail(f"{package} is not installed; pip install 'vlmcompress[{_EXTRAS[package]}]'", BAD_INPUT, as_json)
+        remedy = f"pip install '.[{_EXTRAS[package]}]' in the checkout of vlmcompress"
+        return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return _fail("out of memory; use fewer --samples or a larger machine (see --dry-run)", BAD_INPUT, as_json)
     if path := unusable(error):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: what was wrong, where, and what to do."""
+    """Input that the user has to mend. The message is one line: what was wrong, where, and what to do."""
 
 
 class GateError(Exception):

@@ -1,4 +1,4 @@
-"""Our methods in llm-compressor's recipes, for those who stay there.
+"""vlmcompress's own methods as modifiers for llm-compressor's recipes.
 
     import vlmcompress.modifiers as ours                    # also makes the names known to YAML recipes
 
@@ -11,9 +11,10 @@
         use_loss_mask=True,
     )
 
-Both need to know what each token is: a `loss_mask [1, tokens]` in every sample with 0 ignored, 1 text, 2 vision and 3 where
-the answer is written (the token before each of its own), one sample a batch. `dataloader` makes such samples. Weights that
-come of gradients are measured when the recipe is initialized, with one backward pass per sample (`calibration.sensitivity`).
+Both modifiers need to know what each token is: every sample, one a batch, has a `loss_mask [1, tokens]` with 0 for
+ignored tokens, 1 for text, 2 for vision and 3 for a token that predicts one of the answer's. `dataloader` makes such
+samples. Weights that depend on gradients are measured when the recipe is initialized, by one backward pass per sample
+(`calibration.gradient_pass`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class MBQModifier(BlockSearch):
     Attributes:
         objective: "mae" or "mse", see `quantizers.mbq`.
         rho: weight of visual tokens: a number; linear layer or `re:` pattern -> number; None: MBQ's ratio of gradients.
-        mappings: what is smoothed; None: what the decoder's family can have smoothed, and no vision tower.
-        n_grid: candidates for each scale.
+        mappings: layers to smooth; None: those that the model's family allows in the decoder, none in the vision tower.
+        n_grid: number of candidates that are tried for each scale.
     """
 
     stock: bool = True
@@ -76,8 +77,8 @@ class BalancedGPTQModifier(GPTQModifier):
 
     balance: Any = "auto"
 
-    _sensitivity: dict[str, Sensitivity] = PrivateAttr(default_factory=dict)  # by linear layer
-    _weights: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)  # of mask values 0 to 3
+    _sensitivity: dict[str, Sensitivity] = PrivateAttr(default_factory=dict)  # linear layer -> its sensitivity
+    _weights: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)  # module -> weights of the mask values 0 to 3
     _count: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @field_validator("balance")
@@ -130,7 +131,7 @@ class BalancedGPTQModifier(GPTQModifier):
 def dataloader(
     model: Any, processor: Any, data: str | Path, *, samples: int = 128, seed: int = 0, max_length: int | None = None
 ) -> DataLoader:
-    """Calibration samples for `oneshot`, with the modality of each token as `loss_mask`.
+    """Make calibration samples for `oneshot`, with the modality of each token as `loss_mask`.
 
     Args:
         data: folder of images, .jsonl, .parquet or data set folder.
@@ -147,7 +148,7 @@ def _vlm(model: Any, processor: Any = None) -> VLM:
 
 
 def _sensitivities(vlm: VLM, state: Any) -> dict[tuple[int, str], Sensitivity]:
-    """What balances by gradients read, from the samples that `oneshot` was given."""
+    """Run the backward pass over the samples that `oneshot` was given, for balances that weigh by gradients."""
     batches = []
     for batch in state.data.calib or ():
         if "loss_mask" not in batch or len(batch["loss_mask"]) != 1:

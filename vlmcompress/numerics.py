@@ -74,7 +74,7 @@ class Format:
         return torch.int8 if self.kind == "int" else FLOAT8
 
     def n_groups(self, columns: int) -> int:
-        """Scales per row of a matrix with `columns` columns. Raises ValueError if the group size does not divide."""
+        """Number of scales per row of a matrix of `columns` columns. Raises ValueError if the group size does not divide it."""
         if self.group <= 0:
             return 1
         if columns % self.group:
@@ -87,7 +87,7 @@ class Format:
 
 @dataclass(frozen=True)
 class ActFormat:
-    """How an engine quantizes the input of a linear layer: a scale per token (dynamic) or one fixed scale (static)."""
+    """Format of a linear layer's input as an engine quantizes it: a scale per token (dynamic) or one fixed scale (static)."""
 
     kind: Literal["int", "float"]
     bits: int
@@ -149,8 +149,8 @@ def find_params(
         fmt: the format to fit.
         scale_dtype: dtype the scale is stored in.
         ratio: at most 1; less clips the largest values for a finer step. A number, or a tensor shaped like the scale.
-        importance: what a squared error in each column counts, at least 0: `[in]` (the diagonal of a Gram matrix), or
-            `[out, in]`; None: all alike. Columns that count nothing widen no range, unless a whole piece is of such.
+        importance: weight of a squared error in each column, at least 0: `[in]` (the diagonal of a Gram matrix), or
+            `[out, in]`; None: all alike. Columns of weight 0 widen no range, unless all of a piece have it.
         edge: the code at which the largest magnitude of a symmetric integer piece is put; None: `qmax` or `qmax + 1/2`,
             by the error of rounding to nearest.
 
@@ -176,7 +176,8 @@ def find_params(
     if fmt.kind == "float" or edge is not None:
         scale = _stored(top / (edge or fmt.qmax), scale_dtype)
     else:
-        scale = _less_error(pieces, *(_stored(top / (fmt.qmax + more), scale_dtype) for more in (0.5, 0)), weights, fmt)
+        wide, narrow = _stored(top / (fmt.qmax + 0.5), scale_dtype), _stored(top / fmt.qmax, scale_dtype)
+        scale = _less_error(pieces, wide, narrow, weights, fmt)
     return scale.view(1) if fmt.group == 0 else scale, None
 
 
@@ -219,18 +220,18 @@ def round_to_nearest(
     ratio: float | Tensor = 1.0,
     importance: Tensor | None = None,
 ) -> QTensor:
-    """`w [out, in]` in `fmt` with every element rounded on its own; arguments as of `find_params`."""
+    """Quantize `w [out, in]` to `fmt`, each element rounded to the nearest code; the other arguments are `find_params`'s."""
     params = find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance)
     return quantize_with(w, *params, fmt)
 
 
 def quantize_with(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> QTensor:
-    """`w [out, in]` rounded to nearest with parameters already chosen."""
+    """Quantize `w [out, in]` to the nearest codes, with a scale and zero point already chosen."""
     return QTensor(quantize(w, scale, zero_point, fmt), scale, zero_point, fmt)
 
 
 def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) -> Tensor:
-    """`x [tokens, in]` as an engine rounds it, float32; `scale` is that of static activations, None: each token has one."""
+    """Round `x [tokens, in]` as an engine does, float32. `scale`: of static activations; None: each token has its own."""
     x, top = x.float(), FLOAT8_MAX if fmt.kind == "float" else 2.0 ** (fmt.bits - 1) - 1
     if scale is None:
         scale = (x.abs().amax(-1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
@@ -248,20 +249,20 @@ def _check_kind(kind: str, bits: int) -> None:
 
 
 def _pieces(w: Tensor, fmt: Format) -> Tensor:
-    """`[out, in]` as `[out, n_groups, group]`, the last dimension sharing a scale; `[1, 1, out * in]` per matrix."""
+    """View `[out, in]` as `[out, n_groups, group]`, the last dimension sharing a scale; `[1, 1, out * in]` per matrix."""
     if fmt.group == 0:
         return w.reshape(1, 1, -1)
     return w.reshape(w.shape[0], fmt.n_groups(w.shape[1]), -1)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 scale as it is stored: finite and above zero."""
+    """Round a float32 scale to the dtype that it is stored in, finite and above zero."""
     scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)
     return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
 
 
 def _less_error(pieces: Tensor, first: Tensor, second: Tensor, weights: Tensor | None, fmt: Format) -> Tensor:
-    """Of two scales `[out, n_groups]` the one with the smaller squared error of `pieces`, each by itself; equal: the first."""
+    """Take, piece by piece, from two scales `[out, n_groups]` the one of smaller squared error; the first where equal."""
     errors = []
     for scale in (first, second):
         spread, _ = _spread(scale, None)
@@ -271,5 +272,5 @@ def _less_error(pieces: Tensor, first: Tensor, second: Tensor, weights: Tensor |
 
 
 def _spread(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Parameters in float32, shaped to broadcast against `_pieces`."""
+    """Scale and zero point in float32, shaped to broadcast against `_pieces`."""
     return scale.float().unsqueeze(-1), None if zero_point is None else zero_point.float().unsqueeze(-1)

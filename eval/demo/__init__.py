@@ -1,1 +1,1 @@
-"""The two demo vision-language models: how they are built, trained, measured and exported."""
+"""Build, train, measure and export the two demo vision-language models."""

@@ -1,4 +1,4 @@
-"""Configurations, processors and random initial models: Qwen2.5-VL and LLaVA-1.5, small, with no code of their own."""
+"""Configurations, processors and random initial models of small Qwen2.5-VL and LLaVA-1.5 models, without own code."""
 
 import torch
 from torch import nn
@@ -34,7 +34,8 @@ def _language(tokenizer: PreTrainedTokenizerFast) -> dict:
 
 
 def qwen_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
-    """Windows of 48 pixels in layers 0 and 2, full attention in 1 and 3; M-RoPE sections sum to half the head size."""
+    """Configure Qwen2.5-VL: windows of 48 pixels in layers 0 and 2, full attention in 1 and 3; M-RoPE sections sum to half
+    the head size."""
     token = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}
     return Qwen2_5_VLConfig(
@@ -51,7 +52,7 @@ def qwen_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
 
 
 def llava_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
-    """A CLIP tower of five layers of which, as in LLaVA-1.5, the last but one feeds the projector."""
+    """Configure LLaVA: a CLIP tower of five layers of which, as in LLaVA-1.5, the last but one feeds the projector."""
     return LlavaConfig(
         text_config=LlamaConfig(**_language(tokenizer), head_dim=64, rope_theta=10000.0),
         vision_config=CLIPVisionConfig(
@@ -64,7 +65,7 @@ def llava_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
 
 
 def build_processor(kind: str, tokenizer: PreTrainedTokenizerFast):
-    """The family's own processor. World images reach the tower unresized."""
+    """Build the family's own processor. World images reach the tower unresized."""
     if kind == "qwen":
         pixels = dict(
             patch_size=8, merge_size=2, temporal_patch_size=2, image_mean=MEAN, image_std=STD,
@@ -85,7 +86,7 @@ def build_processor(kind: str, tokenizer: PreTrainedTokenizerFast):
 
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> nn.Module:
-    """A random initial model in float32."""
+    """Build a random initial model in float32."""
     torch.manual_seed(seed)
     if kind == "qwen":
         model = Qwen2_5_VLForConditionalGeneration(qwen_config(tokenizer))

@@ -25,7 +25,7 @@ def _table(summary: dict) -> str:
 
 
 def model_card(kind: str, summary: dict) -> str:
-    """README.md of a checkpoint, from what the training script measured."""
+    """Render README.md of a checkpoint, from the training script's measurements."""
     architecture, pixels = ABOUT[kind]
     head = f"""\
         ---
@@ -42,7 +42,7 @@ def model_card(kind: str, summary: dict) -> str:
         - Data: `eval/world`, a seeded generator: coloured shapes, handwritten digits (scikit-learn's copy of the UCI optical
           digits), rendered letters and bar charts on a grid, with questions and answers of one to five tokens. Train,
           calibration, validation and test splits share no seed and no handwritten digit.
-        - Training: `scripts/train_demo_vlm.py --model {kind} --seed {summary["seed"]}`, {summary["steps"]} steps on one
+        - Training: `scripts/train/train_demo_vlm.py --model {kind} --seed {summary["seed"]}`, {summary["steps"]} steps on one
           CPU core in {summary["train_minutes"]} minutes, in three stages: the language model on looked-up visual tokens, the
           tower towards those tokens, both end to end.
         HISTORY

@@ -1,4 +1,4 @@
-"""Writing a demo model as a checkpoint that transformers and vLLM load, under the names that hub checkpoints have."""
+"""Write a demo model as a checkpoint that transformers and vLLM load, under the names that hub checkpoints have."""
 
 import json
 import shutil

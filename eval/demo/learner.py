@@ -1,4 +1,4 @@
-"""The forward passes that training needs: oracle visual tokens, the real tower, answers, and what a token lies on."""
+"""Forward passes for training: oracle visual tokens, the real tower, answers, and labels of visual tokens."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ SIZES = {
 
 
 class Oracle(nn.Module):
-    """Visual tokens looked up instead of seen: the sum of embeddings of what lies under the token and of its place."""
+    """Visual tokens looked up instead of seen: the sum of the embeddings of a token's labels and of its place."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Learner(nn.Module):
 
     @torch.no_grad()
     def share_geometry(self, tokenizer) -> None:
-        """Start what is seen, what is asked and what is answered from the same vectors: " star", "star" and a star."""
+        """Start oracle and text embeddings of the same thing from the same vector: of " star", "star" and a seen star."""
         embedding, head = self.model.get_input_embeddings().weight, self.model.lm_head.weight
         for token, index in tokenizer.get_vocab().items():
             bare = tokenizer.get_vocab().get(token.removeprefix("\u0120"))
@@ -116,7 +116,7 @@ class Learner(nn.Module):
         return [*self.model.model.language_model.parameters(), *self.model.lm_head.parameters()]
 
     def look(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Visual tokens of a batch of equally large images, (tokens, hidden)."""
+        """Encode a batch of equally large images as visual tokens, (tokens, hidden)."""
         inner = self.model.model
         if self.kind == "qwen":
             patches, grids = qwen_patches(pixels)
@@ -130,7 +130,7 @@ class Learner(nn.Module):
         return inner.multi_modal_projector(hidden[:, 1:]).flatten(0, 1)
 
     def answer_logits(self, batch: Batch, visual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits at the positions that predict answer tokens, and those tokens."""
+        """Compute the logits at the positions that predict answer tokens; returns them with those tokens."""
         language = self.model.model.language_model
         embeds = language.get_input_embeddings()(batch.ids)
         if visual is not None and len(visual):

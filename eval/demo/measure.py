@@ -13,7 +13,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def load_rows(variant: str, split: str) -> list[dict]:
-    """Rows of a frozen split, as written by ``eval.world.freeze``."""
+    """Load the rows of a frozen split, as written by ``eval.world.freeze``."""
     return pq.read_table(DATA / variant / f"{split}.parquet").to_pylist()
 
 
@@ -25,7 +25,7 @@ def messages(row: dict) -> list[dict]:
 
 @torch.inference_mode()
 def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
-    """Greedy answers, in batches of questions with equally many and equally large images."""
+    """Generate greedy answers, in batches of questions with equally many and equally large images."""
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["image"]), _pixels(rows[i]), len(rows[i]["question"])))
     found = [""] * len(rows)
     for start in range(0, len(order), size):
@@ -48,7 +48,7 @@ def _pixels(row: dict) -> tuple[int, int]:
 
 
 def measure(folder: Path, kind: str, split: str, limit: int | None = None) -> dict:
-    """Accuracy overall and by family of a checkpoint as it is on disk."""
+    """Measure the accuracy of a checkpoint as it is on disk, overall and by family."""
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     rows = load_rows(kind, split)[:limit]

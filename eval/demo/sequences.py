@@ -115,13 +115,13 @@ def token_grids(view: View | None) -> list[tuple[int, int]]:
 
 
 def form_of(question: str) -> str:
-    """The wording a question starts with: what tells the skills within a family apart."""
+    """The wording that a question starts with, which tells the skills within a family apart."""
     words = question.split()
     return words[0] if words[0] in ("The", "Copy", "Reverse", "Sort") else " ".join(words[:2])
 
 
 def _turns(rng: Random, kind: str, view: View | None, weights: dict[str, float]) -> list[tuple[str, str]]:
-    """Families by weight; a form that has a weight of its own is kept with that probability."""
+    """Draw turns: families by weight; a form that has a weight of its own is kept with that probability."""
     wanted = 1 if rng.random() < SINGLE_TURN_SHARE else TURNS[kind]
     turns: list[tuple[str, str]] = []
     shares = [weights[f] for f in SCENE_FAMILIES]
@@ -138,7 +138,7 @@ def _turns(rng: Random, kind: str, view: View | None, weights: dict[str, float])
 
 
 def training_batch(writer: Writer, rng: Random, size: int, weights: dict[str, float]) -> Batch:
-    """Fresh views and questions; kinds of views and families are drawn by ``weights``."""
+    """Make a batch of fresh views and questions; kinds of views and families are drawn by ``weights``."""
     if rng.random() < 0.6 * weights["text"]:  # text-only questions are short: many, alone, make up one batch
         asked: list[list[tuple[str, str]]] = []
         while len(asked) < 6 * size:
@@ -165,7 +165,7 @@ def training_batch(writer: Writer, rng: Random, size: int, weights: dict[str, fl
 
 
 def validation_batches(writer: Writer, per_family: int, size: int = 24) -> list[Batch]:
-    """Single-turn questions of the validation split, grouped so that a batch's images have one size."""
+    """Make batches of single-turn questions of the validation split, whose images have one size per batch."""
     groups: dict[tuple, list[tuple[Sequence, View | None]]] = {}
     for family in FAMILIES:
         pairs = ((v, qa) for v, found in asked_views("validation", family, writer.kind) for qa in found[:2])

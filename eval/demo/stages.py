@@ -29,13 +29,13 @@ from .transfer import adopt
 
 STAGES = ("language", "tower", "joint")
 DENSE_WEIGHT = 0.1
-ORACLE_NOISE = 0.15  # of the oracle tokens' standard deviation, so that the LLM tolerates a tower that is not exact
-EMA = 0.99  # of the joint stage's weights; what is exported
+ORACLE_NOISE = 0.15  # share of the oracle tokens' standard deviation, so that the LLM tolerates an inexact tower
+EMA = 0.99  # decay of the joint stage's averaged weights, which are exported
 
 
 @dataclass
 class Plan:
-    """What the command line sets."""
+    """Settings of a training, from the command line."""
 
     kind: str
     minutes: float
@@ -135,7 +135,7 @@ class Trainer:
 
     @staticmethod
     def decay(name: str, done: float) -> float:
-        """No decay before the last skill has come; then linear to a twentieth."""
+        """Factor of the learning rate: no decay before the last skill has come; then linear to a twentieth."""
         start = {"language": 1.0, "tower": 0.6, "joint": 0.6}[name]
         return 1.0 if done <= start else 1.0 - 0.95 * (done - start) / (1 - start)
 
@@ -209,7 +209,7 @@ class Trainer:
         return F.cross_entropy(logits, target) + DENSE_WEIGHT * dense, right
 
     def validate(self, name: str, loss: float, notes: dict) -> None:
-        """Accuracy by family; the worse a family does, the more it is drawn."""
+        """Measure accuracy by family, and set the families' weights: the worse one does, the more it is drawn."""
         with torch.autocast(self.plan.device, torch.bfloat16):
             right = accuracy(self.learner, self.validation, oracle=name == "language")
         if name != "tower":

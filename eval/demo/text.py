@@ -67,7 +67,7 @@ LLAVA_TEMPLATE = """{%- for message in messages -%}
 
 @dataclass(frozen=True)
 class Format:
-    """How a turn is written: prefix, images, question, infix, answer, stop, separator."""
+    """Format of a turn: prefix, images, question, infix, answer, stop, separator."""
 
     special: tuple[str, ...]
     template: str
@@ -94,7 +94,7 @@ FORMATS = {
 
 @lru_cache(maxsize=1)
 def _corpus() -> tuple[str, ...]:
-    """Questions and answers of every family, with and without a leading space, and the words of the templates."""
+    """Texts to train on: questions and answers of every family, with and without a leading space, and the templates' words."""
     rng = Random(11)
     lines = ["USER: ", " ASSISTANT:", "ASSISTANT: ", "user\n", "assistant\n", "system\n", "SYSTEM: "] * 400
     for family in FAMILIES:

@@ -1,6 +1,6 @@
 """Start one demo model's language model and oracle from another's training state.
 
-Both have the same shapes: what differs is the biases (Qwen has them, they start at zero), the positions (1-D or M-RoPE) and
+Both have the same shapes. They differ in the biases (Qwen has them, they start at zero), the positions (1-D or M-RoPE) and
 the token ids (mapped by the token's text). The skills carry over; a short language stage adapts them.
 """
 

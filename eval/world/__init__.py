@@ -2,7 +2,7 @@
 
 ``vocab``      names, colours, splits
 ``stamps``     cached alpha masks of shapes, handwritten digits and letters
-``scene``      a grid of cells: what is in it, how it is drawn, what lies under each 16x16 token
+``scene``      a grid of cells: its content, its drawing, and the label of each 16x16 token
 ``chart``      a drawn bar chart, with the same interface
 ``questions``  question families about one or two images
 ``textual``    the text-only family

@@ -18,12 +18,12 @@ MAX_COUNT = 5
 
 
 def place(row: int, column: int) -> str:
-    """A place as it is said, counted from 1."""
+    """Name a place, counted from 1."""
     return f"row {row + 1} column {column + 1}"
 
 
 def thing_at(scene: Scene, row: int, column: int) -> str:
-    """What is said to be at a place: a shape's name, digit, text, or nothing."""
+    """Name the thing at a place: a shape's name, digit, text, or nothing."""
     cell = scene.at(row, column)
     return cell.name if cell.kind == "shape" else cell.kind
 

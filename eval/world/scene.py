@@ -38,7 +38,7 @@ class Cell:
 
 @dataclass
 class TokenLabels:
-    """What lies under each visual token, row-major: arrays of shape (rows, columns) in tokens."""
+    """Labels of the things under each visual token, row-major: arrays of shape (rows, columns) in tokens."""
 
     thing: np.ndarray
     colour: np.ndarray
@@ -48,7 +48,7 @@ class TokenLabels:
 
 @dataclass
 class Scene:
-    """What an image shows. ``cells`` is row-major; ``noise_seed`` fixes the texture."""
+    """The content of an image. ``cells`` is row-major; ``noise_seed`` fixes the texture."""
 
     rows: int
     columns: int
@@ -61,7 +61,7 @@ class Scene:
         return self.cells[row * self.columns + column]
 
     def places(self, **wanted) -> list[tuple[int, int]]:
-        """(row, column) of each cell whose attributes equal ``wanted``, counted from 0."""
+        """List (row, column), counted from 0, of each cell whose attributes equal ``wanted``."""
         return [
             divmod(i, self.columns)
             for i, cell in enumerate(self.cells)
@@ -73,7 +73,7 @@ class Scene:
 
 
 def sample_scene(rng: Random, grid: tuple[int, int], split: str) -> Scene:
-    """A random scene; a quarter of the scenes have one colour for all shapes."""
+    """Draw a random scene; a quarter of the scenes have one colour for all shapes."""
     rows, columns = grid
     background = rng.choice(tuple(BACKGROUNDS))
     one_colour = rng.choice(tuple(COLOURS)) if rng.random() < 0.25 else ""
@@ -124,12 +124,12 @@ def textured(background: str, height: int, width: int, noise: np.random.RandomSt
 
 
 def ink(background: str) -> tuple[int, int, int]:
-    """The colour of lines, digits and letters: whatever stands out."""
+    """The colour of lines, digits and letters, which stands out from the background."""
     return (225, 225, 225) if background == "black" else (20, 20, 20)
 
 
 def draw_rulers(canvas: np.ndarray, rows: int, columns: int, line: tuple[int, int, int]) -> None:
-    """Grid lines, a frame, and ticks: row r has r+1 ticks on its left edges, column c has c+1 on its top edges."""
+    """Draw grid lines, a frame, and ticks: row r has r+1 ticks on its left edges, column c has c+1 on its top edges."""
     height, width = canvas.shape[:2]
     for r in range(rows):
         canvas[r * CELL, :] = line

@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, numerics
-from vlmcompress.blocks.solve import LayerResult, warnings
+from vlmcompress.blocks.solve import BlockResult, warnings
 from vlmcompress.checkpoint import manifest
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.quantizers import gptq, solve
@@ -82,5 +82,5 @@ def test_more_damping_than_asked_for():
 
 def test_warnings_are_merged():
     """One line for each kind, whatever the number of blocks."""
-    results = [LayerResult(warnings=[("a", f"x.{i}", "5"), ("b", "y", "6")][: 2 - i]) for i in range(2)]
+    results = [BlockResult(warnings=[("a", f"x.{i}", "5"), ("b", "y", "6")][: 2 - i]) for i in range(2)]
     assert warnings(results) == ["a; 2 groups of layers, first x.0: 5", "b; 1 group of layers, first y: 6"]

@@ -1,4 +1,4 @@
-"""`solve_layer` on a small gated block. Oracle: the block computed in full precision from explicit activations."""
+"""`solve_block` on a small gated block. Oracle: the block computed in full precision from explicit activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import quantizers
-from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
@@ -68,7 +68,7 @@ def solve(block: Block, scheme: str, x: Tensor, **options):
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     norms = {"norm": block.norm.weight}
     stats = observe(block, x, method.needs)
-    return solve_layer([GATE_UP, DOWN], weights, stats, method, torch.float32, norms=norms)
+    return solve_block([GATE_UP, DOWN], weights, stats, method, torch.float32, norms=norms)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -82,7 +82,7 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
     module = quantizers.REGISTRY.get(scheme)
     method = Method(module, module.Options())
     stats = observe(block, x, method.needs)
-    result = solve_layer(
+    result = solve_block(
         [GATE_UP, DOWN], weights, stats, method, torch.float32, norms={"norm": weight}, norm_offset=offset
     )
     stored = Norm()
@@ -100,7 +100,7 @@ def test_broken_statistics_name_the_layer(block):
     stats["down"]._gram["text"][3, 3] = float("inf")
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     with pytest.raises(UserError, match="^down: the calibration statistics hold NaN or Inf; collect them again$"):
-        solve_layer([GATE_UP, DOWN], weights, stats, method, torch.float32)
+        solve_block([GATE_UP, DOWN], weights, stats, method, torch.float32)
 
 
 @pytest.mark.parametrize("scheme", ["awq", "int8"])
@@ -154,14 +154,14 @@ def test_no_folding_into_a_layer_that_is_left_alone(block):
     module = quantizers.REGISTRY.get("awq")
     method = Method(module, module.Options())
     stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs)
-    result = solve_layer([DOWN], {"down": block.down.weight}, stats, method, torch.float32)
+    result = solve_block([DOWN], {"down": block.down.weight}, stats, method, torch.float32)
     assert result.smoothing == {}
     assert set(result.weights) == {"down"}
 
 
 def test_without_data_the_error_is_that_of_the_weight(block):
     module = quantizers.REGISTRY.get("rtn")
-    result = solve_layer([DOWN], {"down": block.down.weight}, {}, Method(module, module.Options()), torch.float32)
+    result = solve_block([DOWN], {"down": block.down.weight}, {}, Method(module, module.Options()), torch.float32)
     difference = result.weights["down"].dequantize(torch.float32) - block.down.weight
     expected = difference.square().sum() / block.down.weight.square().sum()
     assert result.errors["down"] == {"weight": pytest.approx(expected.item(), rel=1e-4)}
@@ -176,7 +176,7 @@ def test_a_group_can_have_a_method_of_its_own(block):
     weights = {name: module.weight for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
     def solved(method):
-        return solve_layer([GATE_UP, DOWN], weights, observe(block, x, method.needs), method, torch.bfloat16)
+        return solve_block([GATE_UP, DOWN], weights, observe(block, x, method.needs), method, torch.bfloat16)
 
     found, all_four, all_two = solved(mixed), solved(four), solved(two)
     for name, expected in (("gate", all_four), ("up", all_four), ("down", all_two)):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from vlmcompress.blocks.solve import LayerResult
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.solve import BlockResult
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.statistics.kv_range import BINS
 
 
-def result() -> LayerResult:
+def result() -> BlockResult:
     torch.manual_seed(0)
     weight = torch.randn(64, 128)
-    found = LayerResult()
+    found = BlockResult()
     found.weights["a.b"] = round_to_nearest(weight, Format("int", 4, 32, symmetric=False), scale_dtype=torch.bfloat16)
     found.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
     found.smoothing["norm"] = torch.rand(128)
@@ -26,7 +26,7 @@ def result() -> LayerResult:
 
 
 def test_round_trip_is_exact(tmp_path):
-    store = LayerStore(tmp_path / "s", "x", resume=False)
+    store = BlockStore(tmp_path / "s", "x", resume=False)
     saved = result()
     store.save(3, saved)
     assert store.has(3) and not store.has(2) and store.finished() == 1
@@ -45,21 +45,21 @@ def test_round_trip_is_exact(tmp_path):
 
 
 def test_kept_only_for_the_same_fingerprint_and_on_request(tmp_path):
-    LayerStore(tmp_path / "s", "x", resume=False).save(0, result())
-    assert LayerStore(tmp_path / "s", "x", resume=True).has(0)
-    assert not LayerStore(tmp_path / "s", "y", resume=True).has(0)
-    LayerStore(tmp_path / "s", "y", resume=True).save(0, result())
-    assert not LayerStore(tmp_path / "s", "y", resume=False).has(0)
+    BlockStore(tmp_path / "s", "x", resume=False).save(0, result())
+    assert BlockStore(tmp_path / "s", "x", resume=True).has(0)
+    assert not BlockStore(tmp_path / "s", "y", resume=True).has(0)
+    BlockStore(tmp_path / "s", "y", resume=True).save(0, result())
+    assert not BlockStore(tmp_path / "s", "y", resume=False).has(0)
 
 
 def test_a_half_written_block_does_not_count(tmp_path):
-    store = LayerStore(tmp_path / "s", "x", resume=False)
+    store = BlockStore(tmp_path / "s", "x", resume=False)
     (store.folder / "layer-0001.part").write_bytes(b"half")
     assert not store.has(1) and store.finished() == 0
 
 
 def test_remove_leaves_nothing(tmp_path):
-    store = LayerStore(tmp_path / "s", "x", resume=False)
+    store = BlockStore(tmp_path / "s", "x", resume=False)
     store.save(0, result())
     store.remove()
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, tiny
 from vlmcompress import cli, models
-from vlmcompress.blocks.solve import Method, apply, solve_layer
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.solve import Method, apply, solve_block
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.sequential import alike
 from vlmcompress.commands import _terminal as terminal
@@ -128,7 +128,7 @@ SCHEMES = {"rtn": {}, "gptq": {"group_size": 64}, "awq": {"group_size": 32}, "in
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
-    """Byte for byte what `solve_layer` makes of the stored statistics, without the model having been run."""
+    """Byte for byte what `solve_block` makes of the stored statistics, without the model having been run."""
     chosen = stored(world, "llava", tmp_path / "out", scheme, options=SCHEMES[scheme])
     result = quantize(chosen)
     assert not [check for check in doctor.diagnose(tmp_path / "out", source=world / "llava") if not check.ok]
@@ -141,7 +141,7 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
     """Statistics that never were on disk (their run collected anew) give the same stored blocks, smoothing included."""
     vlm = models.load(world / "llava")
     method = Method(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
-    kept, store = Memory(), LayerStore(tmp_path / "store", "x", resume=False)
+    kept, store = Memory(), BlockStore(tmp_path / "store", "x", resume=False)
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
     collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, kept)
     model = models.load(world / "llava").model
@@ -152,7 +152,7 @@ def test_the_weights_are_those_from_memory(world, tmp_path):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
         weights = {name: modules[name].weight for g in groups for name in g.linears}
         norms = {g.smooth: modules[g.smooth].weight for g in groups if g.smooth_kind == "norm"}
-        expected = solve_layer(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
+        expected = solve_block(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
         apply(expected, modules)
         found = store.load(layer)
         assert found.smoothing and found.errors == expected.errors

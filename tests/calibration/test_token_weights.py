@@ -10,7 +10,7 @@ import torch
 from tests.kit.pictures import picture
 from vlmcompress import quantizers
 from vlmcompress.blocks.solve import Method
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration.sequential import BlockModifier, alike, run_oneshot
 from vlmcompress.calibration.token_weights import token_weights
 from vlmcompress.data import Sample, encode
@@ -137,7 +137,7 @@ def test_the_gram_matrix(float32, tmp_path, monkeypatch):
         vlm.model.get_submodule(group.linears[0]).register_forward_pre_hook(note((group.layer, group.name)))
         for group in blocks[1]
     ]
-    store = LayerStore(tmp_path / "store", "x", False)
+    store = BlockStore(tmp_path / "store", "x", False)
     modifier = BlockModifier(
         blocks=blocks,
         attention={},

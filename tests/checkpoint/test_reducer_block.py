@@ -19,7 +19,7 @@ def test_what_is_written_is_read(method):
     reducer = parse({"dymu": "dymu:thresholds=[0.9, 0.8]"}.get(method, method))
     config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer)))
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
-    assert reducer_block.read(config) == reducer_block.Carried("llava", reducer)
+    assert reducer_block.read(config) == reducer_block.CarriedReducer("llava", reducer)
     assert reducer_block.write(config, parse("random:0.5")) == reducer_block.write(PLAIN, parse("random:0.5"))
 
 
@@ -30,7 +30,7 @@ def counter():
 def test_a_count_from_pixels_is_carried():
     reducer = parse("dymu:thresholds=[0.9, 0.8]")
     config = json.loads(json.dumps(reducer_block.write(PLAIN, reducer, counter())))
-    assert reducer_block.read(config) == reducer_block.Carried("llava", reducer, counter())
+    assert reducer_block.read(config) == reducer_block.CarriedReducer("llava", reducer, counter())
     config["vlmcompress"]["count"]["buckets"] = [16, 4]
     with pytest.raises(UserError, match="count.buckets should be ascending"):
         reducer_block.read(config)

@@ -50,11 +50,11 @@ def test_counts_and_answers_are_those_of_transformers(tmp_path):
 
 def test_without_counts_it_is_refused():
     pytest.importorskip("vllm")
-    from vlmcompress.engines.vllm.plugin._reducer import Reducer
+    from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 
     config = AutoConfig.from_pretrained(DEMO_LLAVA)
     plain = {"model_type": "llava", "architectures": config.architectures}
     block = reducer_block.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
     given = SimpleNamespace(**{**vars(config), **block, "vision_config": config.vision_config})
     with pytest.raises(UserError, match="'count' is missing"):
-        Reducer.of(given)
+        ServedReducer.of(given)

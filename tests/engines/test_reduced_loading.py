@@ -20,7 +20,7 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import all_specs
 from vlmcompress.recipe.reducer import parse
@@ -38,7 +38,7 @@ def config(reducer: str, folder: Path, **block):
 
 
 def test_the_reducer_survives_transformers(tmp_path):
-    assert Reducer.of(config("dart:0.25,pivots=3", tmp_path)).chosen == parse("dart:0.25,pivots=3")
+    assert ServedReducer.of(config("dart:0.25,pivots=3", tmp_path)).chosen == parse("dart:0.25,pivots=3")
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_the_reducer_survives_transformers(tmp_path):
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
     with pytest.raises(UserError) as caught:
-        Reducer.of(config(reducer, tmp_path, **block))
+        ServedReducer.of(config(reducer, tmp_path, **block))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_config_without_a_reducer_is_refused():
     with pytest.raises(UserError, match="carries no reducer"):
-        Reducer.of(AutoConfig.from_pretrained(DEMO_LLAVA))
+        ServedReducer.of(AutoConfig.from_pretrained(DEMO_LLAVA))
 
 
 @pytest.mark.parametrize("family", FAMILIES.names())
@@ -102,7 +102,9 @@ def test_versions(version, right):
 
 
 def test_fingerprints_differ_between_reducers(tmp_path):
-    found = {Reducer(parse(text)).fingerprint for text in ("dart:0.5", "dart:0.25", "dart:0.5,pivots=5", "random:0.5")}
+    found = {
+        ServedReducer(parse(text)).fingerprint for text in ("dart:0.5", "dart:0.25", "dart:0.5,pivots=5", "random:0.5")
+    }
     assert len(found) == 4
 
 

@@ -19,19 +19,19 @@ from tests.kit.tiny import build
 from tests.kit.vllm_reduced import about
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, load
-from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.recipe.reducer import ReducerChoice, parse
 from vlmcompress.reducers import Grid, Signals, TokenCounter, reduce
 from vlmcompress.reduction import attach
 
 Turns = list[dict[str, Any]]
 
 
-def chosen(reducer: str | Chosen) -> Chosen:
+def chosen(reducer: str | ReducerChoice) -> ReducerChoice:
     """A reducer, as it is or as the command line has it."""
     return parse(reducer) if isinstance(reducer, str) else reducer
 
 
-def reduced(source: Path, folder: Path, reducer: str | Chosen, counter: TokenCounter | None = None) -> Path:
+def reduced(source: Path, folder: Path, reducer: str | ReducerChoice, counter: TokenCounter | None = None) -> Path:
     """The checkpoint in `source`, with a reducer, in `folder`. Its files are links."""
     folder.mkdir(parents=True)
     for file in source.iterdir():
@@ -148,7 +148,11 @@ def rows_of(positions: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def reference(
-    vlm: VLM, reducer: str | Chosen, requests: list[dict[str, Any]], tokens: int, counter: TokenCounter | None = None
+    vlm: VLM,
+    reducer: str | ReducerChoice,
+    requests: list[dict[str, Any]],
+    tokens: int,
+    counter: TokenCounter | None = None,
 ) -> list[dict[str, Any]]:
     """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
     found, seen = [], []

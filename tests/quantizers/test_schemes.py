@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.quant_data import inputs, output_error, statistics, weight
 from vlmcompress.numerics import Scheme
-from vlmcompress.quantizers import REGISTRY, smooth, solve
+from vlmcompress.quantizers import REGISTRY, Quantizer, QuantizerOptions, smooth, solve
 from vlmcompress.statistics.inputs import NEEDS
 
 WIDTH = 256
@@ -46,6 +46,18 @@ def test_declares_itself(name):
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.Options().bits = 2
     assert isinstance(method.scheme(method.Options()), Scheme | None)
+    assert isinstance(method, Quantizer) or name == "none"  # which quantizes nothing
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_options_say_what_the_package_asks(name):
+    options = REGISTRY.get(name).Options()
+    assert isinstance(options, QuantizerOptions)
+    own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    assert options.bits == own.get("bits") and options.tokens == own.get("tokens", "off")
+    assert options.objective == own.get("objective")
+    assert options.balance == ("mbq" if name == "mbq" else own.get("balance"))
+    assert dataclasses.asdict(options) == own
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,6 +185,12 @@ def test_assign_below_a_value():
 def test_plain_is_json_and_resolves_to_itself():
     first = resolve(BASE | {"scheme": "awq", "target": "cpu", "options": {"group_size": 32}, "out": "o"}).recipe
     assert resolve(first.plain()).recipe == first
+
+
+def test_reading_a_recipe_brings_no_torch():
+    """The types of its options and its reducer do, and only checkers of types import them."""
+    code = "import sys; from vlmcompress.recipe import Recipe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_frozen():

@@ -6,7 +6,7 @@ import pytest
 
 from vlmcompress import reducers
 from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse, read
+from vlmcompress.recipe.reducer import parse, read, same
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_understood(text, plain):
 def test_defaults_and_back(method):
     chosen = parse(method)
     assert chosen.options == reducers.REGISTRY.get(method).Options()
-    assert read({"method": method, **({"keep": "auto"} if hasattr(chosen.options, "keep") else {})}) == chosen
+    assert read({"method": method, **({"keep": "auto"} if chosen.options.keep is not None else {})}) == chosen
     assert parse(str(chosen)) == chosen
 
 
@@ -89,6 +89,38 @@ def test_refused(text, message):
 def test_recipes_that_say_no_method(given):
     with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
         read(given)
+
+
+def test_what_options_say_is_no_option():
+    """What the base answers for a method is not on the command line, nor in a checkpoint."""
+    for text in ("dymu:0.5,learns=false", "dart:0.5,vtu=true", "pixelprune:layer=2", "tome:0.5,thresholds=[0.5]"):
+        option = text.partition("=")[0].rpartition(",")[2].rpartition(":")[2]
+        with pytest.raises(UserError, match=f"has no option '{option}'"):
+            parse(text)
+    assert parse("pixelprune").plain() == {"method": "pixelprune", "tolerance": 0.0}
+
+
+def test_what_has_to_be_learnt():
+    states = {
+        "tome:0.5": (False, False, False),
+        "dymu:0.5": (True, True, False),
+        "dymu:0.5,thresholds=file.json": (True, False, False),
+        "dymu:0.5,thresholds=[0.5, 0.25]": (True, False, True),
+    }
+    found = {text: parse(text) for text in states}
+    assert {text: (c.options.learns, c.options.unlearnt, c.learnt) for text, c in found.items()} == states
+    *_, learnt = found.values()
+    assert str(learnt.asked_for) == "dymu:0.5" and learnt.label == "dymu:0.5 (learnt thresholds)"
+    assert found["tome:0.5"].with_thresholds((0.5,)) == found["tome:0.5"]
+    assert [same(learnt, other) for other in found.values()] == [False, True, True, True]
+    assert not same(learnt, learnt.with_thresholds((0.5, 0.5))) and not same(learnt, None) and same(None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"), [("dart:0.5", False), ("dart:0.5,text_pivots=1", True), ("relevance:0.5", True), ("tome", False)]
+)
+def test_who_has_to_be_shown_the_question(text, asks):
+    assert parse(text).asks is asks
 
 
 def test_too_small():

@@ -10,10 +10,10 @@ import torch
 
 from tests.kit.reducer_data import LAYERS, options, run, signals
 from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Signals
+from vlmcompress.reducers import REGISTRY, ReducerOptions, Signals
 
 NAMES = REGISTRY.names()
-KEEP = [name for name in NAMES if hasattr(options(name), "keep")]
+KEEP = [name for name in NAMES if options(name).keep is not None]
 FIXED = [name for name in KEEP if REGISTRY.get(name).COUNT == "fixed" and name != "evs"]  # keeps at least a frame
 GRIDS = [(1, 6, 8), (1, 7, 5), (3, 4, 5), (1, 1, 9)]
 FLOATS = ("features", "keys", "saliency", "windowed", "query", "query_keys", "pixels")
@@ -36,7 +36,8 @@ def test_module_keeps_to_the_protocol(name):
         assert method.MEDIA == "video" and method.budget((1, 6, 8), options(name)) == 48  # an image is kept whole
     if not hasattr(method, "mask"):
         inside = method.STAGE == "llm" or "ahead" in method.NEEDS
-        assert inside == any(field.name == "layer" for field in dataclasses.fields(method.Options))
+        assert inside == (method.Options().layer is not None)
+    assert isinstance(method.Options(), ReducerOptions)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

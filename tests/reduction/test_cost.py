@@ -17,14 +17,14 @@ from vlmcompress.data.encode import encode_prompt
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.models import REGISTRY, decoder_layers
-from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.recipe.reducer import ReducerChoice, parse
 from vlmcompress.reduction import attach
 from vlmcompress.reduction import cost as planning
 
 SIZE = (190, 100)
 
 
-def ran(family: str, chosen: Chosen | None, images: int) -> tuple[int, int, int]:
+def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, int, int]:
     """Bytes of the cache behind a prompt, multiply-adds that its linear layers took, and its length."""
     one, work = vlm(family), [0]
 

@@ -18,7 +18,7 @@ from vlmcompress.engines.base import Request, Settings
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.recipe import resolve
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import methods_table
 import teacher_forcing
 

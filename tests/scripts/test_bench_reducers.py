@@ -12,10 +12,10 @@ from vlmcompress import models
 from vlmcompress.data import Sample, bundled, load_samples
 from vlmcompress.data.encode import encode_prompt
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen, parse
+from vlmcompress.recipe.reducer import ReducerChoice, parse
 from vlmcompress.reduction import attach
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_reducers
 import reduced_answers
 import reducers_plot
@@ -46,7 +46,7 @@ def asked(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[S
     return reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, samples)), samples
 
 
-def generated(vlm: VLM, sample: Sample, chosen: Chosen | None) -> tuple[bool, int]:
+def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[bool, int]:
     """Whether generation gives the answer and its end, and how many visual tokens were dropped."""
     inputs = encode_prompt(sample, vlm)
     answer = reduced_answers.prepare(vlm, [sample]).asked[0].answer

@@ -18,7 +18,7 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_serving
 import serving_burst
 import serving_table

@@ -26,7 +26,7 @@ def run(monkeypatch, capsys):
     """A script, run in this process with arguments; returns the JSON object that its last line is."""
 
     def call(name: str, *arguments: object) -> dict:
-        path = ROOT / "scripts" / f"{name}.py"
+        path = ROOT / "scripts" / "measure" / f"{name}.py"
         monkeypatch.syspath_prepend(path.parent)
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", [path.name, *map(str, arguments)])
@@ -143,7 +143,7 @@ def test_bad_input(world, tmp_path, run, capsys, family, flags, message):
 
 def test_comparison_of_balances(monkeypatch, run):
     """The script's figures: distances against torch's own, and a small run from end to end."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "measure")
     from compare_balance import distances
 
     p, q = torch.randn(7, 40), torch.randn(7, 40)

@@ -11,7 +11,7 @@ from tests.kit.places import ROOT
 
 def test_quick_simulation() -> None:
     """200 evaluations a rate: 2.5% are seen as at most 6%, 80% as 60 to 95%."""
-    command = [sys.executable, ROOT / "scripts" / "simulate_statistics.py", "--quick"]
+    command = [sys.executable, ROOT / "scripts" / "measure" / "simulate_statistics.py", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["evaluations"] == 1600

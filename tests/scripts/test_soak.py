@@ -16,7 +16,8 @@ from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
 from vlmcompress.data.sources import bundled, load_samples
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
+sys.path.insert(0, str(ROOT / "scripts" / "soak"))
 from soaking import malformed, memory
 from soaking.client import Choice, Reply, read
 from soaking.traffic import DELIVERIES, KINDS, MOST_IMAGES, conversations, traffic
@@ -139,7 +140,7 @@ def test_memory_is_flat_when_it_stops_growing() -> None:
 def test_a_short_soak_of_the_real_server(tmp_path) -> None:
     """Of a reduced checkpoint: without a reducer vLLM 0.32 may end where requests are preempted (`plugin/_resuming.py`)."""
     model = reduced(DEMO_LLAVA, tmp_path / "model", "divprune:0.5")
-    command = [sys.executable, str(ROOT / "scripts/soak.py"), str(model), "--requests", "120", "--clients", "6"]
+    command = [sys.executable, str(ROOT / "scripts/soak/soak.py"), str(model), "--requests", "120", "--clients", "6"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

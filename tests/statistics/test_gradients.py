@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tests.kit import tiny
 from tests.kit.pictures import file_of, picture, refused
 from vlmcompress import calibration, cli, models
-from vlmcompress.blocks.solve import Method, solve_layer
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.solve import Method, solve_block
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.gradient_pass import gradients
 from vlmcompress.compression.calibrate import calibrate
@@ -113,8 +113,8 @@ def test_quantize(world, tmp_path, scheme, balance):
     others = {(0, g): Method(module, module.Options(**options, balance=w)) for g, w in weights.items()}
     groups = decoder_blocks(vlm.model, vlm.spec)[0]
     linears = {name: vlm.model.get_parameter(f"{name}.weight") for group in groups for name in group.linears}
-    expected = solve_layer(groups, linears, stats, Method(module, plain.options, others), torch.bfloat16)
-    off = solve_layer(groups, linears, statistics_folder.read(world / "stats").load(0)[0], plain, torch.bfloat16)
+    expected = solve_block(groups, linears, stats, Method(module, plain.options, others), torch.bfloat16)
+    off = solve_block(groups, linears, statistics_folder.read(world / "stats").load(0)[0], plain, torch.bfloat16)
     for found in stores.values():
         assert all(torch.equal(found.weights[name].q, weight.q) for name, weight in expected.weights.items())
         assert not all(torch.equal(found.weights[name].q, weight.q) for name, weight in off.weights.items())
@@ -131,7 +131,7 @@ def first_block(work, tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         quantize(work, progress=stop)
     mark = (folder / "fingerprint").read_text()
-    return LayerStore(folder, mark, resume=True).load(0)
+    return BlockStore(folder, mark, resume=True).load(0)
 
 
 def test_whole_checkpoints(world, tmp_path):

@@ -1,4 +1,4 @@
-"""How to spend a budget of bytes on the groups of a decoder, one rule a file; the file's name is `bits.by` of a recipe.
+"""Rules that share out a budget of bytes among the groups of a decoder, one a file; its name is `bits.by` of a recipe.
 
 Pure: tables of sizes and predicted errors in, one choice a group out. A *group* is linear layers that read one input (and that
 engines fuse: q/k/v, gate/up), so shards of a fused matrix always get the same choice. A module of this folder has
@@ -35,7 +35,7 @@ Candidates = Mapping[Key, Sequence[Candidate]]
 
 
 class Rule(Protocol):
-    """What every module of the folder has; the module itself is the object."""
+    """The protocol of every module of the folder; the module itself is the object."""
 
     NEEDS: frozenset[str]
 
@@ -60,6 +60,6 @@ def check(candidates: Candidates, budget: int) -> None:
 
 
 def cost(candidates: Candidates, choice: Mapping[Key, int]) -> Candidate:
-    """Bytes and error of a choice, added up."""
+    """Sum the bytes and the errors of a choice."""
     chosen = [candidates[key][index] for key, index in choice.items()]
     return Candidate(sum(one.nbytes for one in chosen), sum(one.error for one in chosen))

@@ -1,4 +1,4 @@
-"""What the rules that rank whole blocks share: two widths, the less important blocks get the narrow one."""
+"""Allocation by ranks of whole blocks, in two widths: the less important blocks get the narrow one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from vlmcompress.allocation import Candidates, Key, check
 
 
 def by_rank(candidates: Candidates, budget: int, order: Sequence[int]) -> dict[Key, int]:
-    """Blocks at the front of `order` get the smallest candidate, the others a larger one, as many as fit.
+    """Give blocks at the front of `order` the smallest candidate and the others a larger one, as many as fit.
 
     The larger one is the smallest size that does not fit everywhere (the largest, if all fit): with a budget between 3 and 4
     bits that is 2 and 4 bits, as in LUQ. So that no byte is left over for nothing, the first block that cannot get the
     larger one as a whole gets, group by group, the largest that fits, and then those before it.
 
     Args:
-        order: blocks, those that lose their bits first at the front.
+        order: numbers of the blocks, beginning with those that are to lose bits first.
     """
     check(candidates, budget)
     sizes = {
@@ -44,7 +44,7 @@ def by_rank(candidates: Candidates, budget: int, order: Sequence[int]) -> dict[K
 
 
 def rising(entropy: Sequence[float], layers: Sequence[int]) -> list[int]:
-    """Blocks by rising entropy. Raises ValueError where a block has none."""
+    """Sort blocks by rising entropy. Raises ValueError where the entropy of a block is not known."""
     if lacking := [layer for layer in layers if layer >= len(entropy)]:
         raise ValueError(f"block {lacking[0]} has no entropy")
     return sorted(layers, key=lambda layer: (entropy[layer], layer))

@@ -25,12 +25,12 @@ Partial = tuple[int, float, Any]  # bytes, error, (the partial choice before, in
 
 
 def decide(candidates: Candidates, budget: int, facts: Mapping[str, Any]) -> dict[Key, int]:
-    """The choice of least summed error that has at most `budget` bytes. Raises `Unreachable`."""
+    """Choose the candidates of least summed error within `budget` bytes. Raises `Unreachable`."""
     return solve(candidates, budget)[0]
 
 
 def solve(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict[Key, int], float]:
-    """The same, and how far from the optimum its error can be at most."""
+    """Choose the candidates of least summed error, and bound how far the sum can be from the optimum (0: it is the optimum)."""
     check(candidates, budget)
     keys = sorted(candidates)
     groups = [candidates[key] for key in keys]
@@ -45,7 +45,7 @@ def solve(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict
     exact = True
     for i, group in enumerate(groups):
         after = rest[len(groups) - 1 - i] - price * budget
-        room += min(one.nbytes for one in group)  # what the later groups leave at their smallest
+        room += min(one.nbytes for one in group)  # room that the later groups leave at their smallest
         grown = [
             (size + one.nbytes, error + one.error, (past, k))
             for size, error, past in states
@@ -65,7 +65,7 @@ def solve(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict
 
 
 def _greedy(groups: Sequence[Sequence[Candidate]], budget: int) -> tuple[float, list[int]]:
-    """The best price of a byte, and a choice within the budget that is near the optimum."""
+    """Find the best price of a byte, and a choice within the budget that is near the optimum."""
     hulls = [_hull(group) for group in groups]
     choice = [hull[0] for hull in hulls]
     room = budget - sum(group[k].nbytes for group, k in zip(groups, choice, strict=True))
@@ -88,7 +88,7 @@ def _greedy(groups: Sequence[Sequence[Candidate]], budget: int) -> tuple[float, 
 
 
 def _hull(group: Sequence[Candidate]) -> list[int]:
-    """Candidates on the lower convex hull of (bytes, error), by rising bytes and falling error."""
+    """Select the candidates on the lower convex hull of (bytes, error), by rising bytes and falling error."""
     hull: list[int] = []
     for k in sorted(range(len(group)), key=lambda k: (group[k].nbytes, group[k].error)):
         new = group[k]

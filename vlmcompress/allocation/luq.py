@@ -17,5 +17,5 @@ NEEDS = frozenset({"entropy"})
 
 
 def decide(candidates: Candidates, budget: int, facts: Mapping[str, Any]) -> dict[Key, int]:
-    """`facts["entropy"]["luq"]` is the entropy of each block, in bits. Raises `Unreachable`."""
+    """Rank blocks by `facts["entropy"]["luq"]`, the entropy of each block in bits. Raises `Unreachable`."""
     return by_rank(candidates, budget, rising(facts["entropy"]["luq"], sorted({layer for layer, _ in candidates})))

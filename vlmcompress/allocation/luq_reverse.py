@@ -15,6 +15,6 @@ NEEDS = frozenset({"entropy"})
 
 
 def decide(candidates: Candidates, budget: int, facts: Mapping[str, Any]) -> dict[Key, int]:
-    """`facts["entropy"]["luq"]` is the entropy of each block, in bits. Raises `Unreachable`."""
+    """Rank blocks by `facts["entropy"]["luq"]`, the entropy of each block in bits. Raises `Unreachable`."""
     order = rising(facts["entropy"]["luq"], sorted({layer for layer, _ in candidates}))
     return by_rank(candidates, budget, order[::-1])

@@ -16,5 +16,5 @@ NEEDS = frozenset({"entropy"})
 
 
 def decide(candidates: Candidates, budget: int, facts: Mapping[str, Any]) -> dict[Key, int]:
-    """`facts["entropy"]["qvlm"]` is the entropy of each block, in bits. Raises `Unreachable`."""
+    """Rank blocks by `facts["entropy"]["qvlm"]`, the entropy of each block in bits. Raises `Unreachable`."""
     return by_rank(candidates, budget, rising(facts["entropy"]["qvlm"], sorted({layer for layer, _ in candidates})))

@@ -1,11 +1,11 @@
 """A streaming client that measures, for OpenAI-compatible chat servers.
 
-Why not `vllm bench serve` of vLLM 0.32, whose loads and percentiles these are: it drops what the server says about cached
-and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk (the role) for
-the first token, which adds one gap of nearly 0 ms to every request's inter-token times; it encodes each image into JSON
-while the clock runs, in the loop that reads the other streams; and its warm-up resends the first measured request, image
-included. `scripts/compare_vllm_bench.py` sends the same requests with both: end-to-end times and requests per second
-agree as far as the machine has cores for client and server, the inter-token gaps differ by one a request.
+Loads and percentiles are those of `vllm bench serve` in vLLM 0.32. That tool itself is not used, as it drops the server's
+counts of cached and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk
+(the role) for the first token, which adds one gap of nearly 0 ms to every request's inter-token times; it encodes each
+image into JSON while the clock runs, in the loop that reads the other streams; and its warm-up resends the first measured
+request, image included. `scripts/measure/compare_vllm_bench.py` sends the same requests with both: end-to-end times and
+requests per second agree as far as the machine has cores for client and server, the inter-token gaps differ by one a request.
 
 Definitions, with times in seconds from the moment at which a request is due (closed load: sent; open load: scheduled, so
 that a client that lags behind does not hide the server's queue):
@@ -33,9 +33,9 @@ class Outcome:
 
     Attributes:
         ttft, e2e: seconds; see the module. `itl`: seconds between tokens.
-        error: why it failed, or "".
-        prompt_tokens, visual_tokens, cached_tokens, output_tokens: by the server's count; visual ones are part of the
-            prompt's.
+        error: the reason why the request failed, or "".
+        prompt_tokens, visual_tokens, cached_tokens, output_tokens: counts by the server; visual tokens are among those of the
+            prompt.
     """
 
     ttft: float = 0.0
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def encode(model: str, messages: list[dict[str, Any]], out_tokens: int) -> bytes:
-    """The body of a request for exactly `out_tokens` greedy tokens, streamed with running usage."""
+    """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage."""
     body = {
         "model": model,
         "messages": messages,
@@ -78,8 +78,8 @@ def send(
     """Send all requests as the load says and wait for all answers.
 
     Args:
-        url: of the server, without a path.
-        seed: of an open load's arrivals.
+        url: URL of the server, without a path.
+        seed: seed of the arrival times of an open load.
         timeout: seconds that one request may take.
         done: called with the number of finished requests.
 
@@ -92,7 +92,7 @@ def send(
 async def _send(
     url: str, bodies: Sequence[bytes], load: Load, seed: int, timeout: float, done: Callable[[int], None]
 ) -> tuple[list[Outcome], float]:
-    import aiohttp  # what vLLM's own client uses; it is in every environment that has vLLM
+    import aiohttp  # vLLM's own client uses it, so it is in every environment that has vLLM
 
     outcomes = [Outcome() for _ in bodies]
     finished = 0
@@ -125,7 +125,7 @@ async def _send(
 
 
 async def _stream(session: Any, body: bytes, due: float, outcome: Outcome) -> None:
-    """Fill in the outcome of one request."""
+    """Send one request and fill in its outcome."""
     headers = {"Content-Type": "application/json"}
     try:
         async with session.post("v1/chat/completions", data=body, headers=headers) as reply:
@@ -148,7 +148,7 @@ async def _stream(session: Any, body: bytes, due: float, outcome: Outcome) -> No
 
 
 def _count(outcome: Outcome, usage: dict[str, Any], now: float, due: float, last: float) -> float:
-    """Book the new tokens of a chunk that arrived at `now`; returns when the last token came."""
+    """Book the new tokens of a chunk that arrived at `now`, and return the time of the last token so far."""
     details = usage.get("prompt_tokens_details") or {}
     if details:  # only in the final chunk
         outcome.cached_tokens = details.get("cached_tokens") or 0

@@ -1,4 +1,4 @@
-"""What a vLLM server says about itself at `/metrics`, in Prometheus' text format."""
+"""Read the counters of a vLLM server from `/metrics`, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Counters:
-    """Since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache."""
+    """Counts since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache."""
 
     prefix_hits: float
     media_hits: float
 
 
 def counters(server: Server) -> Counters:
-    """The cache counters, summed over the server's engines."""
+    """Read the cache counters, summed over the server's engines."""
     total = dict.fromkeys(("vllm:prefix_cache_hits_total", "vllm:mm_cache_hits_total"), 0.0)
     for name, _, value in exposed(server):
         if name in total:
@@ -34,7 +34,7 @@ def counters(server: Server) -> Counters:
 
 
 def cache_config(server: Server) -> dict[str, str]:
-    """vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
+    """Read vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
     found = [labels for name, labels, _ in exposed(server) if name == "vllm:cache_config_info"]
     if not found:
         raise UserError(f"{server.url}/metrics has no vllm:cache_config_info; is this vLLM 0.32?")
@@ -42,17 +42,17 @@ def cache_config(server: Server) -> dict[str, str]:
 
 
 def exposed(server: Server) -> list[tuple[str, dict[str, str], str]]:
-    """Everything at `/metrics`, as `samples` has it."""
+    """Read all samples at `/metrics`, in the form of `samples`."""
     return samples(_get(server, "/metrics"))
 
 
 def version(server: Server) -> str:
-    """vLLM's version."""
+    """Ask the server for vLLM's version."""
     return json.loads(_get(server, "/version"))["version"]
 
 
 def samples(text: str) -> list[tuple[str, dict[str, str], str]]:
-    """Name, labels and value of each sample of an exposition."""
+    """Parse Prometheus' text format: name, labels and value of each sample."""
     found = (_SAMPLE.match(line) for line in text.splitlines())
     return [(match[1], dict(_LABEL.findall(match[2] or "")), match[3]) for match in found if match]
 

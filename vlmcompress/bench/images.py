@@ -1,4 +1,4 @@
-"""Images for requests that look like images to whatever depends on content.
+"""Generated images with the statistics of natural ones, for requests whose cost depends on content.
 
 `dead_leaves` draws the dead-leaves model: opaque discs with radii of density r^-3 covering one another. It has what
 natural images have in common, a power spectrum that falls with about the square of the frequency, flat regions and sharp
@@ -22,7 +22,7 @@ _LIMITS = (28, 4096)
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`448x336` as (width, height); `448` is a square.
+    """Read `448x336` as (width, height); `448` is a square.
 
     Raises:
         UserError: not such a text, or a side is below 28 or above 4096 pixels.
@@ -35,7 +35,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
-    """One RGB image of (width, height) pixels; the same for the same seed."""
+    """Draw an RGB image of (width, height) pixels; equal seeds give equal images."""
     draw, (width, height) = np.random.default_rng(seed), size
     image = Image.new("RGB", size)
     pen = ImageDraw.Draw(image)
@@ -52,14 +52,14 @@ def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
 
 
 def _leaves(pixels: int, smallest: float, largest: float) -> int:
-    """Discs that cover the canvas about six times, by the mean area of one: 2 pi ln(largest / smallest) / tail mass."""
+    """Number of discs that cover the canvas about six times, by their mean area 2 pi ln(largest / smallest) / tail mass."""
     mass = smallest**-2 - largest**-2
     area = 2 * np.pi * np.log(largest / smallest) / mass
     return int(6 * (pixels**0.5 + 2 * largest) ** 2 / area)
 
 
 def stamp(image: Image.Image, serial: int) -> Image.Image:
-    """A copy whose first pixels carry `serial` (below 2^48) in their lowest bits: no channel changes by more than 1."""
+    """Copy an image with `serial` (below 2^48) in the lowest bits of its first pixels: no channel changes by more than 1."""
     pixels = np.array(image.convert("RGB"))
     flat = pixels.reshape(-1)
     bits = np.array([serial >> i & 1 for i in range(STAMP_BITS)], dtype=np.uint8)

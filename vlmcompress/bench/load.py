@@ -1,4 +1,4 @@
-"""How requests arrive.
+"""Loads: the times at which a benchmark's requests are sent.
 
 A closed load is N clients, each of which sends its next request when its last one is answered: it shows capacity at a
 given concurrency. An open load is a Poisson process of R requests a second, whatever the server does: it shows the
@@ -19,7 +19,7 @@ KINDS = ("closed", "rate")
 
 @dataclass(frozen=True)
 class Load:
-    """`closed`: `amount` clients. `rate`: `amount` requests per second."""
+    """A load. Kind `closed`: `amount` clients; kind `rate`: `amount` requests per second."""
 
     kind: Literal["closed", "rate"]
     amount: float
@@ -29,11 +29,11 @@ class Load:
 
     @property
     def default_requests(self) -> int:
-        """Enough for the load to be in its steady state most of the time: 16 rounds of all clients, or a minute."""
+        """Number of requests after which the load was mostly in its steady state: 16 rounds of all clients, or a minute."""
         return max(64, math.ceil(self.amount * (16 if self.kind == "closed" else 60)))
 
     def arrivals(self, requests: int, seed: int) -> list[float] | None:
-        """Seconds from the start at which an open load's requests arrive, rising; None for a closed load.
+        """Draw the arrival times of an open load's requests, in seconds from the start, rising; None for a closed load.
 
         Gaps are exponential with mean 1 / rate. Unlike vLLM's benchmark, the last arrival is not moved to requests / rate:
         both sides get the same arrivals, so there is no variance between them to remove.
@@ -48,7 +48,7 @@ class Load:
 
 
 def parse(text: str) -> Load:
-    """`closed:8` or `rate:2.5`.
+    """Read a load like `closed:8` or `rate:2.5`.
 
     Raises:
         UserError: neither of these, or the number is not above zero (for clients: not whole).

@@ -1,4 +1,4 @@
-"""From single requests to figures, and from repeats to ratios.
+"""Compute figures from single requests, and ratios of the two sides from repeats.
 
 A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline, one of
 each repeat, because the two runs of a repeat were neighbours in time; the smallest and the largest show the spread.
@@ -24,7 +24,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def parse_slo(text: str | None) -> dict[str, float]:
-    """`ttft=200,tpot=50` (milliseconds) as `{"ttft": 200.0, "tpot": 50.0}`; also `e2e`.
+    """Read limits like `ttft=200,tpot=50`, also of `e2e`, in milliseconds, as `{"ttft": 200.0, "tpot": 50.0}`.
 
     Raises:
         UserError: an unknown name or a limit that is not above zero.
@@ -56,7 +56,7 @@ def serve_run(
     slo: Mapping[str, float],
     media_hits: int,
 ) -> LoadRun:
-    """One burst against a server. Times are of the requests that were answered.
+    """Make the record of one burst against a server. Times are those of requests that were answered.
 
     Args:
         duration: seconds from the first request to the last answer.
@@ -92,7 +92,7 @@ def serve_run(
 
 
 def figures(run: LoadRun) -> dict[str, float]:
-    """A run's figures by name: `request_throughput` and `output_throughput` per second, `goodput`, `ttft_p50_ms`, ..."""
+    """Compute a run's figures by name: `request_throughput`, `output_throughput`, `goodput` (per second), `ttft_p50_ms`, ..."""
     found = {
         "request_throughput": run.completed / run.duration,
         "output_throughput": run.output_tokens / run.duration,
@@ -107,7 +107,7 @@ def figures(run: LoadRun) -> dict[str, float]:
 
 
 def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]:
-    """`summary[mode][state][figure]` over the repeats that both sides have."""
+    """Compare the sides over the repeats that both have: `summary[mode][state][figure]`."""
     summary: dict[str, dict[str, dict[str, Ratio]]] = {}
     for mode, state in dict.fromkeys((run.mode, run.state) for run in runs):
         sides = {
@@ -122,7 +122,7 @@ def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]
 
 
 def ratio(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Ratio | None:
-    """The comparison of one figure, from (baseline, candidate) of each repeat; None where a baseline has none or is 0."""
+    """Compare one figure, from (baseline, candidate) of each repeat; None if a baseline lacks it or has 0."""
     if not all(before.get(name) and name in after for before, after in pairs):
         return None
     ratios = [after[name] / before[name] for before, after in pairs]

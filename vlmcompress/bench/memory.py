@@ -12,15 +12,15 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], cache_dtype: str) -> int | None:
-    """2 (key and value) x layers x KV heads x head size x bytes, for a decoder whose layers all attend to everything.
+    """Bytes of the KV cache for a token: 2 (key and value) x layers x KV heads x head size x bytes, for full attention.
 
     Args:
         config: `config.json` of a checkpoint.
-        cache_dtype: the engine's type of the KV cache; `auto` is that of the activations.
+        cache_dtype: the engine's type of the KV cache; `auto` is the type of the activations.
 
     Returns:
-        None for other attention (latent, sliding windows, linear layers), where bytes depend on the position, and for
-        types of the cache that hold scales between the values.
+        The bytes; None for other attention (latent, sliding windows, linear layers), where they depend on the position, and
+        for types of the cache that hold scales between the values.
     """
     text = config.get("text_config") or config
     kinds = set(text.get("layer_types") or ()) - {"full_attention"}
@@ -39,7 +39,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], cache_dtype: str) -> int | Non
 
 
 def memory(weight_bytes: int, per_token: int, request_tokens: float, cache: Mapping[str, str]) -> Memory:
-    """A side's memory.
+    """Compute a side's memory.
 
     Args:
         per_token: bytes of the KV cache for one token.

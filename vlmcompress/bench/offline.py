@@ -1,11 +1,11 @@
 """Peak throughput: all requests of a burst handed to the engine at once, without a server or a client.
 
-`engines/vllm/offline.py` is the engine's side. An engine that was started answers a warm-up burst, then those of its turn;
-turns go in ABBA order, one engine at a time. The bursts are the ones of the cold server runs, so both count the same
-prompt tokens, or the images were not processed alike. Flags for `vllm serve` have no effect here.
+`engines/vllm/offline.py` is the engine's process. An engine that was started answers a warm-up burst, then the bursts of
+its turn; turns go in ABBA order, one engine at a time. The bursts are those of the cold server runs, so that different
+counts of prompt tokens show that images were not processed alike. Flags for `vllm serve` have no effect here.
 
-This is what `vllm bench throughput --backend vllm-chat` times; but that tool takes no image files of one's own, and its
-`random-mm` turns into plain text without a word where no data set path is given.
+`vllm bench throughput --backend vllm-chat` times the same; but that tool takes no image files of one's own, and its
+`random-mm` silently becomes plain text where no data set path is given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENGINE = replace(
 def run_offline(
     plan: Plan, served: Sequence[LoadRun], progress: Progress
 ) -> tuple[list[LoadRun], dict[SideName, dict[str, Any]]]:
-    """All bursts of both sides, and what each engine says about itself.
+    """Run all bursts of both sides; return their records and each engine's description of itself.
 
     Args:
         served: runs of the same plan against servers; visual tokens are taken from its cold ones.
@@ -78,7 +78,7 @@ def _job(plan: Plan, side: SideName) -> dict[str, Any]:
 
 
 def _run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
-    """The record of one burst, after a look at whether it did the work of the same burst against a server."""
+    """Make the record of one burst, after checking that it did the same work as that burst against a server."""
     (same,) = (r for r in served if (r.side, r.state, r.repeat) == (side, "cold", event["id"]))
     wanted = same.text_tokens + same.visual_tokens
     if not same.failed and event["prompt_tokens"] != wanted:

@@ -1,4 +1,4 @@
-"""What is asked: conversations with images, in numbered bursts.
+"""The prompts of a benchmark: conversations with images, in numbered bursts.
 
 A burst is a function of its number alone, so both sides get the same bytes. No two requests of a benchmark have an image
 in common, whatever the source holds: where it has fewer images than are needed they are used again, stamped so that to
@@ -31,7 +31,7 @@ class Prompts:
     """A source of conversations.
 
     Attributes:
-        source: what it is, for people.
+        source: description of the source for people.
         samples: conversations with images; empty: generated images with a question from a short list.
         sizes: (width, height) that images get in turn; empty: their own.
     """
@@ -43,11 +43,11 @@ class Prompts:
 
     @property
     def images(self) -> int:
-        """Most images of one conversation."""
+        """The most images in one conversation."""
         return max((len(sample.images) for sample in self.samples), default=1)
 
     def burst(self, number: int, requests: int) -> list[list[dict[str, Any]]]:
-        """The messages of a burst's requests, OpenAI-style, images as PNG in data addresses."""
+        """Make the messages of a burst's requests, OpenAI-style, with images as PNG in data URIs."""
         first = number * requests
         return [self._messages(serial) for serial in range(first, first + requests)]
 
@@ -69,8 +69,9 @@ class Prompts:
 def open_prompts(
     data: str | Path | None, sizes: Sequence[tuple[int, int]], candidate: Path, baseline: Path, seed: int
 ) -> Prompts:
-    """The prompts of a data set or a folder of images; None: what is bundled with a demo model, unless sizes are given;
-    else generated images. Rows without an image are left out.
+    """Open the prompts of a data set or folder of images, without rows that have no image.
+
+    Where `data` is None they are those bundled with a demo model, or generated images if there are none or sizes are given.
 
     Raises:
         UserError: the data are missing or broken, or have no image at all.

@@ -1,4 +1,4 @@
-"""A whole benchmark: both sides served, then offline, and what came of it."""
+"""A whole benchmark: both sides served, then run offline, and their results compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run(
     """Measure a candidate against its baseline in vLLM on this machine.
 
     Args:
-        warm, offline: measure with caches, too; and the engine without a server.
+        warm: measure the servers with their caches on, too.
+        offline: measure the engine without a server, too.
         settings: see `plan`.
 
     Raises:
@@ -86,17 +87,17 @@ def plan(
     flags: Sequence[str] = (),
     seed: int = 0,
 ) -> Plan:
-    """What `run` will do, checked before any engine is started.
+    """Plan the runs of `run`, with all checks that need no engine.
 
     Args:
         candidate, baseline: checkpoint folders, or ids on the Hub.
         load: `closed:8` or `rate:2.5`; see `load.parse`.
-        requests: of one burst; None: enough for the load.
+        requests: number of requests in a burst; None: enough for the load.
         data: folder of images, `.jsonl` or `.parquet`; None: see `prompts.open_prompts`.
         sizes: `WIDTHxHEIGHT` that images are scaled to in turn, or (without data) generated with.
-        out_tokens: tokens of every answer; both sides do equal work.
-        repeats: bursts of each side in each state.
-        slo: milliseconds of `ttft`, `tpot`, `e2e` that a good request keeps.
+        out_tokens: number of tokens in every answer, so that both sides do equal work.
+        repeats: number of bursts of each side in each state.
+        slo: limits in milliseconds of `ttft`, `tpot`, `e2e` that a good request keeps.
         resident: keep both servers up, one of them idle, instead of starting one for each turn.
         flags: further flags of `vllm serve`, for both sides.
     """

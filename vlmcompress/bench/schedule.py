@@ -1,4 +1,4 @@
-"""In which order the two sides run: baseline, candidate, candidate, baseline, baseline, candidate, ...
+"""The order in which the two sides run: baseline, candidate, candidate, baseline, baseline, candidate, ...
 
 A machine drifts (it warms up, a neighbour comes and goes). With A B B A a drift that is linear in time adds the same to
 both sides over two repeats, while A B A B favours one of them. Neighbours of a pair ran right after one another, so
@@ -14,6 +14,6 @@ Turn = tuple[SideName, int]
 
 
 def abba(repeats: int) -> list[Turn]:
-    """`(side, repeat)` in order; each repeat has both sides, next to one another."""
+    """List `(side, repeat)` in the order of the runs; each repeat has both sides, next to one another."""
     sides: tuple[SideName, SideName] = ("baseline", "candidate")
     return [(side, repeat) for repeat in range(repeats) for side in (sides if repeat % 2 == 0 else sides[::-1])]

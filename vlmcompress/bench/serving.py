@@ -2,7 +2,7 @@
 
 **cold**: prefix cache and image processor cache off and no image sent twice; that nothing came from a cache is checked
 in the server's counters. With both off vLLM also tells equal images apart, so its encoder cache finds nothing.
-**warm**: caches on, and one burst again and again after a first time that isn't measured. Never compare one with another.
+**warm**: caches on, and one burst again and again after a first time that isn't measured. Never compare cold with warm.
 
 Two engines that run at the same time disturb each other, so only one is ever asked. The other is stopped (a server is
 started for every turn, which always fits into memory), or `resident`: up, but idle. On two CPU cores an idle vLLM 0.32
@@ -36,7 +36,7 @@ ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. `requests` of `out_tokens` tokens make a burst; `flags` are further ones of `vllm serve`."""
+    """Settings of a benchmark. `requests` of `out_tokens` tokens make a burst; `flags` are further ones of `vllm serve`."""
 
     paths: Mapping[SideName, Path]
     prompts: Prompts
@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass
 class About:
-    """What a side's last server said about itself."""
+    """The description that a side's last server gave of itself."""
 
     version: str = ""
     flags: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class About:
 
 
 def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], dict[SideName, About]]:
-    """All bursts of one state.
+    """Run all bursts of one state.
 
     Raises:
         UserError: a server can't start or dies, no request is answered, or a run is not what its state says.
@@ -91,7 +91,7 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
 def _servers(
     plan: Plan, state: State, about: dict[SideName, About], progress: Progress
 ) -> Iterator[Callable[[SideName], Server]]:
-    """A function that gives the server of a side, up and warmed up."""
+    """Within the context, a function that gives the server of a side, started and warmed up."""
     flags = [*FLAGS[state], *ALWAYS, *plan.flags]
     up: dict[SideName, Server] = {}
     with contextlib.ExitStack() as stack:
@@ -148,7 +148,7 @@ def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcom
 def check(
     plan: Plan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
 ) -> None:
-    """The work of a run is what it claims to be."""
+    """Check that a run did the work of its state: images processed, caches used or not, all tokens generated."""
     good = _check_answered(outcomes, running)
     short = min(outcome.output_tokens for outcome in good)
     if short != plan.out_tokens:

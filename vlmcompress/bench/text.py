@@ -1,4 +1,4 @@
-"""A benchmark for a terminal."""
+"""Render a benchmark's results for a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = {
 
 
 def text(bench: Bench) -> str:
-    """Speed in each mode and state, and memory."""
+    """Render speed in each mode and state, and memory."""
     seen = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {bench.repeats} turns a side"
     lines = [f"load {bench.load}, {seen}; {Path(bench.source).name}"]
     for mode, states in bench.summary.items():

@@ -1,1 +1,1 @@
-"""What one decoder block becomes: solved from statistics, predicted, kept on disk."""
+"""One decoder block at a time: its quantized weights solved from statistics, or their errors predicted; results on disk."""

@@ -1,15 +1,15 @@
-"""How much a group of linear layers will lose to a method, from statistics and a few rows of its weights.
+"""Predict the error of a group of linear layers under a method, from statistics and a few rows of its weights.
 
 An output error `D = X dW^T` changes the loss, to second order and with the diagonal Fisher matrix for the Hessian, by
 
     dL = 1/2 sum_m f_m ||X_m dW^T||^2 = 1/2 sum_m f_m tr(dW G_m dW^T),      f_m = mean over modality m of (dL/dY)^2
 
-in nats where `f` is that of the loss itself. Measured one group at a time on demo-llava (`scripts/compare_prediction.py`), it
-ranks groups as the divergence of held-out answers does (Spearman 0.77 and 0.85 at 4 and 3 bits; 0.26 at 2, where changes are
-not small), but its size is four to fourteen times too small (the gradients are those of answers that
-the model is sure of): it is for ranking. Without gradients the error is that of the layers'
-outputs relative to their size, `tr(dW G dW^T) / tr(W G W^T)` with the balanced G: a layer is then as important as any other
-(0.22, 0.27 and 0.09 there).
+in nats where `f` is that of the loss itself. Measured one group at a time on demo-llava
+(`scripts/measure/compare_prediction.py`), it ranks groups as the divergence of held-out answers does (Spearman 0.77 and
+0.85 at 4 and 3 bits; 0.26 at 2, where changes are not small), but its size is four to fourteen times too small (the
+gradients are those of answers that the model is sure of): it is for ranking. Without gradients the error is that of the
+layers' outputs relative to their size, `tr(dW G dW^T) / tr(W G W^T)` with the balanced G: a layer is then as important
+as any other (0.22, 0.27 and 0.09 there).
 
 Both are sums over rows of W, so some evenly spaced ones tell (64 rows of a few thousand: within about a tenth, which a factor
 of four a bit makes light of). What `dW` is comes from the method itself, run on these rows: rounding, AWQ's and SmoothQuant's
@@ -34,10 +34,11 @@ from torch import Tensor
 
 from vlmcompress import quantizers
 from vlmcompress.numerics import ActFormat
+from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
-ROWS = 64  # of a group, about
-_LEAST_ROWS = 8  # of a layer
+ROWS = 64  # rows of a group that errors are computed on, about
+_LEAST_ROWS = 8  # fewest rows of a layer
 _FLOAT8_NOISE = math.log(2) / 1.5 / 64 / 12  # E[ulp^2] / 12 / E[x^2] with a mantissa of 3 bits, log x uniform
 
 Squares = Mapping[str, float]
@@ -51,10 +52,10 @@ class Predictor:
 
     Args:
         weights: `[out_i, in]` of each layer of the group, any float dtype; only rows of them are kept.
-        stats: of the group's input.
-        squares: for each layer, or None: relative output errors are predicted instead.
-        balance: that weighs the modalities in relative errors.
-        rows: how many of the group's rows are looked at, about.
+        stats: statistics of the group's input.
+        squares: for each layer, mean squared gradients by modality; None: relative output errors are predicted instead.
+        balance: balance that weighs the modalities in relative errors.
+        rows: about how many of the group's rows errors are computed on.
         scale_dtype: the dtype that scales are stored in.
     """
 
@@ -89,7 +90,7 @@ class Predictor:
         self.factors = [0.5 * share for share in self.shares]
 
     @torch.no_grad()
-    def error(self, module: Any, options: Any, *, smooths: bool = True) -> float:
+    def error(self, module: Quantizer, options: QuantizerOptions, *, smooths: bool = True) -> float:
         """Predicted loss increase (or sum of the layers' relative output errors) under a method.
 
         Args:
@@ -114,26 +115,26 @@ class Predictor:
             found += factor * (quadratic(dw, gram).sum().item() + float(noise))
         return found
 
-    def _of(self, module: Any, options: Any) -> GroupStats:
-        """The statistics with the Gram matrix that a method reads, if it does."""
+    def _of(self, module: Quantizer, options: QuantizerOptions) -> GroupStats:
+        """The statistics that a method reads; balanced as its options ask where it reads the Gram matrix."""
         if "gram" not in module.NEEDS:
             return self.stats
-        if (balance := getattr(options, "balance", "off")) != self._balance:
+        if (balance := options.balance or "off") != self._balance:
             self._balanced, self._prepared = self.stats, {}  # lets go of the last
             self._balance, self._balanced = balance, self.stats.balanced(balance).merged()
         return self._balanced
 
 
 def evenly(weight: Tensor, count: float) -> Tensor:
-    """About `count` evenly spaced rows of `[out, in]`, float32; at least `_LEAST_ROWS` where there are as many."""
+    """Take about `count` evenly spaced rows of `[out, in]` in float32, at least `_LEAST_ROWS` where there are as many."""
     step = max(1, round(len(weight) / max(count, _LEAST_ROWS)))
     return weight[step // 2 :: step].float()
 
 
 def input_noise(activations: ActFormat, gram: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`sum_t E[dx_tj^2]` of the rounding of inputs whose Gram matrix is `gram [in, in]`, divided by `scale`: `[in]`.
+    """Expected squared rounding errors `sum_t E[dx_tj^2]`, `[in]`, of inputs of Gram matrix `gram [in, in]` over `scale`.
 
-    Weighed over tokens as the matrix is.
+    Tokens have the same weights as in the matrix.
     """
     square = gram.diagonal() if scale is None else gram.diagonal() / scale.square()
     if activations.kind == "float":

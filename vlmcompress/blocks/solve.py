@@ -1,4 +1,4 @@
-"""Decide what one decoder block becomes. Pure: weights and statistics in, `LayerResult` out; no model, no IO.
+"""Smooth and quantize one decoder block. Pure: weights and statistics in, `BlockResult` out; no model, no IO.
 
 A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
 SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,32 +23,33 @@ from vlmcompress import quantizers
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
+from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import GroupStats
 
-_ROWS = 512  # of a weight, at most, in a layer's reported error
+_ROWS = 512  # most rows of a weight in a layer's reported error
 
 
 @dataclass(frozen=True)
 class Method:
-    """A scheme with its options: what is done to every group of the decoder, but for those that `others` names.
+    """A scheme with its options, for every group of the decoder but those that `others` names.
 
     Attributes:
-        others: (block, group name) -> what is done to that group instead.
+        others: (block, group name) -> the method of a group that gets another one.
     """
 
-    module: ModuleType
-    options: Any
+    module: Quantizer
+    options: QuantizerOptions
     others: Mapping[tuple[int, str], Method] = field(default_factory=dict)
 
     def of(self, group: Group) -> Method:
-        """What is done to a group."""
+        """The method that a group gets."""
         return self.others.get((group.layer, group.name), self)
 
     @property
     def needs(self) -> frozenset[str]:
         """Statistics that the method reads; empty for a data-free one."""
-        gradient = {"gradient"} if getattr(self.options, "balance", None) in BY_GRADIENT else set()
+        gradient = {"gradient"} if self.options.balance in BY_GRADIENT else set()
         return self.module.NEEDS.union(gradient, *(other.needs for other in self.others.values()))
 
     @property
@@ -65,28 +65,28 @@ class Method:
     @property
     def by_token(self) -> bool:
         """Whether single tokens are weighed beforehand (`tokens: vlmq`)."""
-        return getattr(self.options, "tokens", "off") != "off"
+        return self.options.tokens != "off"
 
     @property
     def by_block(self) -> bool:
         """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
-        return getattr(self.options, "objective", "gram") != "gram"
+        return self.options.objective not in (None, "gram")
 
 
 @dataclass
-class LayerResult:
-    """Everything that changes in one decoder block, by memory name of the module.
+class BlockResult:
+    """All changes to one decoder block, by memory name of the module.
 
     Attributes:
         smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
         weights: linear -> its quantized weight.
         input_scales: linear -> static activation scale, scalar.
-        kv_ranges: attention module -> what is known of its keys and values, see `vlmcompress.statistics.kv_range`.
+        kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.statistics.kv_range`.
         errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
             spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
-        maxima: first linear of a group -> modality -> share of input channels whose maximum is its own; where maxima were
-            collected.
-        warnings: of each thing to know: what, the first linear of the group it is about, details.
+        maxima: first linear of a group -> modality -> share of input channels in which it holds the maximum; empty where
+            maxima were not collected.
+        warnings: what happened otherwise than asked for: (what, first linear of the group concerned, details).
     """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class LayerResult:
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-def solve_layer(
+def solve_block(
     groups: Sequence[Group],
     weights: Mapping[str, Tensor],
     stats: MutableMapping[str, GroupStats],
@@ -107,23 +107,22 @@ def solve_layer(
     scales: Mapping[str, Tensor] | None = None,
     norms: Mapping[str, Tensor] | None = None,
     norm_offset: float = 0.0,
-) -> LayerResult:
+) -> BlockResult:
     """Smooth and quantize the groups of one block.
 
     Args:
         groups: the groups to quantize, in the order in which data flows through them.
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
-        stats: group name -> statistics of its input; each is taken out when it has served, as they are large. Empty for
-            data-free methods.
+        stats: group name -> statistics of its input; empty for data-free methods. Used entries are removed: they are large.
         scale_dtype: the dtype in which group scales are stored (that of the model).
-        scales: group name -> smoothing scale `[in]` found before, for methods that search by block.
-        norms: norm -> its weight `[channels]` in the dtype that it is stored in; those left out are divided exactly.
+        scales: group name -> smoothing scale `[in]` found earlier, for methods that search by block.
+        norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.
         norm_offset: norms compute `x * (norm_offset + weight)`.
 
     Raises:
         UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
     """
-    result, current = LayerResult(), _Current(weights)
+    result, current = BlockResult(), _Current(weights)
     for group in groups:
         if group.name in stats and _foldable(group, groups):
             scale = _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
@@ -174,7 +173,7 @@ def _smoothing(
 
 @contextmanager
 def _naming(group: Group) -> Iterator[None]:
-    """Say which layer's weights or statistics a method cannot work with."""
+    """Turn a ValueError about weights or statistics into a UserError that names the layer."""
     try:
         yield
     except ValueError as error:
@@ -182,20 +181,20 @@ def _naming(group: Group) -> Iterator[None]:
 
 
 def _as_stored(scale: Tensor, norm: Tensor, offset: float) -> Tensor:
-    """The `s [channels]` by which a norm of weight `norm` really is divided, once the quotient is rounded as it is stored."""
+    """The `s [channels]` by which a norm of weight `norm` is divided in effect, once the quotient is rounded for storage."""
     exact, old = scale.to(norm.device), norm.float() + offset
     found = old / (_divided(norm, exact, offset).float() + offset)
     return torch.where(found.isfinite() & (found > 0), found, exact).to(scale.device)
 
 
 def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
-    """`parameter [channels, ...]`, to which an op adds `offset`, divided by `scale [channels]`; in the parameter's dtype."""
+    """Divide `parameter [channels, ...]`, to which an op adds `offset`, by `scale [channels]`; keeps the parameter's dtype."""
     scale = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1))
     return ((parameter.float() + offset) / scale - offset).to(parameter.dtype)
 
 
 class _Current:
-    """The block's weights as smoothed so far. Made in float32 when asked for: a copy of all would double the block."""
+    """The block's weights as smoothed so far, each made in float32 only when asked for, as copies of all would double it."""
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self.weights = weights
@@ -224,7 +223,7 @@ def _foldable(group: Group, groups: Sequence[Group]) -> bool:
 
 
 def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:
-    """Relative squared error of the output by modality, of evenly spaced rows; of the weight itself without data."""
+    """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight."""
     difference = quantized.dequantize(torch.float32).sub_(weight)
     if stats is not None and "gram" in stats.needs:
         step = math.ceil(len(weight) / _ROWS)
@@ -240,7 +239,7 @@ def _add_rounding(
     act: ActFormat,
     scale: Tensor | None,
 ) -> None:
-    """Add to a layer's errors what rounding its inputs does. The two errors are uncorrelated, so their squares add."""
+    """Add the error of rounding a layer's inputs to its errors. The two are uncorrelated, so their squares add."""
     step = math.ceil(len(weight) / _ROWS)
     q = quantized.dequantize(torch.float32)[::step]
     added = stats.rounding_error(q, weight[::step], lambda x: round_activations(x, act, scale))
@@ -248,8 +247,8 @@ def _add_rounding(
         error[modality] += added[modality]
 
 
-def warnings(results: Iterable[LayerResult]) -> list[str]:
-    """A line for each thing that went otherwise than asked for, whatever the number of layers that it is about."""
+def warnings(results: Iterable[BlockResult]) -> list[str]:
+    """Summarize the warnings of all blocks, a line for each kind whatever the number of layers concerned."""
     found: dict[str, list[tuple[str, str]]] = {}
     for what, layer, detail in (warning for result in results for warning in result.warnings):
         found.setdefault(what, []).append((layer, detail))
@@ -260,7 +259,7 @@ def warnings(results: Iterable[LayerResult]) -> list[str]:
 
 
 @torch.no_grad()
-def apply(result: LayerResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
+def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
     """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values.
 
     Args:

@@ -1,9 +1,4 @@
-"""What an interrupted run has already done: one safetensors file per finished decoder block.
-
-The folder is a hidden sibling of OUT. It belongs to one *fingerprint* (source weights, recipe, calibration data,
-versions, threads); with another fingerprint its contents are worthless and are removed. Files appear whole (written
-aside, fsynced, renamed), so that a run killed at any moment leaves only finished blocks.
-"""
+"""Results of finished decoder blocks on disk, so that an interrupted run can go on; see `common.block_files`."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from safetensors import safe_open
 
-from vlmcompress.blocks.solve import LayerResult, Method
+from vlmcompress.blocks.solve import BlockResult, Method
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.models import Group
 from vlmcompress.numerics import Format, QTensor, Scheme
@@ -22,10 +17,10 @@ from vlmcompress.numerics import Format, QTensor, Scheme
 _SMALL = ("smoothing", "input_scales", "kv_ranges")
 
 
-class LayerStore(BlockFiles):
+class BlockStore(BlockFiles):
     """Results of finished blocks on disk."""
 
-    def save(self, layer: int, result: LayerResult) -> None:
+    def save(self, layer: int, result: BlockResult) -> None:
         """Keep a block's result; it is on disk when this returns."""
         tensors: dict[str, torch.Tensor] = {}
         for kind in _SMALL:
@@ -50,9 +45,9 @@ class LayerStore(BlockFiles):
             },
         )
 
-    def load(self, layer: int, weights: bool = True) -> LayerResult:
-        """A finished block's result, exactly as it was saved; without its weights it is small."""
-        result = LayerResult()
+    def load(self, layer: int, weights: bool = True) -> BlockResult:
+        """Read a finished block's result, exactly as it was saved; without its weights it is small."""
+        result = BlockResult()
         with safe_open(self.path(layer), "pt") as file:
             metadata = file.metadata()
             wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
@@ -72,12 +67,12 @@ class LayerStore(BlockFiles):
 
 
 class StoredWeights(Mapping):
-    """Linear layer -> (weight, scheme, input scale), read from the stored blocks when asked for."""
+    """A lazy mapping of linear layer to (weight, scheme, input scale), read from the stored blocks."""
 
-    def __init__(self, store: LayerStore, blocks: list[list[Group]], method: Method):
+    def __init__(self, store: BlockStore, blocks: list[list[Group]], method: Method):
         self.store, self.method = store, method
         self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
-        self._loaded: tuple[int, LayerResult] | None = None
+        self._loaded: tuple[int, BlockResult] | None = None
 
     def __getitem__(self, name: str) -> tuple[QTensor, Scheme, torch.Tensor | None]:
         group = self.group_of[name]

@@ -1,1 +1,1 @@
-"""Passes over a model that see what its layers are given, and the folder of statistics that they write."""
+"""Passes over a model that observe the inputs of its layers, and the folder of statistics that they write."""

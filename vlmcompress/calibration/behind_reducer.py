@@ -1,8 +1,9 @@
-"""Calibration samples as a decoder behind a reducer sees them.
+"""Turn calibration samples into the inputs that a decoder behind a reducer gets.
 
-Encoder, projector and reducer run once over each sample; what the language model would be called with then takes the place of
-pixels, and a model of the decoder alone that of the whole. It has the same modules under the same names, so every pass over the
-blocks (statistics, gradients, searches) works on it as it does on the whole model, and sees the tokens that will be served.
+Encoder, projector and reducer run once over each sample. The inputs that the language model would then get replace the
+pixels, and `Decoder`, a model of the decoder alone, replaces the whole model. It has the same modules under the same
+names, so every pass over the blocks (statistics, gradients, searches) works on it as on the whole model, and sees the
+tokens that will be served.
 
 Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put behind
 the prompt, as generation does.
@@ -23,7 +24,7 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER, VISION, Inputs
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction import attach
 from vlmcompress.reduction.prefill import prefill
 
@@ -40,11 +41,11 @@ class Decoder(PreTrainedModel):
         self.add_module(self.head, vlm.model.get_submodule(self.head))
 
     def get_input_embeddings(self) -> Any:
-        """The language model's."""
+        """The input embeddings of the language model."""
         return self.get_submodule(self.text).get_input_embeddings()  # type: ignore[operator]
 
     def get_output_embeddings(self) -> Any:
-        """The head."""
+        """The output head."""
         return self.get_submodule(self.head)
 
     def forward(
@@ -58,7 +59,7 @@ class Decoder(PreTrainedModel):
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
     ) -> CausalLMOutputWithPast:
-        """Logits of the tokens `logits_to_keep`, as of the whole model. `input_ids` only name the tokens."""
+        """Compute logits of the tokens `logits_to_keep`, as the whole model does. `input_ids` only name the tokens."""
         deep = {"visual_pos_masks": visual_pos_masks, "deepstack_visual_embeds": deepstack_visual_embeds}
         return self._logits(
             {
@@ -72,7 +73,7 @@ class Decoder(PreTrainedModel):
         )
 
     def _logits(self, inputs: dict[str, Any], deep: dict[str, Any], keep: int | Tensor) -> CausalLMOutputWithPast:
-        """A method of its own, as llm-compressor rewrites the conditions of a `forward` so that it cannot be traced here."""
+        """Run the language model and the head. Not part of `forward`, whose conditions llm-compressor rewrites when tracing."""
         given = {name: value for name, value in deep.items() if value is not None}
         hidden = self.get_submodule(self.text)(**inputs, **given).last_hidden_state
         index = slice(-keep, None) if isinstance(keep, int) else keep
@@ -80,13 +81,13 @@ class Decoder(PreTrainedModel):
 
 
 def decoder(vlm: VLM) -> VLM:
-    """`vlm` without what stands before its language model, for samples from `reduced`."""
+    """A `VLM` of the decoder of `vlm` alone, for samples from `reduced`."""
     return replace(vlm, model=Decoder(vlm))
 
 
 @torch.no_grad()
-def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: Chosen, progress: Progress = silent) -> list[Inputs]:
-    """Samples from `encode` as the decoder gets them behind a reducer.
+def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress: Progress = silent) -> list[Inputs]:
+    """Run samples from `encode` through everything before the decoder, with a reducer attached.
 
     Args:
         chosen: a reducer of a stage before the language model.
@@ -104,7 +105,7 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: Chosen, progress: Progr
 
 
 def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
-    """One sample: the prompt reduced, and behind it the answer that is trained for."""
+    """Inputs of one sample: the reduced prompt, followed by the answer."""
     modality, ids = batch["modality"], batch["input_ids"]
     length, cut = ids.shape[1], _prompt_length(batch["modality"][0])
     inputs = {
@@ -137,7 +138,7 @@ def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
 
 
 def _prompt_length(modality: Tensor) -> int:
-    """How many of a sample's tokens `modality [n]` are known before its last answer; all where an image follows that."""
+    """Number of tokens before a sample's last answer, from `modality [n]`; all tokens if an image follows that answer."""
     answered = (modality == ANSWER).nonzero().flatten()
     if not len(answered):
         return len(modality)
@@ -149,7 +150,7 @@ def _prompt_length(modality: Tensor) -> int:
 
 
 def _alike(found: list[Inputs]) -> list[Inputs]:
-    """The same keys for all: a sample without images has visual features for the first layers, too, none of them."""
+    """Give all samples the same keys: one without images gets empty visual features for the first layers."""
     deep = next((one["deepstack_visual_embeds"] for one in found if "deepstack_visual_embeds" in one), None)
     if deep is None:
         return found

@@ -1,10 +1,10 @@
-"""Q-VLM's search: the clipping ranges of runs of decoder blocks, by the error of the run's output (`quantizers.qvlm`).
+"""Q-VLM's search for the clipping ranges of runs of decoder blocks, by the error of the run's output (`quantizers.qvlm`).
 
-The model runs once, unquantized, and what its blocks were called with is kept; then runs of blocks are called on their own,
-with one layer group's range changed at a time. What a model adds between two blocks (Qwen3-VL adds visual features after the
-first ones) is kept, too, and added again. Memory: inputs and outputs of one run for all samples, three times over, and what
-blocks get besides (positions, masks). Time: `4 groups * (grid - 1) * sweeps` times the run's blocks for each block, some 100
-forward passes of the decoder with the defaults.
+The model runs once, unquantized, and the arguments of its blocks are kept; then runs of blocks are called on their own,
+with one layer group's range changed at a time. Features that a model adds between two blocks (Qwen3-VL adds visual ones
+after the first blocks) are kept, too, and added again. Memory: inputs and outputs of one run for all samples, three times
+over, and the blocks' other arguments (positions, masks). Time: `4 groups * (grid - 1) * sweeps` times the run's blocks for
+each block, some 100 forward passes of the decoder with the defaults.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Key = tuple[int, str]
 
 @dataclass
 class Sample:
-    """What one calibration sample made the model do.
+    """Record of the float model's pass over one calibration sample.
 
     Attributes:
         kept: `[tokens]`, whether a token counts.
         first: input of the first block, `[1, tokens, width]`.
-        calls: for each block, what it got besides the hidden states.
-        added: for each block, what the model adds to its output before the next block; None: nothing.
+        calls: for each block, its arguments besides the hidden states.
+        added: for each block, the tensor that the model adds to its output before the next block; None: nothing.
     """
 
     kept: Tensor
@@ -55,17 +55,18 @@ def search(
     method: Method,
     progress: Progress = silent,
 ) -> Method:
-    """The method with a range for each group of layers; the model's weights are as before when this returns.
+    """Search a range for each group of layers and return the method with them; the model's weights end as they were.
 
     Args:
         blocks: the groups to quantize of each decoder block.
         batches: from `encode`.
-        method: of scheme `qvlm`; groups that get another one are as they were in the search.
+        method: a method of scheme `qvlm`; groups that get another one keep their float weights in the search.
     """
     home = vlm.model.device
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
     samples, entropies = record(vlm, modules, batches)
-    runs = qvlm.partition(entropies, method.options.depth)
+    asked = _options(method)
+    runs = qvlm.partition(entropies, asked.depth)
     floats = [sample.first for sample in samples]
     quantized = list(floats)
     chosen: dict[Key, float] = {}
@@ -76,7 +77,7 @@ def search(
             wanted = _call(modules, block, wanted, samples)
         groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
         with _Weights(vlm.model, [group for own in groups for group in own], method) as weights:
-            chosen |= _descend(modules, run, groups, samples, quantized, wanted, weights, method.options)
+            chosen |= _descend(modules, run, groups, samples, quantized, wanted, weights, asked)
             for block in run:
                 quantized = _call(modules, block, quantized, samples)
         for block in run:
@@ -85,16 +86,22 @@ def search(
         progress("searching ranges", run[-1] + 1, len(modules))
     others = dict(method.others)
     for key, percentile in chosen.items():
-        options = method.others.get(key, method).options
+        options = _options(method.others.get(key, method))
         own = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
         others[key] = Method(qvlm, qvlm.Ranged(**own, percentile=percentile))
     return replace(method, others=others)
 
 
+def _options(method: Method) -> qvlm.Options:
+    """Of a method of scheme `qvlm`."""
+    assert isinstance(method.options, qvlm.Options)
+    return method.options
+
+
 def record(
     vlm: VLM, modules: Sequence[nn.Module], batches: Sequence[Mapping[str, Tensor]]
 ) -> tuple[list[Sample], list[float]]:
-    """Run the model over all samples: what its blocks get, and the entropy of each block's input given the one before."""
+    """Run the model over all samples; record the blocks' arguments, and the entropy of each block's input given the last."""
     firsts = {group.layer: group.linears[0] for group in reversed(models.resolve(vlm.model, vlm.spec))}
     inputs = [Reservoir(PAIRED, 0) for _ in modules]
     samples: list[Sample] = []
@@ -146,7 +153,7 @@ def _hidden(output: Any) -> Tensor:
 
 
 def _call(modules: Sequence[Any], block: int, xs: list[Tensor], samples: Sequence[Sample]) -> list[Tensor]:
-    """What comes out of a block, and into the next, for each sample."""
+    """Call a block for each sample; return its outputs as the next block gets them."""
     found = []
     for x, sample in zip(xs, samples, strict=True):
         args, kwargs = sample.calls[block]
@@ -156,10 +163,10 @@ def _call(modules: Sequence[Any], block: int, xs: list[Tensor], samples: Sequenc
 
 
 class _Weights:
-    """The weights of a run's linear layers, quantized as chosen so far; put back at the end."""
+    """The weights of a run's linear layers, quantized in the ranges chosen so far; restored at the end."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], method: Method):
-        self.formats = {(g.layer, g.name): qvlm.scheme(method.of(g).options).weights for g in groups}
+        self.formats = {(g.layer, g.name): qvlm.scheme(_options(method.of(g))).weights for g in groups}
         self.weights = {
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]
             for group in groups
@@ -198,7 +205,7 @@ def _descend(
     """Change one group's range at a time, as long as the run's output gets closer to `wanted`; the ranges are left set."""
 
     def error(block: int, xs: list[Tensor]) -> float:
-        """Of the run's output, from what goes into one of its blocks on."""
+        """Error of the run's output, from the inputs `xs` of one of its blocks on."""
         for later in range(block, run[-1] + 1):
             xs = _call(modules, later, xs, samples)
         parts = zip(xs, wanted, samples, strict=True)

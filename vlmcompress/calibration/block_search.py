@@ -1,9 +1,9 @@
 """Search for smoothing scales as published: by the error of the block's output, re-running the block for every candidate.
 
-llm-compressor's `AWQModifier` has the machinery: it remembers what a block's modules are called with, re-runs them and folds
-the scales found into the model. `StockSearch` is it, with mappings scoped to the decoder (its defaults match the vision towers
-of several families). `BlockSearch` puts MBQ's candidates and losses into it. Both leave their traces in the model they work on,
-so that gets a copy, of which only the scales are taken. Twice the memory and many times the arithmetic of the Gram forms.
+llm-compressor's `AWQModifier` has the machinery: it remembers the arguments of a block's modules, re-runs them and folds the
+scales found into the model. `StockSearch` is that modifier with mappings scoped to the decoder (its defaults match the vision
+towers of several families). `BlockSearch` puts MBQ's candidates and losses into it. Both change the model they work on, so they
+get a copy, from which only the scales are taken. This costs twice the memory and many times the arithmetic of the Gram forms.
 
 `BlockSearch` rests on private parts of `AWQModifier` in llm-compressor 0.14: it replaces the step `_compute_best_scale` and
 calls `_run_samples` and `_smooth_activation_stats` (tests/calibration/test_block_search.py notices if they change).
@@ -34,12 +34,12 @@ from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import Scheme, fake_quantize, find_params, round_activations
-from vlmcompress.quantizers import mbq
+from vlmcompress.quantizers import awq, mbq
 from vlmcompress.statistics.balance import MODALITIES, Sensitivity
 
 
 class StockSearch(AWQModifier):
-    """AWQ's search, which keeps what it finds and runs without an accelerator, too."""
+    """AWQ's search by llm-compressor, which also keeps the scales found, and runs without an accelerator, too."""
 
     _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # op -> the scale that its output is divided by
 
@@ -54,12 +54,12 @@ class StockSearch(AWQModifier):
 
 
 class BlockSearch(StockSearch):
-    """MBQ's search by block output. Tokens need their modality as `loss_mask`.
+    """MBQ's search by the error of a block's output. Tokens need their modality as `loss_mask`.
 
     Attributes:
         objective: "mae" or "mse", see `quantizers.mbq`.
-        rho: weight of visual tokens: a number, or linear layer (or `re:` pattern) -> that for the scale of its input.
-        stock: whether llm-compressor is going to round the weights, which finds symmetric scales by another rule than ours.
+        rho: weight of visual tokens: a number, or linear layer (or `re:` pattern) -> number for the scale of its input.
+        stock: whether llm-compressor will round the weights; its rule for symmetric scales differs from ours.
     """
 
     duo_scaling: bool | Literal["both"] = False
@@ -101,7 +101,7 @@ class BlockSearch(StockSearch):
         return scales[least].cpu()
 
     def weight(self, linear: str) -> float:
-        """rho for the search of the scale of a linear layer's input."""
+        """The weight rho of visual tokens in the search for the scale of a linear layer's input."""
         if not isinstance(self.rho, dict):
             assert self.rho is not None
             return self.rho
@@ -114,7 +114,7 @@ class BlockSearch(StockSearch):
 def sums(
     references: Sequence[Tensor], outputs: Sequence[Tensor], objective: str
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Over all samples `[1, tokens, channels]`: modality -> sum of |D| (mae) or D^2 (mse), and of how many elements."""
+    """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D| (mae) or D^2 (mse), and number of elements."""
     masks = active_session().state.loss_masks
     if not masks:
         raise UserError("the search weighs modalities: samples need a `loss_mask`, oneshot needs use_loss_mask=True")
@@ -132,8 +132,8 @@ def sums(
 
 @contextlib.contextmanager
 def _rounded(layer: nn.Linear, scale: Tensor, stock: bool) -> Iterator[None]:
-    """Let `layer` compute what the engine would: `X / scale`, rounded if activations are, times `Q(W scale)`, where Q has the
-    scales of llm-compressor (`stock`) or ours."""
+    """Make `layer` compute what the engine will: `X / scale`, rounded if activations are, times `Q(W scale)`, where Q uses
+    llm-compressor's scales (`stock`) or ours."""
     before = layer.__dict__.get("forward")
     scheme = _scheme(layer)
     if scheme is not None:
@@ -163,7 +163,7 @@ def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme, stock: bool
 
 
 def _scheme(layer: nn.Module) -> Scheme | None:
-    """How llm-compressor is going to quantize a layer; None: not at all."""
+    """The number formats that llm-compressor will give a layer; None: it stays as it is."""
     args = getattr(layer, "quantization_scheme", None)
     if args is None or args.weights is None:
         return None
@@ -187,22 +187,25 @@ def search_blocks(
     method: Method,
     sensitivities: Mapping[tuple[int, str], Sensitivity],
 ) -> dict[tuple[int, str], Tensor]:
-    """(block, group) -> scale `[in]` to smooth the group's input with, by the error of the blocks of the float model.
+    """Search smoothing scales, (block, group) -> scale `[in]`, by the output errors of the float model's blocks.
 
     Args:
         batches: from `encode`.
-        method: one that is `by_block`.
-        sensitivities: of the groups, for mbq.
+        method: a method that is `by_block`.
+        sensitivities: (block, group) -> sensitivity, for mbq.
     """
     groups = [group for block in blocks for group in block]
     smoothed = [group for group in groups if group.smooth]
     mappings = mappings_of(groups)
     search: StockSearch
-    if method.module is mbq:
+    options = method.options
+    if isinstance(options, mbq.Options):
         rho = {group.linears[0]: _rho(group, sensitivities) for group in smoothed}
-        search = BlockSearch(mappings=mappings, n_grid=method.options.grid, objective=method.options.objective, rho=rho)
+        objective: Any = options.objective
+        search = BlockSearch(mappings=mappings, n_grid=options.grid, objective=objective, rho=rho)
     else:
-        search = StockSearch(mappings=mappings, n_grid=method.options.grid, duo_scaling=method.options.duo)
+        assert isinstance(options, awq.Options)
+        search = StockSearch(mappings=mappings, n_grid=options.grid, duo_scaling=options.duo)
         batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # its loss is of tokens 1
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
@@ -215,7 +218,7 @@ def search_blocks(
 
 
 def mappings_of(groups: Sequence[Group]) -> list[AWQMapping]:
-    """The groups that can be smoothed, as llm-compressor names them."""
+    """The mappings of llm-compressor for the groups that can be smoothed."""
     pairs = [(group.smooth, group.linears) for group in groups if group.smooth]
     return [AWQMapping(_exactly(op), [_exactly(name) for name in linears]) for op, linears in pairs]
 
@@ -229,7 +232,7 @@ def _rho(group: Group, sensitivities: Mapping[tuple[int, str], Sensitivity]) -> 
 
 @contextlib.contextmanager
 def _no_pinning() -> Iterator[None]:
-    """Without an accelerator: don't pin host memory, which is for copies to one and raises where there is none."""
+    """Keep host memory unpinned where there is no accelerator, as pinning serves copies to one and raises without."""
     original = IntermediatesCache.pin_memory
     if not torch.accelerator.is_available():
         IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""How much the input of each decoder block varies, by two papers' measures. Rankings of blocks by bit allocation rest on them.
+"""Entropy of the input of each decoder block, by two papers' measures, by which allocation rules rank blocks.
 
-Both look at what the block's first linear layers read, the output of its first norm, for the same tokens in every block: at
+Both measure the input of the block's first linear layers, the output of its first norm, for the same tokens in every block: at
 most `TOKENS` of all that are not padding, drawn at random, so that memory does not grow with the data.
 
 `luq` (LUQ, arXiv 2509.23729): k-means over the token vectors, K = 100 clusters, and the entropy of how many tokens fall into
@@ -42,7 +42,7 @@ from vlmcompress.models import Group
 from vlmcompress.statistics.reservoir import Reservoir
 
 CLUSTERS = 100
-STARTS = 10  # of k-means, of which the closest clusters are kept
+STARTS = 10  # starts of k-means, of which the closest clusters are kept
 TOKENS = 8192
 PAIRED = 2048  # tokens that the conditional entropy is taken over
 _CODES = 16  # 4 bits, as in the paper's main setting
@@ -60,7 +60,7 @@ def cluster_entropy(x: Tensor, clusters: int = CLUSTERS) -> float:
 
 
 def conditional_entropy(before: Tensor | None, x: Tensor, codes: int = _CODES) -> float:
-    """Entropy in bits of the soft codes of `x [tokens, in]`, given those of `before`, which has its shape; see the module."""
+    """Entropy in bits of the soft codes of `x [tokens, in]` given those of `before [tokens, in]`; see the module."""
     joint = torch.zeros(codes, codes, dtype=torch.float64)
     grids = [(rows, *_grid(rows, codes)) for rows in ([x] if before is None else [before, x])]
     for start in range(0, len(x), _ROWS):
@@ -84,18 +84,18 @@ def _grid(x: Tensor, codes: int) -> tuple[Tensor, Tensor]:
 
 
 def _memberships(x: Tensor, low: Tensor, step: Tensor, codes: int) -> Tensor:
-    """How far each element of `x [tokens, in]` belongs to each code: `[tokens * in, codes]`, rows sum to 1."""
+    """Membership of each element of `x [tokens, in]` in each code: `[tokens * in, codes]`, rows sum to 1."""
     position = ((x - low) / step).reshape(-1, 1)
     return (position - torch.arange(codes)).square_().neg_().softmax(1)
 
 
 class EntropyCollector(Modifier):
-    """Measures the input of block after block, as it reaches each block's first linear layer.
+    """Modifier that measures the entropy of the input of one block after another, at its first linear layer.
 
     Attributes:
         blocks: the groups of each decoder block.
-        store: a `statistics.Collected`; blocks that it knows are not measured again.
-        seed: of the choice of tokens.
+        store: a `statistics_folder.Collected`; blocks that it knows are not measured again.
+        seed: seed of the choice of tokens.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)

@@ -1,5 +1,7 @@
-"""Watch keys and values as vLLM caches them: keys after RoPE. It stores `k / k_scale` and `v / v_scale` as float8_e4m3, one
-scale a layer each. Without scales vLLM uses 1.0, which clips what exceeds 448 and wastes range on small values.
+"""Observe keys and values as vLLM caches them, keys after RoPE.
+
+vLLM stores `k / k_scale` and `v / v_scale` as float8_e4m3, with one scale of each kind a layer. Without scales it uses
+1.0, which clips values beyond 448 and wastes range on small ones.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ def watch(model: nn.Module, attention: nn.Module, hooks: HooksMixin) -> KVRange:
 
     Args:
         model: the whole model (its config describes the cache).
-        attention: the attention module; gets a cache object that can be observed.
-        hooks: registers the hooks, so that they rest while a quantized block's output is passed on.
+        attention: the attention module, which gets a cache object that can be observed.
+        hooks: registers the hooks, so that they are off while a quantized block's output is passed on.
     """
     seen = KVRange()
 

@@ -2,11 +2,12 @@
 
 llm-compressor cuts the model into one subgraph per decoder block, runs the calibration set through each twice (once
 to observe, once to pass on what the quantized block puts out) and keeps the activations between blocks.
-`BlockObserver` is what we hang into it: it accumulates `GroupStats` per modality while a block is observed and hands them on
-when the block has seen all samples. `BlockModifier` gives them to `solve_layer`, puts the quantized weights into the model, and
-stores the result so that an interrupted run can go on: the *quantized prefix*, in which a block is observed behind blocks that
-are quantized already. `BlockCollector` only stores them and leaves the model as it is: the *float prefix*, for which one run of
-each block is enough. The modality of each token travels in the field that llm-compressor calls `loss_mask`.
+`BlockObserver` is our part of it: it accumulates `GroupStats` per modality while a block is observed and hands them on
+when the block has seen all samples. `BlockModifier` solves the block with them (`blocks.solve`), puts the quantized
+weights into the model, and stores the result so that an interrupted run can go on: the *quantized prefix*, in which a
+block is observed behind blocks that are quantized already. `BlockCollector` only stores the statistics and leaves the
+model as it is: the *float prefix*, for which one run of each block is enough. The modality of each token travels in the
+field that llm-compressor calls `loss_mask`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method, apply, solve_layer
+from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
@@ -34,12 +35,12 @@ from vlmcompress.statistics.kv_range import KVRange
 
 
 class BlockObserver(Modifier):
-    """Collects statistics of the inputs of block after block.
+    """Modifier that collects statistics of the inputs of one block after another.
 
     Attributes:
         blocks: the groups to observe of each decoder block.
         attention: attention modules whose keys and values are to be scaled to FP8, by block; empty: none.
-        store: where what comes of each block is kept; blocks found there are not observed again.
+        store: keeps the results of each block; blocks found there are not observed again.
         batches: calibration samples.
         progress: called with (label, done, total).
     """
@@ -96,21 +97,21 @@ class BlockObserver(Modifier):
         return True
 
     def wanted(self) -> frozenset[str]:
-        """Which statistics to keep."""
+        """Names of the statistics to keep."""
         raise NotImplementedError
 
     def observed(
         self, layer: int, groups: list[Group], stats: dict[str, GroupStats], kv_ranges: dict[str, Tensor]
     ) -> None:
-        """A block has seen all samples. Must store what comes of it."""
+        """Called when a block has seen all samples; must store its results."""
         raise NotImplementedError
 
     def token_weight(self, group: tuple[int, str], sample: int) -> Tensor | None:
-        """What to multiply the rows of a group's input by, `[tokens]`; None: nothing."""
+        """Factors `[tokens]` for the rows of a group's input in one sample; None: all are 1."""
         return None
 
     def known(self, layer: int) -> None:
-        """A block that the store has already was run."""
+        """Called when a block has run whose results the store has already."""
 
     def _finish(self, layer: int, groups: list[Group]) -> None:
         if self.store.has(layer):
@@ -130,13 +131,13 @@ class BlockObserver(Modifier):
 
 
 class BlockModifier(BlockObserver):
-    """Quantizes block after block from statistics of its inputs.
+    """Modifier that quantizes one block after another from statistics of its inputs.
 
     Attributes:
         method: scheme and options.
-        sensitivity: what balances by gradients read, by block and group.
-        store: a `LayerStore`.
-        token_weights: by sample, (block, group) -> what to multiply the input's rows by, `[tokens]`.
+        sensitivity: (block, group) -> sensitivity, for balances by gradients.
+        store: a `blocks.store.BlockStore`.
+        token_weights: for each sample, (block, group) -> factors `[tokens]` for the rows of the group's input.
         scales: (block, group) -> smoothing scale `[in]`, where the method searches by block.
     """
 
@@ -160,7 +161,7 @@ class BlockModifier(BlockObserver):
         norms = {
             g.smooth: self._linears[g.smooth].weight.detach() for g in groups if g.smooth_kind == "norm" and g.smooth
         }
-        result = solve_layer(groups, weights, stats, self.method, first.dtype, scales, norms)
+        result = solve_block(groups, weights, stats, self.method, first.dtype, scales, norms)
         result.kv_ranges |= kv_ranges
         self.store.save(layer, result)
         apply(result, self._linears)
@@ -173,11 +174,11 @@ class BlockModifier(BlockObserver):
 
 
 class BlockCollector(BlockObserver):
-    """Stores the statistics of block after block.
+    """Modifier that stores the statistics of one block after another.
 
     Attributes:
-        needs: which statistics.
-        store: a `statistics.Collected`.
+        needs: names of the statistics to collect.
+        store: a `statistics_folder.Collected`.
     """
 
     needs: frozenset[str]
@@ -228,7 +229,7 @@ def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 def loader(batches: list[dict[str, Tensor]]) -> DataLoader:
-    """Samples from `encode` as llm-compressor takes them: all with the same keys, modalities as `loss_mask`."""
+    """Load samples from `encode` as llm-compressor takes them: all with the same keys, modalities as `loss_mask`."""
     items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
     return DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type]
 
@@ -247,9 +248,9 @@ def run_oneshot(
 
     Args:
         batches: from `encode`: the processor's tensors plus `modality [1, tokens]`; one sample each.
-        recipe: the modifiers to hang in.
+        recipe: the modifiers to run.
         layer_class: class name of a decoder block.
-        twice: run each block again after it was observed, as the modifiers change what it puts out.
+        twice: run each block again after it was observed, as the modifiers change its output.
     """
     oneshot(
         model=vlm.model,

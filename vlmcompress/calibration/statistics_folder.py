@@ -1,9 +1,9 @@
-"""Statistics on disk: what `vlmcompress calibrate` writes and `quantize --stats` reads.
+"""The folder of statistics that `vlmcompress calibrate` writes and `quantize --stats` reads.
 
-A folder with a safetensors file per decoder block and `statistics.json`. A file holds, for each group of linear layers that
-read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the FP8 scales of keys and values where
-they were asked for. They are those of the *float prefix*: every block is observed behind blocks that are not quantized, so
-they hang on no scheme and serve all of them. `statistics.json`, schema 2, is one JSON object:
+It holds a safetensors file per decoder block and `statistics.json`. A file has, for each group of linear layers that
+read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the ranges of keys and values where
+they were asked for. The statistics have a *float prefix*: every block is observed behind blocks that are not quantized, so
+they depend on no scheme and serve all of them. `statistics.json`, schema 2, is one JSON object:
 
 | key | content |
 |---|---|
@@ -11,12 +11,12 @@ they hang on no scheme and serve all of them. `statistics.json`, schema 2, is on
 | created_by | versions of vlmcompress and of the packages that shape the result |
 | model | family, source name, hashes of config, of headers and of all weights |
 | processor | file of the tokenizer or processor -> sha256 |
-| calibration | what data (hash, counts, tokens by modality), `reduce`, the reducer they are seen behind, and prefix |
+| calibration | the data (hash, counts, tokens by modality), `reduce` (the reducer in front of the blocks), and prefix |
 | settings | samples, max_length and seed as asked for |
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |
 | entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
-| gradients | optional: of the answers' loss by linear layer and modality, as `sensitivity.Gradients.to_dict` |
+| gradients | optional: gradients of the answers' loss by linear layer and modality, from `statistics.gradients` |
 | files | name -> sha256 and size, of every other file |
 """
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from vlmcompress.common import identity, json_files
 from vlmcompress.common.block_files import BlockFiles, block_file
 from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.reducer import read as read_reducer
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.gradients import Gradients, sensitivities
@@ -64,49 +64,49 @@ class Collected(BlockFiles):
     """Statistics of finished blocks on disk, while others are still to come."""
 
     def save(self, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]) -> None:
-        """Keep a block's statistics by group, and what is known of keys and values by attention module."""
+        """Write a block's statistics by group, and the ranges of keys and values by attention module."""
         tensors = {f"{group}/{key}": t for group, one in stats.items() for key, t in one.state_dict().items()}
         self.write(layer, tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
 
     def entropies(self) -> dict[int, dict[str, float]]:
-        """Block -> measure -> bits, of the blocks for which they are known."""
+        """Entropies that were saved: block -> measure -> bits."""
         return {int(layer): bits for layer, bits in (self.noted("entropy") or {}).items()}
 
     def save_entropy(self, layer: int, bits: Mapping[str, float]) -> None:
-        """Keep a block's entropies; they are on disk when this returns."""
+        """Write a block's entropies; they are on disk when this returns."""
         self.note("entropy", self.entropies() | {layer: dict(bits)})
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A folder of statistics that is there and readable; make one with `read`."""
+    """A readable folder of statistics; make one with `read`."""
 
     folder: Path
     facts: dict[str, Any]
 
     @cached_property
     def sha256(self) -> str:
-        """Of the description, which holds the hashes of everything else."""
+        """SHA-256 of the description, which holds the hashes of all other files."""
         return identity.sha256(self.folder / NAME)
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about them."""
+        """The description of the calibration data for a checkpoint's manifest."""
         return {**self.facts["calibration"], "statistics_sha256": self.sha256}
 
     @cached_property
     def gradients(self) -> Gradients | None:
-        """Of the answers' loss; None: they were not collected."""
+        """Gradients of the answers' loss; None: they were not collected."""
         found = self.facts.get("gradients")
         return None if found is None else Gradients.from_dict(found)
 
     @cached_property
     def sensitivities(self) -> dict[tuple[int, str], Sensitivity]:
-        """By block and group; empty without gradients."""
+        """Sensitivities by block and group; empty without gradients."""
         return sensitivities(self.gradients, self.facts["blocks"]) if self.gradients else {}
 
     def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
-        """A block's statistics by group, on `device`, and the ranges of keys and values by attention module."""
+        """Read a block's statistics by group, on `device`, and its ranges of keys and values by attention module."""
         states: dict[str, dict[str, Tensor]] = {}
         with safe_open(self.folder / block_file(layer), "pt", device) as file:
             for name in file.keys():  # noqa: SIM118
@@ -119,7 +119,7 @@ class Statistics:
         return stats, kv_ranges
 
     def other_model(self, model: Path) -> list[str]:
-        """Why they are not of this model, from descriptions alone; empty if they may be."""
+        """Reasons why the statistics are not of this model, from descriptions alone; empty if they may be."""
         was, now = self.facts["model"], identity.source_identity(model)
         for key, what in (("config_sha256", "config"), ("headers_sha256", "shapes of weights")):
             if was[key] != now[key]:
@@ -131,24 +131,24 @@ class Statistics:
         return []
 
     def differs(self, what: str, source: str, was: str | None, model: Path, now: str | None) -> str:
-        """That something of the model they are of has another hash than that of `model`, in one line."""
+        """Say in one line that a part of the statistics' model has another hash than that of `model`."""
         return (
             f"statistics {self.folder} are of another model: sha256 of {what} is {short(was)} for '{source}' and "
             f"{short(now)} for {model}; calibrate {model}"
         )
 
     @property
-    def reducer(self) -> Chosen | None:
-        """The reducer that they were collected behind."""
+    def reducer(self) -> ReducerChoice | None:
+        """The reducer that the statistics were collected behind; None for none."""
         given = self.facts["calibration"].get("reduce")
         return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None
 
 
 def read(folder: Path) -> Statistics:
-    """The statistics in a folder, looked at but not hashed.
+    """Read the description of the statistics in a folder and check that its files exist, without hashing them.
 
     Raises:
-        UserError: it has none, they are incomplete, or a later version of vlmcompress wrote them.
+        UserError: the folder has no statistics, they are incomplete, or a later version of vlmcompress wrote them.
     """
     path = folder / NAME
     if not path.is_file():
@@ -173,16 +173,16 @@ def read(folder: Path) -> Statistics:
 
 
 def processor_identity(model: Path) -> dict[str, str]:
-    """File of the tokenizer or processor -> sha256."""
+    """Hash the files of a model's tokenizer and processor: name -> sha256."""
     return {name: identity.sha256(model / name) for name in PROCESSOR_FILES if (model / name).is_file()}
 
 
 def weights_hash(model: Path) -> str:
-    """Of all weights, in files sorted by name. Reads them."""
+    """SHA-256 over all weight files of a model, sorted by name; reads them whole."""
     hashes = {path.name: identity.sha256(path) for path in sorted(model.glob("*.safetensors"))}
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def short(digest: str | None) -> str:
-    """Enough of a hash to tell it from another."""
+    """The first characters of a hash, enough to tell it from another."""
     return digest[:12] if digest else "(none)"

@@ -42,12 +42,12 @@ def token_weights(
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
 ) -> list[Weights]:
-    """The weights `[tokens]` of each sample's tokens, for the groups in attention; the others have none.
+    """Compute the weights `[tokens]` of each sample's tokens for the groups in attention; the MLP's groups have none.
 
     Args:
         blocks: groups of each decoder block that will be quantized.
-        method: names the formats of the quantized prefix.
-        batches: samples, as they will be observed.
+        method: the method, whose number formats the quantized prefix has.
+        batches: the samples, as they will be observed.
         progress: called with (label, done, total).
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
@@ -73,7 +73,7 @@ class _Block:
 
     Attributes:
         target: `Attn(F) [1, tokens, hidden]` of the sample.
-        weights: what came of it.
+        weights: the weights computed for the sample, by group.
     """
 
     def __init__(self, model: nn.Module, path: str, groups: Sequence[Group], method: Method):
@@ -92,7 +92,7 @@ class _Block:
 
     @contextlib.contextmanager
     def float_pass(self) -> Iterator[None]:
-        """Remember what attention puts out, with the residual."""
+        """Remember the output of attention plus residual while the float block runs within the context."""
 
         def put_out(_module: nn.Module, _args: Any, output: Any) -> None:
             self.target = self.entry + _first(output)
@@ -125,7 +125,7 @@ class _Block:
                 restore()
 
     def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Weights:
-        """`g` by group, `[tokens]`, from the arguments of attention's `forward`."""
+        """Compute the weights `g [tokens]` by group, from the arguments of attention's `forward`."""
         assert self.attention is not None
         sums: dict[str, Tensor] = {}
         hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
@@ -152,7 +152,7 @@ class _Block:
 
 
 def _adder(sums: dict[str, Tensor], name: str) -> Callable:
-    """A forward hook that has `sum_c |dL/dZ_tc|` added to `sums[name] [tokens]`."""
+    """Make a forward hook whose backward pass adds `sum_c |dL/dZ_tc|` to `sums[name] [tokens]`."""
 
     def add(grad: Tensor) -> None:
         sizes = grad.detach().reshape(-1, grad.shape[-1]).float().abs().sum(1)
@@ -165,7 +165,7 @@ def _adder(sums: dict[str, Tensor], name: str) -> Callable:
 
 
 def _scaled(found: list[Weights]) -> list[Weights]:
-    """With a mean square of 1 over all samples' tokens; a group whose weights are all zero has none."""
+    """Scale weights to a mean square of 1 over all samples' tokens; a group whose weights are all zero gets none."""
     sizes = {}
     for key in {key for weights in found for key in weights}:
         together = torch.cat([weights[key] for weights in found]).double()
@@ -175,7 +175,7 @@ def _scaled(found: list[Weights]) -> list[Weights]:
 
 @contextlib.contextmanager
 def _hooked(module: nn.Module | None, register: str, hook: Callable, **how: Any) -> Iterator[None]:
-    """A hook for a while; on no module, nothing."""
+    """Register a hook within the context; for no module, do nothing."""
     handle = getattr(module, register)(hook, **how) if module is not None else None
     try:
         yield

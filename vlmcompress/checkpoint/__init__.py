@@ -1,1 +1,1 @@
-"""The written folder: weights, format, manifest, card, and the reducer's block in config.json."""
+"""The folder that is written: weights, their sizes, manifest, model card, and the reducer's block in config.json."""

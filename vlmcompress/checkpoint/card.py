@@ -1,4 +1,4 @@
-"""The model card (README.md) of a checkpoint: what it is, what it cost, how to run it. Rendered from the manifest."""
+"""Render a checkpoint's model card (README.md) from its manifest: what it is, what it cost, how to run it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ request has under `"mm_processor_kwargs": {"query": "..."}`."""
 
 
 def render(record: Mapping[str, Any], tree: Path, name: str) -> str:
-    """The text of README.md.
+    """Render the text of README.md.
 
     Args:
         record: the manifest.
         tree: the checkpoint's folder, for its config.json and the original's model card.
-        name: name of the folder once it is in place.
+        name: name of the folder that the checkpoint will be in.
     """
     config = json_files.read(tree / "config.json")
     quantization = config.get("quantization_config")
@@ -62,13 +62,13 @@ def _header(source: str, licence: str | None) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name of a folder as one line that Markdown and HTML leave as it is."""
+    """Write a folder's name as one line that Markdown and HTML leave as it is."""
     line = "".join(char if char.isprintable() else " " for char in name)
     return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
 
 
 def _scalar(text: str) -> str:
-    """A text as one YAML value: plain where no reader can take it for more, otherwise quoted as JSON, which is YAML."""
+    """Write a text as one YAML value: plain where every reader takes it for a text, else quoted as JSON, which is YAML."""
     plain = re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and yaml_files.parse(text, "card") == text
     return text if plain else json.dumps(text)
 
@@ -94,7 +94,7 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
 
 
 def number_format(args: Mapping[str, Any] | None) -> str:
-    """The `weights` or `input_activations` of a config group in words: `INT4 group 128, asymmetric`; None is `16 bit`."""
+    """Name the `weights` or `input_activations` of a config group: `INT4 group 128, asymmetric`; `16 bit` for None."""
     if args is None:
         return "16 bit"
     kind = "FP8" if args["type"] == "float" else f"INT{args['num_bits']}"
@@ -104,7 +104,7 @@ def number_format(args: Mapping[str, Any] | None) -> str:
 
 
 def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
-    """What is reduced, and what of it depends on the engine."""
+    """The section about the reducer: what it removes, and in which engines."""
     text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
     if tokens and tokens["after"] is None:
         text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."

@@ -1,4 +1,4 @@
-"""Say which linear layers a config group is for, and check that every reader understands it the same way.
+"""Name the linear layers of each config group, and check that every reader takes the names for the same layers.
 
 A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
@@ -21,7 +21,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
-    """Schemes with their targets, the decoder's main scheme last (readers warn about a target that another one hides).
+    """List schemes with their targets, the decoder's main scheme last (readers warn about a target that another hides).
 
     Args:
         layers: quantized linear layer (memory name) -> its scheme.
@@ -67,7 +67,7 @@ def _pattern(stem: str, members: Iterable[str]) -> str:
 def misread(
     config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
 ) -> list[tuple[str, str, str | None]]:
-    """Where a reader would take a layer for something else: (its name there, what it is, what it would be read as).
+    """Find layers that a reader would take for something else: (its name there, what it is, what it would be read as).
 
     Args:
         config: the `quantization_config` block.

@@ -1,4 +1,4 @@
-"""`vlmcompress.json`: how a checkpoint came to be and what each of its files must hash to.
+"""The manifest `vlmcompress.json`: how a checkpoint was made, and the hash of each of its files.
 
 Schema 1, one JSON object:
 
@@ -8,11 +8,11 @@ Schema 1, one JSON object:
 | created_by | versions of vlmcompress and of the packages that shape the result |
 | model | family, name (on the Hub: id and commit), hashes of the source's config and of its safetensors headers |
 | recipe, seed | the recipe as resolved |
-| calibration | what data statistics came from (hash, counts, tokens by modality), or null |
+| calibration | the data that statistics came from (hash, counts, tokens by modality), or null |
 | errors | linear layer -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds |
 | maxima | first linear layer of a group -> modality -> share of its input channels whose maximum is that modality's |
-| kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`kv_range.report`); {} without |
-| warnings | what went otherwise than asked for, a line each |
+| kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`statistics.kv_range`), or {} |
+| warnings | what happened otherwise than asked for, a line each |
 | visual_tokens | of a reduced checkpoint: tokens of a prompt with one typical image, before and after |
 | allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
 | size | bytes of weights before and after |
@@ -50,19 +50,21 @@ def build(
     allocation: Mapping[str, Any] | None = None,
     visual_tokens: Mapping[str, Any] | None = None,
 ) -> dict:
-    """Everything but sizes and hashes, which `checkpoint.write` adds.
+    """Build the manifest without sizes and hashes, which `checkpoint.write` adds.
 
     Args:
         source: folder of the original checkpoint.
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
-        calibration: where the statistics came from; None for a data-free scheme.
+        calibration: the data that statistics came from; None for a data-free scheme.
         errors: linear layer (memory name) -> modality -> relative output error.
-        maxima: whose the maxima of the inputs of groups of layers are; for schemes that quantize activations.
-        kv_cache: attention module (memory name) -> what an FP8 cache does to its keys and values.
-        warnings: what went otherwise than asked for.
+        maxima: first linear layer of a group -> modality -> share of its input channels whose maximum is that modality's;
+            for schemes that quantize activations.
+        kv_cache: attention module (memory name) -> errors of an FP8 cache, from `statistics.kv_range.report`.
+        warnings: what happened otherwise than asked for, a line each.
         allocation: how a budget of bits was shared out; None: one scheme for all groups.
-        visual_tokens: what the reducer does to a prompt with an image; None: there is no reducer, or it cannot be said.
+        visual_tokens: tokens of a prompt with one typical image, before and after the reducer; None: there is no reducer,
+            or its number of tokens is not known.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -81,7 +83,7 @@ def build(
 
 
 def hash_files(folder: Path) -> dict[str, dict]:
-    """Name -> sha256 and size of each file below `folder` but the manifest, by name."""
+    """Hash the files below `folder`, the manifest aside: name -> sha256 and size, sorted by name."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -91,7 +93,7 @@ def hash_files(folder: Path) -> dict[str, dict]:
 
 
 def read(folder: Path) -> dict:
-    """The manifest of a checkpoint that we wrote.
+    """Read the manifest of a checkpoint that vlmcompress wrote.
 
     Raises:
         UserError: there is none, it is not readable, or a later version of vlmcompress wrote it.
@@ -110,7 +112,7 @@ def read(folder: Path) -> dict:
 
 
 def verify(folder: Path, content: Mapping[str, Any]) -> None:
-    """Compare the weights and the config of a checkpoint with what its manifest records. Reads them.
+    """Compare the hashes of a checkpoint's weights and config with its manifest; all of these files are read.
 
     Raises:
         UserError: one of them is missing, not recorded, or not what was written.
@@ -132,12 +134,12 @@ def verify(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def _described(name: Any) -> bool:
-    """Whether a file is one that decides what a checkpoint computes."""
+    """Whether a file decides what a checkpoint computes: its weights and its config."""
     return str(name).endswith(".safetensors") or name == "config.json"
 
 
 def _portable(value: Any) -> Any:
-    """The same data without paths of this machine: an absolute path becomes its last part."""
+    """Remove paths of this machine from JSON data: an absolute path becomes its last part."""
     if isinstance(value, Mapping):
         return {str(key): _portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

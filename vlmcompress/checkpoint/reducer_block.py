@@ -3,8 +3,8 @@
     "architectures": ["VlmcompressLlavaForConditionalGeneration"],
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
-A reducer whose count depends on the image, and which can be told one (`dymu`), has beside `reduce` a `count`: the
-regression that says it from the image's pixels (`reducers.TokenCounter`).
+A reducer that keeps a number of tokens that depends on the image, but can be told one (`dymu`), has beside `reduce` a
+`count`: a regression that computes the number from the image's pixels (`reducers.TokenCounter`).
 
 Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
 unreduced. transformers goes by `model_type` and looks at neither: `from_pretrained` gives the model with all its visual
@@ -21,7 +21,7 @@ from typing import Any
 
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import reducer as chosen
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter, read_counter
 
 KEY = "vlmcompress"
@@ -32,16 +32,16 @@ _WHERE = f"config.json: {KEY}"
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What the block says: the reducer of a model of this `model_type`, and `count`, which says what each image keeps."""
+class CarriedReducer:
+    """The content of the block: the `model_type`, the reducer, and `count`, which computes how many tokens an image keeps."""
 
     model_type: str
-    reducer: Chosen
+    reducer: ReducerChoice
     count: TokenCounter | None = None
 
 
-def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None = None) -> dict[str, Any]:
-    """`config` of a checkpoint with a reducer in it; of one that had another, that one is replaced.
+def write(config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter | None = None) -> dict[str, Any]:
+    """Return a checkpoint's `config` with a reducer in it, in place of the one that it may have had.
 
     UserError for a reducer that cannot be carried.
     """
@@ -52,8 +52,8 @@ def write(config: Mapping[str, Any], reducer: Chosen, count: TokenCounter | None
     return {**config, "architectures": names, KEY: block}
 
 
-def read(config: Mapping[str, Any]) -> Carried | None:
-    """The reducer that a checkpoint's config.json carries, None if it carries none. UserError for a block that is not right."""
+def read(config: Mapping[str, Any]) -> CarriedReducer | None:
+    """Read the reducer from a checkpoint's config.json; None if it carries none. UserError for a block that is not right."""
     block, names = config.get(KEY), config.get("architectures") or []
     marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
     if block is None and not marked:
@@ -79,14 +79,14 @@ def read(config: Mapping[str, Any]) -> Carried | None:
     count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
     if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
-    return Carried(block["model_type"], reducer, count)
+    return CarriedReducer(block["model_type"], reducer, count)
 
 
-def _check_reducer(reducer: Chosen, where: str, remedy: str) -> None:
-    """Options that are for a model in memory alone."""
-    if not isinstance(getattr(reducer.options, "thresholds", ()), tuple):
+def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
+    """Refuse a reducer that has not learnt its thresholds, or with an option that only a model in memory can have."""
+    if reducer.options.learns and not reducer.learnt:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
-    if getattr(reducer.options, "vtu", False):
+    if reducer.options.vtu:
         raise UserError(f"{where} has vtu, which is for evaluation and saves nothing; leave it out")
 
 

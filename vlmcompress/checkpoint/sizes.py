@@ -1,4 +1,4 @@
-"""How large the output will be, exactly: from shapes and the exporter's own tables of what it stores."""
+"""The exact size of the output, from shapes and the exporter's own tables of what it stores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def output_tensors(
     exporter: ModuleType,
     kv_layers: int,
 ) -> dict[str, Spec]:
-    """Every tensor that will be written, under a name of its own.
+    """List every tensor that will be written, under a name of its own.
 
     Args:
         stored: tensor name on disk -> type and shape, of the source.
         schemes: quantized linear layer (memory name) -> its scheme.
         names: memory name of a parameter -> its name on disk.
         exporter: the format that is written.
-        kv_layers: decoder blocks that get scales of keys and values.
+        kv_layers: number of decoder blocks that get scales of keys and values.
     """
     gone = left_out(names, stored)
     specs = {name: spec for name, spec in stored.items() if name not in gone}

@@ -27,7 +27,7 @@ from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
 from vlmcompress.models import left_out, refuse_quantized, shards
 from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
 Quantized = tuple[QTensor, Scheme, Tensor | None]  # weight, scheme, scale of static activations
@@ -47,7 +47,7 @@ class _Piece:
 
 @dataclass
 class _Plan:
-    """All tensors to write, in order."""
+    """The tensors to write, in order."""
 
     pieces: list[_Piece] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ def write(
     written: Mapping[str, str] | None = None,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
-    reducer: Chosen | None = None,
+    reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -87,8 +87,8 @@ def write(
         written: memory name of a parameter -> its name in `out`; None: `names`.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
-        reducer: of visual tokens, that the checkpoint is to carry.
-        counter: says how many tokens an image keeps, for a reducer that an engine must be told.
+        reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
+        counter: computes how many tokens an image keeps, for a reducer that must be told the number.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
@@ -125,7 +125,7 @@ def _plan(
     kv_scales: Mapping[str, Tensor],
     exporter: ModuleType,
 ) -> _Plan:
-    """Walk through the source's tensors and decide what stands in the place of each."""
+    """Plan what is written in the place of each of the source's tensors."""
     layers = {names[f"{module}.weight"]: module for module in quantized}
     values = {names[parameter]: value for parameter, value in changed.items()}
     if overlap := layers.keys() & values.keys():
@@ -220,7 +220,7 @@ def _write_piece(piece: _Piece, file: int, position: int, parts: Callable[[str],
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """Files to copy, with their place in the output; the source's model card is kept under another name."""
+    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
     for folder, subfolders, files in os.walk(source):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(files):

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Outcome:
     content = threshold_file.save(out, vlm, learnt, learning.kept(vlm, inputs.batches, learnt), inputs.origin or {})
     facts = content["kept"]
     lines = [
-        f"Thresholds of {len(learnt.options.thresholds)} layers, with which {facts['pictures']} pictures keep "
+        f"Thresholds of {len(content['reduce']['thresholds'])} layers, with which {facts['pictures']} pictures keep "
         f"{facts['mean']:g} tokens on average, {facts['least']} to {facts['most']}.",
         f"Wrote {out}; use it with --reduce {threshold_file.METHOD}:thresholds={out}",
     ]

@@ -1,1 +1,1 @@
-"""What every part of the package may use: files, folders, hashes, registries, progress, text. It knows nothing of models."""
+"""Tools that every part of the package may use: files, folders, hashes, registries, progress, text. Nothing about models."""

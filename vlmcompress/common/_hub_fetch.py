@@ -1,4 +1,4 @@
-"""Fetches what is needed of a repository on the Hugging Face Hub into its cache, by huggingface_hub."""
+"""Fetch the files that are needed from a repository on the Hugging Face Hub into its cache, by huggingface_hub."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from typing import Any
 
 from vlmcompress.common._hub_files import Choice, ModelFiles, Repository
 from vlmcompress.common.notes import note
-from vlmcompress.common.progress import ProgressBar, size
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
 
 _HEAD = 1 << 16  # bytes of a weight file that are asked for first; the header of most fits
-_LARGEST_HEADER = 100_000_000  # as safetensors itself allows
+_LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
 _TIMEOUT = 30.0  # seconds for an answer about a repository
 
 
 class Fetch:
-    """One repository, from the Hub, or from the cache where the Hub does not answer.
+    """Fetch one repository from the Hub, or take it from the cache where the Hub does not answer.
 
     Args:
-        choose: which of its files are needed.
+        choose: picks the files that are needed from those that the repository has.
     """
 
     def __init__(self, repository: Repository, choose: Choice):
@@ -34,7 +35,7 @@ class Fetch:
         self.where = {"repo_id": repository.id, "repo_type": repository.kind, "revision": repository.revision}
 
     def run(self) -> Path:
-        """What `choose` says is to be opened. UserError: it cannot be had."""
+        """Fetch the files and return the path to open, as `choose` names it. UserError: it cannot be had."""
         import httpx
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
@@ -82,7 +83,7 @@ class Fetch:
         return [name for name in names if not isinstance(try_to_load_from_cache(filename=name, **where), str)]
 
     def _cached(self, reason: Exception) -> Path:
-        """The folder in the cache, where all is there that is needed; else `reason` is raised again."""
+        """The repository's folder in the cache, if all that is needed is there; else `reason` is raised again."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -107,7 +108,7 @@ class Fetch:
         return folder
 
     def _listed(self) -> list[str]:
-        """All files of the repository, as an earlier download noted them in the cache; empty where none did."""
+        """Names of all files of the repository, as an earlier download noted them in the cache; empty where none did."""
         try:
             from huggingface_hub import get_cached_repo_tree
             from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -119,7 +120,7 @@ class Fetch:
             return []
 
     def _with_headers(self, folder: Path, names: Sequence[str], shards: Sequence[str]) -> Path:
-        """The folder itself if the cache has all shards, or else another one with stand-ins."""
+        """The folder in the cache if it has all shards; else another one, with stand-ins of true headers and no values."""
         commit = folder.name
         if not self._missing(commit, shards):
             return folder
@@ -131,7 +132,7 @@ class Fetch:
             (made / name).symlink_to((folder / name).resolve())
         for name in shards:
             head, length = self._header(name, commit)
-            with (made / name).open("wb") as file:  # as long as the whole, but nothing is stored behind the header
+            with (made / name).open("wb") as file:  # of full length, but nothing is stored behind the header
                 file.write(head)
                 file.truncate(length)
         return made
@@ -163,7 +164,7 @@ class Fetch:
         return bytes(found[:count]), int(length)
 
     def _explained(self, error: Exception) -> str:
-        """What went wrong and what to do, in a line."""
+        """The message for a failed download: in one line what went wrong and what to do."""
         import httpx
         from huggingface_hub import constants
         from huggingface_hub.errors import (

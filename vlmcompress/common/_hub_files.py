@@ -1,4 +1,4 @@
-"""Which files of a repository on the Hugging Face Hub are needed, from their names alone."""
+"""Choose from the names of the files in a repository on the Hugging Face Hub those that are needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_TABLES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "s
 
 @dataclass(frozen=True)
 class Repository:
-    """What an id names.
+    """A repository on the Hub, or a part of one, as an id names it.
 
     Attributes:
         id: `org/name`.
@@ -42,28 +42,28 @@ class Repository:
 
     @property
     def command(self) -> str:
-        """What fetches all of it by hand."""
+        """The shell command that downloads the whole repository by hand."""
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
         return f"hf download {self.id}{kind}" + (f" --revision {self.revision}" if self.revision else "")
 
     @property
     def what(self) -> str:
-        """Its name with its kind, for messages."""
+        """Name and kind of the repository, for messages."""
         return f"{'data set' if self.kind == 'dataset' else 'model'} {self.id}"
 
 
 class Choice(Protocol):
-    """Chooses files."""
+    """A choice among the files of a repository."""
 
     def __call__(self, names: Collection[str], read: Callable[[str], str]) -> list[str]:
         """The files to fetch of those that the repository has, in alphabetical order; `read` gives the text of one."""
 
     def result(self, folder: Path) -> Path:
-        """What to open, when they are in `folder`. Call it after the choice."""
+        """The path to open once the chosen files are in `folder`. Call it after the choice."""
 
 
 class ModelFiles:
-    """Chooses what transformers reads: configuration, tokenizer, processor, weights, and what says whose they are.
+    """Choose the files of a model: configuration, tokenizer, processor, weights, model card and licence.
 
     Args:
         weights: leave out the weight files unless "values".
@@ -106,7 +106,7 @@ class ModelFiles:
 
 
 class DataFiles:
-    """Chooses of a data set what `calibration.sources` reads: a saved data set, one table (with its images), or the images.
+    """Choose from a data set what `data.sources` reads: a saved data set, one table (with its images), or the images.
 
     Args:
         splits: see `hub.local`.
@@ -133,7 +133,7 @@ class DataFiles:
         return images
 
     def _table(self, names: Sequence[str]) -> str | None:
-        """The one table to read; of one in several files the first."""
+        """The name of the one table to read; of a table in several files the first."""
         for suffix in (".parquet", ".jsonl", ".ndjson", ".json"):
             found = [n for n in names if _suffix(n) == suffix and PurePosixPath(n).name not in _NO_TABLES]
             groups: dict[str, list[str]] = {}
@@ -182,7 +182,7 @@ class DataFiles:
 
 
 class SplitFiles:
-    """Chooses of a data set all tables of one split, as `evaluation.local_data` reads them, and the images beside."""
+    """Choose from a data set all tables of one split, as `evaluation.local_data` reads them, and the images beside them."""
 
     def __init__(self, repository: Repository, split: str):
         self.repository, self.split = repository, split

@@ -1,4 +1,4 @@
-"""What an interrupted run has already done: one safetensors file per finished decoder block.
+"""Files that keep the finished decoder blocks of a run that may be interrupted: one safetensors file for each.
 
 The folder is a hidden sibling of OUT. It belongs to one *fingerprint* (source weights, recipe, calibration data,
 versions, threads); with another fingerprint its contents are worthless and are removed. Files appear whole (written
@@ -22,11 +22,11 @@ from vlmcompress.common import folders
 
 
 class BlockFiles:
-    """A safetensors file for each finished block.
+    """A folder with a safetensors file for each finished decoder block.
 
     Args:
-        folder: where they are kept; created.
-        fingerprint: what their contents depend on.
+        folder: where the files are kept; it is created.
+        fingerprint: hash of all that the files' contents depend on.
         resume: keep what an earlier run with the same fingerprint left; otherwise start empty.
     """
 
@@ -52,7 +52,7 @@ class BlockFiles:
         return sum(1 for _ in self.folder.glob("layer-*.safetensors"))
 
     def write(self, layer: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Keep what belongs to a block; it is on disk when this returns."""
+        """Write a block's tensors to its file, which is on disk when this returns."""
         path = self.path(layer)
         aside = path.with_suffix(".part")
         with folders.user_errors(path):
@@ -66,7 +66,7 @@ class BlockFiles:
             aside.rename(path)
 
     def note(self, name: str, data: Any) -> None:
-        """Keep something small that is JSON; it is on disk when this returns."""
+        """Write small JSON data under a name; they are on disk when this returns."""
         path = self.folder / f"{name}.json"
         aside = path.with_suffix(".part")
         with folders.user_errors(path):
@@ -75,12 +75,12 @@ class BlockFiles:
             aside.rename(path)
 
     def noted(self, name: str) -> Any:
-        """What is kept under a name; None: nothing."""
+        """The JSON data that `note` wrote under a name; None where there are none."""
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def remove(self) -> None:
-        """Forget everything; called once OUT is whole."""
+        """Delete the folder; called once OUT is whole."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""A folder that is either whole or not there.
+"""Write a folder that is either whole or not there.
 
 It is built in a hidden sibling (`.NAME.vlmcompress-xxxx/tree`, so that the final rename stays on one file system),
 synced, and renamed. Next to `tree` lies `lock`, held locked by the process that writes: a sibling whose `lock` is free
@@ -41,7 +41,7 @@ def check(source: Path, out: Path, *, overwrite: bool, mark: str) -> None:
 
 
 def check_apart(source: Path, out: Path, what: str) -> None:
-    """Refuse an OUT that is `source`, lies inside it or around it; `what` says what that is."""
+    """Refuse an OUT that is `source`, lies inside it or around it; `what` names `source` in the message."""
     inner, outer = out.resolve(), source.resolve()
     if inner == outer or inner.is_relative_to(outer):
         raise UserError(f"output {out} is inside the {what} {source}; choose a folder outside it")
@@ -92,12 +92,12 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def dump(data: object) -> str:
-    """JSON as the report's files have it."""
+    """Render data as the text of a JSON file for people: indented, not escaped, with a line break at the end."""
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
 def save(folder: str | Path, texts: dict[str, tuple[str, str]]) -> dict[str, Path]:
-    """Write kind -> (name, text) and return kind -> path. Nothing of an old report is touched before all is on disk."""
+    """Write files, given as kind -> (name, text), and return kind -> path. Older files stay until all new ones are on disk."""
     folder = Path(folder)
     with user_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def _prefix(out: Path) -> str:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Create `folder` and return what was missing, outermost first."""
+    """Create `folder` and its parents; return the folders that were missing, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -178,7 +178,7 @@ def _put_back(stage: Path, out: Path) -> None:
 
 
 def _recover(out: Path) -> None:
-    """Remove what killed runs left beside `out`; their OUT comes back if they died while replacing it."""
+    """Remove what killed runs left beside `out`; an `out` that was moved aside by one of them is put back."""
     parent = out.absolute().parent
     if not parent.is_dir():
         return

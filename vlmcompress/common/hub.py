@@ -74,11 +74,11 @@ def local(
 
     Args:
         name: a path, or `org/name[@revision]`; of data also `org/name[@revision]:PATH`.
-        weights: "none": without weight files; "headers": they may be stand-ins that hold true headers and no values, in a
-            folder that this process removes when it ends.
+        weights: "values": with weight files; "none": without them; "headers": files that hold true headers and no values
+            may stand in for them, in a folder that this process removes when it ends.
         code: fetch a model's Python files, too.
-        splits: of data in several tables, that whose name begins with the first of these that there is.
-        whole: instead, the folder with all tables of this split, as `evaluation.local_data` reads it.
+        splits: names of splits; of data in several tables the one is taken whose name begins with the first split found.
+        whole: name of a split; the result is then the folder with all its tables, as `evaluation.local_data` reads it.
 
     Raises:
         UserError: there is no such repository, access is not granted, or it is neither cached nor reachable.
@@ -116,7 +116,7 @@ def shown(path: str | Path) -> str:
 
 
 def facts(path: str | Path) -> dict[str, str]:
-    """What a manifest says of a source: its id and commit, or the last part of its path; nothing of this machine."""
+    """Facts about a source for the manifest: its id and commit, or the last part of its path; nothing of this machine."""
     return identity(path) or {"source": Path(path).resolve().name}
 
 

@@ -1,4 +1,4 @@
-"""What things are, as names, versions and hashes."""
+"""Names, versions and hashes that say which software, model and files a result depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compresse
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what shapes the result; packages that are absent are left out."""
+    """Installed versions of the packages that can change a result; absent ones are left out."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -37,6 +37,6 @@ def source_identity(source: Path) -> dict:
 
 
 def sha256(path: Path) -> str:
-    """The hash of one file."""
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Files and JSON that a stranger may have written, read within bounds.
+"""Read files and JSON that a stranger may have written, within bounds.
 
 A path may name a device that never ends, a pipe that never answers or a file of a terabyte; a JSON text may be nested until
 Python's stack ends, give a key twice (readers differ in which value they take) or hold a NaN. All of these are `Unreadable`, a
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 DEPTH = 100
-"""Lists and objects within each other, at most."""
+"""The most lists and objects that may be nested within each other."""
 LARGEST = 2 << 30
-"""Bytes of a file that is read whole: data sets as JSON lines, and reports with pictures, may be large."""
+"""The most bytes in a file that is read whole: data sets as JSON lines, and reports with pictures, may be large."""
 LARGEST_CONFIG = 64 << 20
-"""Bytes of a file that describes something else; the largest seen are indices of 2 MB."""
+"""The most bytes in a file that describes something else; the largest seen are indices of 2 MB."""
 
 
 class Unreadable(ValueError):
-    """A file or a text that is not read. The message says why, in a few words without the file's name."""
+    """Raised for a file or text that is refused. The message says why, in a few words without the file's name."""
 
 
 def read_bytes(path: str | Path, largest: int = LARGEST) -> bytes:
@@ -82,7 +82,7 @@ def parse(text: str | bytes, *, finite: bool = False, once: bool = True) -> Any:
 
 
 def _check_depth(value: Any, text: str | bytes) -> None:
-    """Refuse what a later recursive reader could not go through."""
+    """Refuse a value nested more than `DEPTH` deep, which would end a later recursive reader."""
     opened = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if sum(map(text.count, opened)) <= DEPTH:  # type: ignore[arg-type]
         return

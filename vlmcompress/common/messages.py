@@ -6,13 +6,13 @@ import re
 
 
 def shortened(text: str, longest: int = 2000) -> str:
-    """A text of more than `longest` characters without its middle: an error that shows what was given stays a line."""
+    """Cut the middle out of a text of more than `longest` characters, so that an error that quotes input stays a line."""
     half = longest // 2 - 20
     return text if len(text) <= longest else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
 
 
 def reason(error: BaseException, longest: int = 300) -> str:
-    """The first line of an error's text, and what follows as long as that ends in a colon; its type where it says nothing.
+    """The first line of an error's text, and the next ones as long as a line ends in a colon; its type if it has no text.
 
     Of more than `longest` characters the sentences that fit are left, or, where not even one does, the words.
     """

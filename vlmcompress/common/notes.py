@@ -6,5 +6,5 @@ import sys
 
 
 def note(line: str) -> None:
-    """Say on stderr what is not wrong but good to know."""
+    """Print on stderr a line that is no error but good to know."""
     print(f"note: {line}", file=sys.stderr, flush=True)

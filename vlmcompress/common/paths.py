@@ -1,4 +1,4 @@
-"""Paths that no file can have: too long, a loop of links, or with a NUL character."""
+"""Recognize errors about paths that no file can have: too long, a loop of links, or with a NUL character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WHY = {
 
 
 def unusable(error: BaseException) -> str | None:
-    """What is wrong with the path that a file operation failed for, as a line for the user; None for any other error.
+    """A line for the user about a path that no file can have, from the error of a file operation; None for other errors.
 
     These errors come from wherever a path is first touched, in pathlib as in a library, and mean the same everywhere.
     """

@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""Progress of long work: the callback that receives it, and a bar on stderr."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from vlmcompress.common.text import duration
 
 Progress = Callable[[str, int, int], None]
-"""Called with (label, done, total)."""
+"""A callback for progress, called with (label, done, total)."""
 
 
 def silent(_label: str, _done: int, _total: int) -> None:
-    """No progress shown."""
+    """A progress callback that shows nothing."""
 
 
 class ProgressBar:

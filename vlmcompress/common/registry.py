@@ -15,7 +15,6 @@ import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from vlmcompress.errors import UserError, did_you_mean
@@ -35,7 +34,7 @@ class Registry:
 
     @functools.cached_property
     def _modules(self) -> dict[str, str]:
-        """Recipe name -> dotted module name."""
+        """Map each entry's recipe name to its dotted module name."""
         spec = importlib.util.find_spec(self.package)  # finds the folder without importing it, and torch with it
         assert spec is not None and spec.submodule_search_locations is not None
         found = {
@@ -59,8 +58,9 @@ class Registry:
     def __contains__(self, name: object) -> bool:
         return name in self._modules
 
-    def get(self, name: str) -> ModuleType:
-        """The module behind `name`. Raises `UserError` with the closest name when there is none."""
+    def get(self, name: str) -> Any:
+        """The module behind `name`; what it has, the folder's docstring says. Raises `UserError` with the closest name when
+        there is none."""
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
         return importlib.import_module(self._modules[name])
@@ -73,7 +73,7 @@ class Registry:
         return paragraph.partition(". ")[0].rstrip(".")
 
     def constant(self, name: str, constant: str) -> Any:
-        """A literal that an entry's module defines, read in the same way; None when it does not."""
+        """The value of a literal that an entry's module defines, read without importing it; None where it defines none."""
         tree = self._tree(name)
         if tree is None:
             return getattr(self.get(name), constant, None)
@@ -87,7 +87,7 @@ class Registry:
         return None
 
     def _tree(self, name: str) -> ast.Module | None:
-        """The source of an entry of the package's own; None for one that joined through an entry point."""
+        """The syntax tree of an entry of the package's own; None for one that joined through an entry point."""
         module = self._modules[name]
         spec = importlib.util.find_spec(self.package)
         if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:

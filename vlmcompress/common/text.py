@@ -16,7 +16,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def figures(value: float) -> str:
-    """Three significant figures, whole numbers above that: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
+    """Write a number in three significant figures, from 1,000 on whole: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
     if value == 0 or abs(value) >= 1000:
         return f"{value:,.0f}"
     exponent = math.floor(math.log10(float(f"{abs(value):.2e}")) + 1e-12)  # of the rounded value: 9.999 is 10.0
@@ -26,7 +26,7 @@ def figures(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units, three figures: `512 B`, `7.12 MB`, `61.0 GB`."""
+    """Write a number of bytes in decimal units with three figures: `512 B`, `7.12 MB`, `61.0 GB`."""
     units = iter(("kB", "MB", "GB", "TB"))
     unit = "B"
     while count >= 999.5 and unit != "TB":
@@ -35,23 +35,23 @@ def size(count: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio: `1.42x`."""
+    """Write a ratio: `1.42x`."""
     return f"{ratio:.2f}x"
 
 
 def smaller(before: float, after: float) -> str:
-    """How two sizes compare, both above zero: `1.96x smaller`, or `1.05x larger`."""
+    """Compare two sizes, both above zero: `1.96x smaller`, or `1.05x larger`."""
     return f"{times(before / after)} smaller" if after <= before else f"{times(after / before)} larger"
 
 
 def points(share: float, digits: int = 1) -> str:
-    """A difference of shares in points, hundredths: `-0.013` as `-1.3`; nothing as `0.0`, without a sign."""
+    """Write a difference of shares in percentage points: `-0.013` as `-1.3`; zero as `0.0`, without a sign."""
     text = f"{100 * share:+.{digits}f}"
     return text if float(text) else text[1:]
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `3:05 min`, `2:10 h`."""
+    """Write a duration: `8 s`, `3:05 min`, `2:10 h`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Columns aligned, the last one ragged."""
+    """Write rows as lines of aligned columns, the last one ragged."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))] if texts else []
     return "\n".join(
@@ -70,10 +70,10 @@ def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
 
 
 def parse_size(text: str | int, what: str) -> int:
-    """Bytes of `5GB`, `200MB`, `1GiB` or a plain number.
+    """Read a number of bytes from `5GB`, `200MB`, `1GiB` or a plain number.
 
     Args:
-        what: what has this size, like `--max-size`, for the error.
+        what: names the setting in the error, like `--max-size`.
 
     Raises:
         UserError: it is no size, or not above zero.
@@ -90,7 +90,7 @@ def parse_size(text: str | int, what: str) -> int:
 
 
 def check_size(text: str) -> str:
-    """A size with its unit, as it is written, or ValueError."""
+    """Return a size like `5GB` as it was written, or raise ValueError if it is none."""
     if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
         raise ValueError("Input should be a size like 5GB or 500MB")
     return text

@@ -17,13 +17,13 @@ from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
 NODES = 100_000
-"""Values of a document, those of an alias counted each time."""
+"""The most values in a document, those of an alias counted each time it is used."""
 LARGEST = 1 << 20
-"""Bytes of a file; the parser takes seconds for as many."""
+"""The most bytes in a file; the parser takes seconds for as many."""
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` (no code runs) with the differences above."""
+    """A `yaml.SafeLoader` (no code runs) that refuses duplicate keys and unbounded documents and reads `1e-4` as a number."""
 
     def __init__(self, text: str):
         super().__init__(text)

@@ -1,1 +1,1 @@
-"""Doing it: calibrate, quantize, share bits out, sweep."""
+"""Runs that compress a model: calibrate it, quantize it, share out bits among its layers, sweep over settings."""

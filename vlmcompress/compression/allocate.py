@@ -1,6 +1,6 @@
-"""Spend the budget that a recipe's `bits` gives: from a plan with `budget` and statistics to a method for each group of layers.
+"""Spend the budget that a recipe's `bits` gives: choose a method for each group of layers, from a plan and statistics.
 
-Errors come from `predict`; which width a group gets is a rule's matter (`vlmcompress.allocation`).
+Errors are predicted by `blocks.predict`; a rule of `vlmcompress.allocation` chooses the width of each group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vlmcompress.planning import plan, reuse
 from vlmcompress.planning.plan import Plan
 
 Read = Callable[[str], Tensor]
-"""Linear layer (memory name) -> its weight `[out, in]`."""
+"""A function from a linear layer's memory name to its weight `[out, in]`."""
 
 
 def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
-    """The plan with the budget shared out, from its statistics or from some that are collected for it, beside OUT.
+    """Share out the plan's budget, from its statistics or from some that are first collected beside OUT.
 
     Args:
         work: a plan that has `budget`.
@@ -64,14 +64,14 @@ def clean(out: Path) -> None:
 def decide(
     work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
 ) -> tuple[dict[Key, Method], dict[str, Any]]:
-    """A method for each group, and what the manifest says about it.
+    """Choose a method for each group, and describe the choice for the manifest.
 
     Args:
         work: a plan that has `budget`.
-        statistics: of the model, with Gram matrices.
-        read: gives weights.
+        statistics: statistics of the model, with Gram matrices.
+        read: reads the weight of a linear layer.
         progress: called with (label, done, total).
-        rows: of a group that errors are predicted on.
+        rows: number of rows of a group that errors are predicted on.
     """
     given, bits = work.budget, work.recipe.bits
     assert given is not None and bits is not None
@@ -95,13 +95,13 @@ def decide(
 def predicted(
     work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
 ) -> dict[Key, dict[str, float]]:
-    """Group -> width -> predicted error, of the widths that its shape allows.
+    """Predict errors, group -> width -> error, for the widths that each group's shape allows.
 
     Args:
-        balance: that weighs the modalities where there are no gradients to do so; by default the recipe's.
+        balance: balance that weighs the modalities where there are no gradients to do so; None: the recipe's.
     """
     assert work.budget is not None
-    balance = getattr(work.recipe.options, "balance", "off") if balance is None else balance
+    balance = balance or work.recipe.options.balance or "off"
     found: dict[Key, dict[str, float]] = {}
     for layer, groups in enumerate(work.blocks):
         stats = statistics.load(layer)[0] if groups else {}
@@ -119,7 +119,7 @@ def predicted(
 def predictor_of(
     group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any, rows: int
 ) -> tuple[Predictor, float]:
-    """What predicts a group's errors, and the factor that makes them nats per answer token, where gradients are known.
+    """The predictor of a group's errors, and the factor that makes them nats per answer token, where gradients are known.
 
     The gradients are of the mean loss of a sample's k answer tokens; the Fisher information of a mean is 1/k of theirs, k^2 of
     which the squares hold only once: hence k = answers / samples. Another 1 / samples makes the sum over all a mean.
@@ -134,14 +134,14 @@ def predictor_of(
 
 
 def smooths(group: Group, groups: Sequence[Group]) -> bool:
-    """Whether the op before a group can take a smoothing scale, as in `solve.solve_layer`."""
+    """Whether the op before a group can take a smoothing scale, as `blocks.solve` decides it."""
     if group.smooth is None:
         return False
     return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)
 
 
 def reader(source: Source) -> Read:
-    """Weights from the checkpoint's files."""
+    """Make a function that reads weights from the checkpoint's files."""
     return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
 
 
@@ -173,7 +173,8 @@ def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[s
 
 
 def _balance(width: tuple[str, Method]) -> str:
-    return str(getattr(width[1].options, "balance", ""))
+    """What widths are sorted by: those without a balance first."""
+    return str(width[1].options.balance or "")
 
 
 def _folder(out: Path) -> Path:
@@ -181,7 +182,7 @@ def _folder(out: Path) -> Path:
 
 
 def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
-    """Statistics of the model with what an allocation needs, in a hidden sibling of OUT."""
+    """Collect the statistics that an allocation needs, in a hidden sibling of OUT."""
 
     recipe = work.recipe
     assert recipe.out is not None and recipe.bits is not None and work.budget is not None

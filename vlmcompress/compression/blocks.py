@@ -1,4 +1,4 @@
-"""Quantize a decoder block after block: behind the calibration data's own forward pass, from statistics, or without data."""
+"""Quantize a decoder block by block: during a forward pass over calibration data, from statistics, or without data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method, apply, solve_layer
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.solve import Method, apply, solve_block
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
@@ -20,7 +20,7 @@ def compress(
     blocks: list[list[Group]],
     method: Method,
     batches: list[dict[str, Tensor]],
-    store: LayerStore,
+    store: BlockStore,
     *,
     kv_cache: bool = False,
     progress: Progress = silent,
@@ -60,7 +60,7 @@ def solve_blocks(
     model: nn.Module,
     blocks: list[list[Group]],
     method: Method,
-    store: LayerStore,
+    store: BlockStore,
     statistics: Statistics | None = None,
     *,
     norm_offset: float = 0.0,
@@ -85,7 +85,7 @@ def solve_blocks(
                 g.smooth: modules[g.smooth].weight.to(device) for g in groups if g.smooth and g.smooth_kind == "norm"
             }
             dtype = next(iter(weights.values())).dtype
-            result = solve_layer(groups, weights, stats, method, dtype, None, norms, norm_offset)
+            result = solve_block(groups, weights, stats, method, dtype, None, norms, norm_offset)
             result.kv_ranges |= kv_ranges if kv_cache else {}
             store.save(layer, result)
             apply(result, modules, norm_offset)

@@ -1,4 +1,4 @@
-"""Collect the statistics of a model once, for every scheme: the story of `vlmcompress calibrate`.
+"""Collect the statistics of a model once, for every scheme: the run of `vlmcompress calibrate`.
 
 Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
 those of one block. The model is not changed. What a killed run has finished is kept beside STATS as in `quantize`.
@@ -31,8 +31,8 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.inputs import NEEDS
 
 KINDS = NEEDS | {"entropy", "gradient"}
-"""What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
-answers' loss (`calibration.sensitivity`)."""
+"""Names of what can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients
+of the answers' loss (`calibration.gradient_pass`)."""
 
 
 def calibrate(
@@ -47,9 +47,9 @@ def calibrate(
     """Collect the statistics of `recipe.model` into `recipe.out`.
 
     Args:
-        recipe: resolved recipe; of it the model, the data, the seed, the reducer and whether there is an FP8 KV cache matter.
-        needs: which statistics, a subset of `KINDS`; None: all that the data have, that is, gradients only with answers.
-        likes: more of them, of which those are collected that the data have.
+        recipe: resolved recipe; its model, data, seed, reducer and `kv_cache` decide what is collected.
+        needs: the statistics to collect, a subset of `KINDS`; None: all that the data allow (gradients need answers).
+        likes: more of `KINDS`, which are collected only if the data allow it.
         resume: go on after an interrupted run with the same model, data and settings.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
@@ -108,7 +108,7 @@ def collect(
     seed: int = 0,
     progress: Progress = silent,
 ) -> None:
-    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep what is seen in `store`."""
+    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `store`."""
     filled = [layer for layer, groups in enumerate(blocks) if groups]
     measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
     if measured and all(store.has(layer) for layer in filled):
@@ -132,7 +132,7 @@ def collect(
 
 
 def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
-    """What statistics say about the model they are of, and about the software."""
+    """The description of model and software for `statistics.json`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "created_by": identity.versions(),
@@ -147,7 +147,7 @@ def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]
 
 
 def _possible(asked: Collection[str] | None, tokens: Mapping[str, int]) -> frozenset[str]:
-    """What is to be collected from data with so many tokens by modality."""
+    """The kinds of statistics to collect, of those asked for, from data with these numbers of tokens by modality."""
     if asked is None:
         return KINDS if tokens["answer"] else KINDS - {"gradient"}
     if "gradient" in asked and not tokens["answer"]:
@@ -156,7 +156,7 @@ def _possible(asked: Collection[str] | None, tokens: Mapping[str, int]) -> froze
 
 
 def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:
-    """How large the Gram matrices will be on disk: near half of `4 in^2` for each group and modality."""
+    """Bytes of the Gram matrices on disk: near half of `4 in^2` for each group and modality."""
     widths = [vlm.model.get_parameter(f"{g.linears[0]}.weight").shape[1] for groups in blocks for g in groups]
     return 2 * modalities * sum(width**2 for width in widths)
 
@@ -175,17 +175,19 @@ def _need_sklearn() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise UserError("entropy needs scikit-learn; pip install 'vlmcompress[compress]'") from error
+        raise UserError(
+            "entropy needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
 
 
 def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str, list[float | None]]:
-    """Measure -> its value for each block; None for a block without linear layers."""
+    """Order entropies by measure: measure -> its value for each block, None for a block without linear layers."""
     measures = next(iter(entropies.values()), {})
     return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
 
 
 def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Put the finished files and their description into OUT; returns the description."""
+    """Put the finished files and their description into OUT, and return the description."""
     with folders.new_folder(out) as folder:
         for layer in layers:
             _link(store.path(layer), folder / block_file(layer))
@@ -195,7 +197,7 @@ def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: 
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name, so that nothing is lost or copied; a copy where the file system has no links."""
+    """Link a file under another name, so that nothing is lost or copied; copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

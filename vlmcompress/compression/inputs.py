@@ -1,4 +1,4 @@
-"""What a run calibrates: the model, samples as its inputs, and where they came from; as they are, or behind a reducer."""
+"""The inputs of a run: the model, encoded calibration samples and their origin, as they are or behind a reducer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import Chosen, calibrated
+from vlmcompress.recipe.reducer import ReducerChoice, calibrated
 from vlmcompress.statistics.balance import weighed
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A loaded model and what it is to be run on.
+    """A loaded model and the samples that it is to be run on.
 
     Attributes:
-        vlm: the model; behind a reducer its decoder alone, of the same modules.
+        vlm: the model; behind a reducer its decoder alone, with the same modules.
         batches: encoded samples (`data.encode`), one a batch; empty where nothing has to be run.
-        origin: what a manifest says about where statistics come from; None for no calibration.
+        origin: the manifest's description of the calibration data; None for no calibration.
     """
 
     vlm: VLM
     batches: list[dict[str, Tensor]]
     origin: dict[str, Any] | None
 
-    def behind(self, reducer: Chosen | None, progress: Progress = silent) -> Inputs:
-        """What the decoder gets when a reducer shortens it: itself without one that acts before it, or without samples."""
+    def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
+        """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
         chosen = calibrated(reducer)
         if chosen is None or not self.batches or self.origin is None:
             return self
@@ -52,17 +52,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: the folder and what its manifest says."""
+    """The result of a finished run: the folder and its manifest."""
 
     out: Path
     manifest: dict
 
 
 def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
-    """The model with encoded calibration samples; none unless something needs them or they are named.
+    """Encode the calibration samples for the model; there are none unless something needs them or the recipe names them.
 
     Args:
-        needed: what needs them, for the message that says that they are missing.
+        needed: what needs samples, in words for the message that they are missing; None: nothing.
     """
     settings = recipe.calibrate
     named = _source(recipe, vlm.path, needed)
@@ -83,7 +83,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
 
 
 def needing(work: Plan) -> str | None:
-    """What of a recipe needs calibration data, in words; None: nothing."""
+    """Name in words what in a recipe needs calibration data; None: nothing."""
     if work.needs_data:
         return f"scheme '{work.recipe.scheme}'"
     tokens = work.visual_tokens
@@ -91,7 +91,7 @@ def needing(work: Plan) -> str | None:
 
 
 def refuse_without_data(work: Plan) -> None:
-    """Refuse a plan whose calibration data are needed and not named, or named and not there, as its run will."""
+    """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
     settings = work.recipe.calibrate
     for named in (settings.data, settings.text):
         if named is not None and hub.parse(named, "dataset") is None:
@@ -101,7 +101,7 @@ def refuse_without_data(work: Plan) -> None:
 
 
 def _source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
-    """Where calibration samples are; None where there are none and nothing needs them."""
+    """Find the path of the calibration samples; None where there are none and nothing needs them."""
     source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
     if source is None and needed:
         raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
@@ -109,8 +109,8 @@ def _source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | Non
 
 
 def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
-    """Refuse a balance that weighs a modality of which the calibration data have no token."""
-    if missing := [name for name in weighed(getattr(recipe.options, "balance", "off")) if not tokens[name]]:
+    """Refuse a balance that weighs a modality without a token in the calibration data."""
+    if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
         remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
         add = " and ".join(remedy[name] for name in missing)
         what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
@@ -118,7 +118,7 @@ def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path)
 
 
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
-    """What the results of the blocks depend on, as a hash."""
+    """Hash everything that the results of the blocks depend on."""
     source = recipe.model
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))]
     parts: list[Any] = [identity.source_identity(source), files, recipe.plain(), origin, identity.versions()]

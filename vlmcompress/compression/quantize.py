@@ -1,8 +1,8 @@
-"""The story of one run: plan, read, settle the reducer, solve block by block, write.
+"""Quantize a model: plan, read, settle the reducer, solve block by block, write.
 
-Everything that can be refused is refused before a weight is read. Nothing is written to OUT until all of it is known;
-what a run has finished is kept beside OUT (`blocks.store`), so that `resume=True` goes on where it was interrupted, to the
-same bytes.
+Everything that can be refused is refused before a weight is read. Nothing is written to OUT until all of it is known.
+Finished blocks are kept beside OUT (`blocks.store`), so that `resume=True` goes on where a run was interrupted and
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vlmcompress import models
-from vlmcompress.blocks.store import LayerStore
+from vlmcompress.blocks.store import BlockStore
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders
 from vlmcompress.common.progress import Progress, silent
@@ -75,7 +75,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 
 
 def _inputs(work: Plan) -> Inputs:
-    """The model, with calibration samples where they are to be run or learnt from, and where statistics come from."""
+    """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     if work.statistics:
@@ -86,14 +86,14 @@ def _inputs(work: Plan) -> Inputs:
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 
 
-def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> LayerStore:
-    """The decoder's blocks quantized in `inputs.vlm`, and their results in the store that is returned."""
+def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> BlockStore:
+    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results."""
     recipe = work.recipe
     assert recipe.out is not None
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
-        store = LayerStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
+        store = BlockStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
         allocate.hand_over(recipe.out, store)
         if work.statistics:
             offset = inputs.vlm.spec.norm_offset

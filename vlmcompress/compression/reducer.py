@@ -1,4 +1,4 @@
-"""The reducer of visual tokens in a run: it learns what it has to, and calibration goes on behind it."""
+"""Settle the reducer of visual tokens in a run, before calibration goes on behind it: learn its numbers from samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vlmcompress.common.progress import Progress
 from vlmcompress.models import VLM
 from vlmcompress.planning.reducer import VisualTokens
-from vlmcompress.recipe.reducer import Chosen, calibrated, same
+from vlmcompress.recipe.reducer import ReducerChoice, calibrated, same
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.reduction import learning, threshold_file
 
@@ -16,35 +16,37 @@ Samples = Sequence[Mapping[str, Any]]
 
 
 def settled(
-    reducer: Chosen | None, vlm: VLM, samples: Samples, progress: Progress, known: Chosen | None = None
-) -> Chosen | None:
-    """The reducer with everything that it learns in place: from a file that it names, or from samples.
+    reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress, known: ReducerChoice | None = None
+) -> ReducerChoice | None:
+    """Return the reducer with all learnt numbers in place, taken from a file that it names or learnt from samples.
 
     Args:
-        reducer: as the recipe asks for it; None for none.
-        samples: for calibration, from `data.encode`.
+        reducer: the reducer as the recipe asks for it; None for none.
+        samples: calibration samples, from `data.encode`; empty: the numbers come from the file that the reducer names.
         progress: called with (label, done, total).
-        known: the reducer that statistics were collected behind; what it has learnt is taken from there.
+        known: the reducer that statistics were collected behind, whose learnt numbers are taken over.
     """
-    if reducer is None or not hasattr(reducer.options, "thresholds"):
+    if reducer is None or not reducer.options.learns:
         return reducer
     if known is not None and same(known, reducer):
         return known
     return learning.learn(vlm, samples, reducer, progress) if samples else threshold_file.known(vlm, reducer)
 
 
-def counter(tokens: VisualTokens | None, reducer: Chosen | None, vlm: VLM, samples: Samples) -> TokenCounter | None:
-    """What says from an image's pixels how many tokens it keeps, fitted to calibration samples; None where nothing has to.
+def counter(
+    tokens: VisualTokens | None, reducer: ReducerChoice | None, vlm: VLM, samples: Samples
+) -> TokenCounter | None:
+    """Fit to calibration samples how many tokens an image keeps, as a function of its pixels; None if nothing needs it.
 
     Args:
-        tokens: what the plan says of the reducer.
-        reducer: the same with what it has learnt.
+        tokens: the plan's description of the reducer.
+        reducer: the reducer with all learnt numbers in place.
     """
-    return learning.counter(vlm, samples, reducer) if tokens and tokens.counted else None
+    return learning.counter(vlm, samples, reducer) if reducer and tokens and tokens.counted else None
 
 
-def warnings(reducer: Chosen | None, origin: Mapping[str, Any] | None) -> list[str]:
-    """What went otherwise than asked for. `origin`: where statistics came from, None for no calibration."""
+def warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:
+    """Warnings about the reducer. `origin`: the manifest's description of the calibration data, None for none."""
     if reducer is None or origin is None or calibrated(reducer):
         return []
     return [f"calibrated on all visual tokens, as {reducer} drops some only within the language model"]

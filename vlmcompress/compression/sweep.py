@@ -26,24 +26,24 @@ from vlmcompress.planning.plan import Plan
 from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 
-ROWS = 16  # of a group
+ROWS = 16  # rows of a group that errors are predicted on
 BUDGETS = (2.5, 3.0, 3.25, 3.5, 4.0, 5.0)
-WIDTHS = (2, 3, 4, 8)  # that budgets are shared out among
+WIDTHS = (2, 3, 4, 8)  # bits that budgets are shared out among
 _GROUPS = (32, 128, -1)
-_COARSE = {"grid": 8, "clip_grid": 5}  # of searches; less than the schemes' own, which take longest by far
+_COARSE = {"grid": 8, "clip_grid": 5}  # steps of searches, fewer than the schemes' own, which take longest by far
 
 
 @dataclass(frozen=True)
 class Point:
-    """One setting.
+    """One setting of the sweep with its size and predicted error.
 
     Attributes:
-        name: for people.
-        recipe: the keys that ask for it.
+        name: name of the setting for people.
+        recipe: the recipe keys that ask for it.
         bits: stored bits per weight of the decoder's quantized layers, scales and zero points included.
-        nbytes: of all weights written.
-        error: predicted, in the sweep's unit.
-        best: no setting of the sweep is smaller or as small and better.
+        nbytes: bytes of all weights that are written.
+        error: predicted error, in the sweep's unit.
+        best: whether no other setting has at most its size and less error.
     """
 
     name: str
@@ -56,7 +56,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All settings by rising size; `unit` of their errors; `left_out`: those that a layer's shape or the target refuses."""
+    """All settings by rising size, the `unit` of their errors, and `left_out`: those that a layer's shape or the target
+    refuses."""
 
     points: list[Point]
     unit: str
@@ -64,7 +65,7 @@ class Sweep:
 
 
 def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> scheme and options. The first balance weighs nothing, the last the most."""
+    """Settings of single schemes: name -> scheme and options. The first balance weighs nothing, the last the most."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def add(scheme: str, **options: Any) -> None:
@@ -93,12 +94,12 @@ def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 def run(
     recipe: Recipe, progress: Progress, *, rows: int = ROWS, budgets: Sequence[float] = BUDGETS
 ) -> tuple[Sweep, Plan]:
-    """Score `settings` and budgets.
+    """Predict the error of each of `settings` and of allocations with each of `budgets`.
 
     Args:
-        recipe: names the model, the statistics, a target if any and what is skipped; its own scheme is no matter, and the
-            reducer is that of the statistics.
-        rows: of each group that errors are predicted on.
+        recipe: names the model, the statistics, what is skipped, and a target if any; its own scheme is not looked at, and
+            the reducer is that of the statistics.
+        rows: number of rows of each group that errors are predicted on.
         budgets: bits per weight; those below what is reachable are left out.
     """
     assert recipe.calibrate.stats is not None
@@ -110,7 +111,8 @@ def run(
     table: dict[str, Method] = {}
     for name, (scheme, options) in asked.items():
         module = SCHEMES.get(scheme)
-        coarse = {key: value for key, value in _COARSE.items() if hasattr(module.Options(), key)}
+        own = {field.name for field in dataclasses.fields(module.Options)}
+        coarse = {key: value for key, value in _COARSE.items() if key in own}
         method = Method(module, module.Options(**options, **coarse))
         refused = recipe.target and targets.get(recipe.target).refusal(targets.format_key(method.scheme))
         if refused or not method.needs <= {*facts["needs"], "gradient"}:
@@ -144,7 +146,7 @@ def _point(work: Plan, name: str, keys: dict[str, Any], nbytes: int, predicted: 
 
 
 def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point | None:
-    """A budget shared out among gptq's widths; None where it can't be."""
+    """Share a budget out among gptq's widths; None if no allocation meets it."""
     assert work.budget is not None
     everywhere = set.intersection(*(set(own) for own in work.budget.sizes.values()))
     for group in sorted(_GROUPS, key=lambda group: (group != 128, -group)):
@@ -174,7 +176,7 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
 
 
 def _marked(points: Sequence[Point]) -> list[Point]:
-    """By rising size, and marked those that nothing of at most their size beats."""
+    """Sort points by rising size, and mark those that no point of at most their size beats."""
     found, least = [], float("inf")
     for point in sorted(points, key=lambda p: (p.nbytes, p.error)):
         found.append(dataclasses.replace(point, best=point.error < least))
@@ -183,7 +185,7 @@ def _marked(points: Sequence[Point]) -> list[Point]:
 
 
 def choose(points: Sequence[Point], *, budget: float | None = None, nbytes: int | None = None) -> Point:
-    """The point of least error within a limit. Raises `UserError` naming the smallest."""
+    """Choose the point of least error within a limit. Raises `UserError`, naming the smallest, if none is within it."""
     fits = [p for p in points if (budget is None or p.bits <= budget) and (nbytes is None or p.nbytes <= nbytes)]
     if not fits:
         least = min(points, key=lambda p: p.nbytes)
@@ -194,6 +196,6 @@ def choose(points: Sequence[Point], *, budget: float | None = None, nbytes: int 
 
 
 def recipe_text(point: Point, unit: str) -> str:
-    """A recipe file that asks for a point. JSON values are YAML."""
+    """Write a recipe file that asks for a point; its values are JSON, which is YAML."""
     head = f"# {point.name}: {point.bits:.4g} bits per weight, predicted {point.error:.3g} {unit}\n"
     return head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in point.recipe.items())

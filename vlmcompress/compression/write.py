@@ -1,4 +1,4 @@
-"""Put what the blocks became together into the checkpoint: the decoder from the store, the tower, the config, the manifest."""
+"""Write the checkpoint of a run: the decoder's weights from the store, the vision tower, the config, the manifest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import solve_layer, warnings
-from vlmcompress.blocks.store import LayerStore, StoredWeights
+from vlmcompress.blocks.solve import solve_block, warnings
+from vlmcompress.blocks.store import BlockStore, StoredWeights
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
@@ -24,7 +24,7 @@ from vlmcompress.statistics import kv_range
 def write_checkpoint(
     work: Plan,
     vlm: VLM,
-    store: LayerStore,
+    store: BlockStore,
     origin: dict[str, Any] | None,
     counter: TokenCounter | None,
     *,
@@ -34,11 +34,11 @@ def write_checkpoint(
     """Write the recipe's `out` and return its manifest.
 
     Args:
-        work: the plan that was carried out; its recipe has the reducer with what it has learnt.
-        vlm: the whole model; norms in it have taken their scales in.
+        work: the plan that was carried out; its recipe has the reducer with all learnt numbers.
+        vlm: the whole model; its norms are divided by their smoothing scales already.
         store: results of the decoder's blocks.
-        origin: where statistics came from, None for no calibration.
-        counter: says how many tokens an image keeps, for a reducer that an engine must be told.
+        origin: the manifest's description of the calibration data; None for no calibration.
+        counter: computes how many tokens an image keeps, for a reducer that must be told the number.
     """
     recipe, exporter = work.recipe, work.recipe.exporter
     assert recipe.out is not None
@@ -69,7 +69,7 @@ def write_checkpoint(
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=reducers.warnings(recipe.reduce, origin) + warnings(results) + renamed,
             allocation=work.allocation,
-            visual_tokens=work.visual_tokens and work.visual_tokens.example,
+            visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
@@ -92,13 +92,13 @@ def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[s
 
 
 def _quantize_vision(model: nn.Module, work: Plan, progress: Progress) -> dict[str, tuple]:
-    """The vision tower's linear layers, rounded without data; the engine scales their inputs token by token."""
+    """Round the vision tower's linear layers to nearest; the engine scales their inputs token by token."""
     if work.vision_method is None:
         return {}
     found: dict[str, tuple] = {}
     for done, group in enumerate(work.vision_groups, start=1):
         weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
-        result = solve_layer([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
+        result = solve_block([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
         found |= {name: (weight, work.vision_method.scheme, None) for name, weight in result.weights.items()}
         progress("quantizing the vision tower", done, len(work.vision_groups))
     return found

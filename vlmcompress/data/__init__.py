@@ -1,4 +1,4 @@
-"""Calibration: read samples, turn them into model inputs with modality masks, run the model over them."""
+"""Samples: images and conversations, read from where they are and turned into model inputs with the modality of each token."""
 
 from vlmcompress.data.encode import encode, encode_prompt, render
 from vlmcompress.data.mix import load_mixed

@@ -1,4 +1,4 @@
-"""Samples to model inputs, and what each token is.
+"""Turn samples into model inputs and tell the modality of each token.
 
 `encode` applies the model's chat template and processor to one sample at a time and adds `modality [1, tokens]` (uint8):
 
@@ -43,23 +43,24 @@ PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError, Template
 
 
 def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[Inputs]:
-    """Model inputs of each sample with its answer, as a batch of one, and the mask `modality [1, tokens]`.
+    """Encode each sample with its answer as a batch of one: model inputs and the mask `modality [1, tokens]`.
 
     Args:
-        max_length: refuse samples of more tokens; None: the model's context. Nothing is truncated: half an image is none.
+        max_length: refuse samples of more tokens; None: of more than the model's context. Nothing is truncated, as no
+            model reads half an image.
     """
     return [_encode_one(sample, vlm, max_length) for sample in samples]
 
 
 def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
-    """Model inputs of a sample without its answer, ready for `model.generate`."""
+    """Encode a sample without its answer: model inputs ready for `model.generate`."""
     inputs = _process(sample, sample.prompt(), list(sample.images), vlm.processor, generation=True)
     _check_vision(sample, inputs, vlm)
     return inputs
 
 
 def render(sample: Sample, processor: Any, *, answer: bool = False) -> str:
-    """The chat template's text, placeholders not yet repeated: the prompt for the answer, or the whole conversation."""
+    """Render the chat template, placeholders not yet repeated: the prompt up to the answer, or the whole conversation."""
     return _render(sample, sample.conversation() if answer else sample.prompt(), processor, generation=not answer)
 
 
@@ -139,7 +140,7 @@ def _process(
 
 
 def _check_vision(sample: Sample, inputs: Inputs, vlm: VLM) -> None:
-    """Placeholders must be there exactly when images are, and as many as there are features where the inputs tell."""
+    """Check that placeholders occur exactly where images do, and as many as visual features if the inputs tell their number."""
     placeholders = int((inputs["input_ids"] == _image_token_id(vlm)).sum())
     images = len(sample.images)
     features = None
@@ -172,7 +173,7 @@ def _modality(sample: Sample, turns: list[Turn], images: list[Image.Image], inpu
 def _answer_span(
     sample: Sample, turns: list[Turn], index: int, images: list[Image.Image], ids: Tensor, vlm: VLM
 ) -> tuple[int, int]:
-    """Where in `ids` [tokens] the text of turn `index` is, with the end-of-turn token that follows it."""
+    """First position and end, in `ids [tokens]`, of the text of turn `index` with the end-of-turn token that follows it."""
     text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
     other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
     altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
@@ -198,7 +199,7 @@ def _agreement(a: Tensor, b: Tensor) -> int:
 
 
 def _end_ids(vlm: VLM) -> set[int]:
-    """Ids at which generation stops: those of the model's two configs and of its tokenizer."""
+    """Token ids at which generation stops: those of the model's two configs and of its tokenizer."""
     found = {vlm.processor.tokenizer.eos_token_id}
     for config in (vlm.model.generation_config, vlm.model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)

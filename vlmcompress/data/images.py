@@ -1,4 +1,4 @@
-"""Open an image that a user gave, safely, as 8-bit RGB.
+"""Open an image from an untrusted file or bytes as 8-bit RGB.
 
 What a viewer would show is what the model gets: EXIF rotation is applied, transparency is laid on white; palettes,
 CMYK, grayscale and 16 bits per channel are converted (Pillow clips 16-bit gray to white where it should scale). An
@@ -26,9 +26,9 @@ from vlmcompress.common.hub import IMAGES
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
 
-MAX_PIXELS = 178_956_970  # where Pillow, by default, refuses
+MAX_PIXELS = 178_956_970  # the number at which Pillow, by default, refuses
 MAX_BYTES = 1 << 30
-"""Of an image's file: as much as the pixels of the largest take."""
+"""The most bytes in an image's file: what the pixels of the largest image take with 16 bits per channel."""
 SUFFIXES = frozenset(IMAGES)
 _PILLOW_LIMIT = threading.Lock()
 
@@ -38,7 +38,7 @@ class LazyImages(Sequence[Image.Image]):
 
     Args:
         sources: encoded bytes or a path, per image.
-        origin: where they were named, e.g. `data.jsonl row 3`; leads error messages.
+        origin: where the images were named, e.g. `data.jsonl row 3`; error messages begin with it.
     """
 
     def __init__(self, sources: Sequence[bytes | Path], origin: str, max_pixels: int = MAX_PIXELS):
@@ -93,7 +93,7 @@ def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) 
 
 
 def from_reference(text: str, folder: Path, origin: str) -> bytes | Path:
-    """What an image column or `image_url` names: a path (relative to `folder`, or absolute), `data:` or `file:` URI."""
+    """Read what an image column or `image_url` names: a path (relative to `folder`, or absolute), `data:` or `file:` URI."""
     scheme = text.partition(":")[0].lower() if ":" in text[:8] else ""
     if scheme in ("http", "https"):
         raise UserError(f"{origin}: image is a web address ({text[:80]}), and nothing is downloaded; save it to a file")
@@ -108,7 +108,7 @@ def from_reference(text: str, folder: Path, origin: str) -> bytes | Path:
 
 
 def _data_uri(uri: str, origin: str) -> bytes:
-    """The bytes of `data:image/png;base64,....`"""
+    """Decode the bytes of a URI such as `data:image/png;base64,....`"""
     header, comma, body = uri.partition(",")
     try:
         if not comma:
@@ -129,7 +129,7 @@ def _read(path: Path, what: str) -> bytes:
 
 @contextlib.contextmanager
 def _no_pillow_limit() -> Iterator[None]:
-    """Lift Pillow's process-wide pixel limit: ours, per call, takes its place."""
+    """Lift Pillow's process-wide pixel limit, as each call checks its own `max_pixels`."""
     with _PILLOW_LIMIT:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
@@ -152,7 +152,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bit(values: np.ndarray, full: float | None) -> np.ndarray:
-    """Gray values [height, width] to uint8. `full` becomes white; None: the smallest of 1, 255, 65535 that holds all."""
+    """Scale gray values [height, width] to uint8. `full` becomes white; None: the smallest of 1, 255, 65535 that holds all."""
     if not np.isfinite(values).all():
         raise ValueError("it has NaN or infinite pixels")
     if full is None:

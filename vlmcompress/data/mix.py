@@ -1,4 +1,4 @@
-"""Multimodal samples and text ones together: a model that is asked without images, too, is calibrated for both."""
+"""Mix samples with images and samples of text alone, to calibrate a model for both kinds of questions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from vlmcompress.errors import UserError
 def load_mixed(
     source: str | Path, text: str | Path | None, *, samples: int, seed: int
 ) -> tuple[list[Sample], list[Sample]]:
-    """`samples` samples of `source`; or half as many, and the same number of text alone from the file `text`.
+    """Load `samples` samples of `source`; or, if `text` names a file of samples without images, half from each.
 
-    LUQ (arXiv 2509.23729) mixes as many text tokens as multimodal ones. Here it is samples, so that images stay whole.
+    LUQ (arXiv 2509.23729) mixes as many text tokens as multimodal ones. Here the numbers of samples are equal, so that
+    images stay whole.
     """
     if text is None:
         return load_samples(source, samples=samples, seed=seed), []

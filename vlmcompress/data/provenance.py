@@ -1,4 +1,4 @@
-"""What a model was calibrated on, for the manifest: enough to tell whether two runs saw the same data.
+"""Facts about calibration data for the manifest: enough to tell whether two runs saw the same data.
 
 The hash covers what the model sees, decoded pixels and texts in order, and nothing about where they were stored: moving the
 folder, or converting PNG to lossless WebP, leaves it as it is.
@@ -31,18 +31,18 @@ def provenance(
     text: tuple[Sequence[Sample], str | Path] | None = None,
     asked: int | None = None,
 ) -> dict[str, Any]:
-    """Facts about calibration data, ready for JSON.
+    """Describe calibration data, ready for JSON.
 
     Args:
-        samples: what `load_samples` gave.
-        batches: what `encode` made of them, and of those of text.
-        source: where they came from; only the last part of the path is kept, or an id on the Hub with its commit.
-        seed: of the choice of samples.
-        processor: its chat template's hash is recorded.
-        text: samples of text alone that were mixed in, and where they came from; `sha256` is of the others.
+        samples: the samples with images, from `load_samples`.
+        batches: all samples as `encode` made them, those of text alone included.
+        source: where the samples came from; the last part of the path is kept, or an id on the Hub with its commit.
+        seed: the seed by which the samples were chosen.
+        processor: the processor whose chat template's hash is recorded.
+        text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
         asked: how many samples were wanted; recorded where there are fewer.
 
-    `prompts` counts the questions that we asked about images without any.
+    In the result `prompts` counts the samples whose question is one of ours, as the data had none.
     """
     facts: dict[str, Any] = {
         **_source(source),
@@ -65,7 +65,7 @@ def provenance(
 
 
 def notes(facts: dict[str, Any]) -> list[str]:
-    """What people should know of calibration data that `provenance` describes, a line each."""
+    """Remarks for people about the data that `provenance` described, a line each."""
     lines = []
     if "asked" in facts:
         lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
@@ -81,7 +81,7 @@ def _source(path: str | Path) -> dict[str, str]:
 
 
 def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-    """`tokens` by modality, and `visual_share` of them."""
+    """Count tokens: `tokens` by modality, and `visual_share`, the share of visual ones."""
     counts = torch.zeros(4, dtype=torch.long)
     for batch in batches:
         counts += batch["modality"].flatten().long().bincount(minlength=4).cpu()
@@ -91,7 +91,7 @@ def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 def data_hash(samples: Sequence[Sample]) -> str:
-    """SHA-256 of the images' RGB pixels and of the conversations, in order."""
+    """SHA-256 over the images' RGB pixels and the conversations of all samples, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         text = json.dumps(sample.conversation(), sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""One row of a data set, whatever its dialect, to one `Sample`.
+"""Read one row of a data set, in any of several dialects, as one `Sample`.
 
 Columns: `image` (or `images`): nothing, a path, bytes, `{"bytes": ..., "path": ...}` as the `datasets` library stores
 an image, or a list of those. `question` and, if known, `answer`; or `messages` in OpenAI's style; or `conversations` as
@@ -41,7 +41,7 @@ class Sample:
         messages: all turns before the answer, for transformers' chat templates: each `content` is a list of
             `{"type": "image"}` and `{"type": "text", "text": ...}`. None: the images, then the question.
         origin: where it was read, e.g. `data.jsonl line 3`, for messages to the user.
-        prompted: the question is ours, as the data have none.
+        prompted: whether the question is one of ours, as the data have none.
     """
 
     id: str
@@ -55,17 +55,17 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """The sample's name in messages: its origin, or else its id."""
         return self.origin or f"sample '{self.id}'"
 
     def prompt(self) -> list[dict[str, Any]]:
-        """All turns before the answer, as `messages` describes; a copy that the caller may change."""
+        """All turns before the answer, in the form of `messages`; a copy that the caller may change."""
         if self.messages is None:
             return [{"role": "user", "content": [*({"type": "image"} for _ in self.images), _text(self.question)]}]
         return [{"role": turn["role"], "content": [dict(part) for part in turn["content"]]} for turn in self.messages]
 
     def conversation(self) -> list[dict[str, Any]]:
-        """`prompt()` and, when there is an answer, the assistant's turn with it."""
+        """All turns: those of `prompt()` and, if there is an answer, the assistant's turn with it."""
         if self.answer is None:
             return self.prompt()
         return [*self.prompt(), {"role": "assistant", "content": [_text(self.answer)]}]
@@ -113,7 +113,7 @@ def _joined(parts: list[Part]) -> str:
 
 
 def _question(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    """The turns of a row with `question` and `answer`."""
+    """Read the turns of a row that has columns `question` and `answer`."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not question.strip():
         what = "missing or empty" if question is None or question == "" else "not a text"
@@ -127,7 +127,7 @@ def _question(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
 
 
 def _messages(conversations: Any, origin: str) -> list[Any]:
-    """LLaVA's or ShareGPT's turns in OpenAI's style; turns in that style already stay."""
+    """Convert turns of LLaVA's or ShareGPT's style to OpenAI's; turns in that style stay as they are."""
     turns = _parsed(conversations, "conversations", origin)
     named = [turn for turn in turns if isinstance(turn, dict)]
     if len(named) < len(turns) or not all({"from", "value"} <= turn.keys() or "role" in turn for turn in named):
@@ -142,7 +142,7 @@ def _messages(conversations: Any, origin: str) -> list[Any]:
 
 
 def _parsed(turns: Any, column: str, origin: str) -> list[Any]:
-    """A list of turns, which may come as JSON text."""
+    """Check that a column holds a list of turns, parsing it first if it is JSON text."""
     if isinstance(turns, str):
         try:
             turns = json_files.parse(turns)
@@ -155,7 +155,7 @@ def _parsed(turns: Any, column: str, origin: str) -> list[Any]:
 
 
 def _turns(messages: Any, folder: Path, origin: str) -> list[dict[str, Any]]:
-    """OpenAI-style messages to turns; each image part has its own image, or None, under `source`."""
+    """Convert OpenAI-style messages to turns; each image part has its own image, or None, under `source`."""
     turns = []
     for message in _parsed(messages, "messages", origin):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
@@ -182,7 +182,7 @@ def _part(part: Any, folder: Path, origin: str) -> Part:
 
 
 def _source(value: Any, folder: Path, origin: str) -> bytes | Path:
-    """One image as given by the user, as bytes or path."""
+    """Read one image's value, in any of the accepted forms, as bytes or path."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
     if isinstance(value, bytes | bytearray | memoryview):

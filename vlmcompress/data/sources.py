@@ -43,7 +43,7 @@ TEXT_COLUMNS = "needs a column messages, conversations, question or text"
 
 @dataclass(frozen=True)
 class _Table:
-    """Rows that are read only when chosen."""
+    """A table whose rows are read only when they are chosen."""
 
     name: str
     folder: Path
@@ -51,7 +51,7 @@ class _Table:
     ids: list[Any]  # one per row; None where the data has none
     rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
     row_name: Callable[[int], str]
-    prompted: bool = False  # whether the questions are ours
+    prompted: bool = False  # whether the questions are some of `PROMPTS`
 
 
 def load_samples(
@@ -69,7 +69,7 @@ def load_samples(
         source: folder of images, `.jsonl` / `.json` / `.parquet` file, folder written by `Dataset.save_to_disk`, or an id on
             the Hub (see `hub.local`).
         samples: how many to take; all where there are fewer. None: all, in the source's order.
-        seed: of the choice.
+        seed: decides which samples are chosen, as the module says.
         max_pixels: images with more are refused.
         check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
         text: no sample may have an image; a column `text` stands for a question where there is none.
@@ -130,14 +130,14 @@ def _choose(identities: list[str], samples: int | None, seed: int) -> list[int]:
 
 
 def _unique(ids: list[Any]) -> list[str]:
-    """Ids as text: 1-based row numbers where they are missing, with the row number added where they repeat."""
+    """Make unique ids as text: the 1-based row number where an id is missing, id and row number where it repeats."""
     names = [str(number if value is None else value) for number, value in enumerate(ids, 1)]
     count = Counter(names)
     return [name if count[name] == 1 else f"{name}#{number}" for number, name in enumerate(names, 1)]
 
 
 def _open(path: Path, text: bool = False) -> _Table:
-    """What `path` holds, with the columns that samples are made of."""
+    """Open the data in `path` as a table with the columns that samples are made of."""
     table = _read(path)
     have = set(table.columns)
     if text and not have & {"messages", "conversations", "question", "text"} and table.ids:
@@ -165,13 +165,13 @@ def _read(path: Path) -> _Table:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise `UserError` where there is nothing."""
+    """Raise `UserError` if nothing exists at `path`."""
     if not path.exists():
         raise UserError(f"{path} does not exist; give a folder of images, a .jsonl or .parquet file, or a data set")
 
 
 def _folder(path: Path) -> _Table:
-    """Images of a folder and its subfolders, hidden ones left out, each with one of `PROMPTS`."""
+    """Open the images of a folder and its subfolders, hidden ones left out, each with one of `PROMPTS` as its question."""
     images: list[Path] = []
     others: Counter[str] = Counter()
     for folder, subfolders, files in os.walk(path):
@@ -247,7 +247,9 @@ def _parquet(path: Path) -> _Table:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow; pip install 'vlmcompress[compress]'") from error
+        raise UserError(
+            f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
     try:
         file = pq.ParquetFile(path)
         columns = tuple(file.schema_arrow.names)
@@ -275,11 +277,13 @@ def _parquet(path: Path) -> _Table:
 
 
 def _saved_dataset(path: Path) -> _Table:
-    """A folder written by `Dataset.save_to_disk`, or one split of a `DatasetDict`."""
+    """Open a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"reading {path} needs datasets; pip install 'vlmcompress[compress]'") from error
+        raise UserError(
+            f"reading {path} needs datasets; pip install '.[compress]' in the checkout of vlmcompress"
+        ) from error
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever arrow, json or the library raise on a damaged folder
@@ -298,7 +302,7 @@ def _saved_dataset(path: Path) -> _Table:
 
 
 def _undecoded(feature: Any, datasets: Any) -> Any:
-    """The same feature, giving an image's file instead of its pixels: decoding is `images.open_image`'s."""
+    """Change a `datasets` feature to give an image's file instead of its pixels, as `images.open_image` decodes it."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, datasets.List):

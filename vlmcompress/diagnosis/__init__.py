@@ -1,1 +1,1 @@
-"""What a finished checkpoint is like: its files, and the errors of its layers."""
+"""Examination of a finished checkpoint: its files, and the errors of its layers."""

@@ -1,4 +1,4 @@
-"""Examine a finished checkpoint: is every file as written, and does every reader find every tensor it needs?
+"""Examine a finished checkpoint: whether every file is as written, and every reader finds every tensor it needs.
 
 Nothing is trusted that can be computed: files are hashed, headers measured, and the model is built without weights exactly
 as transformers builds it for this config, so that a tensor that would be silently re-initialized shows as missing.
@@ -64,24 +64,24 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
 
 
 class _Subject:
-    """What the examinations share, read once."""
+    """The checkpoint under examination; its parts are read once and shared by all examinations."""
 
     def __init__(self, path: Path, source: Path | None):
         self.path, self.source = path, source
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every stored tensor."""
+        """All stored tensors."""
         return {e.name: e for file in models.shards(self.path) for e in tensor_files.read_entries(file)}
 
     @functools.cached_property
     def config(self) -> dict:
-        """config.json."""
+        """The content of config.json."""
         return models.read_config(self.path, weights=False)
 
     @functools.cached_property
     def quantization(self) -> dict:
-        """Its `quantization_config` block; one without groups where the recipe quantizes nothing."""
+        """The `quantization_config` block; one without groups where the recipe quantizes nothing."""
         block = self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
         method = block.get("quant_method", compressed_tensors.FORMAT)
         if method != compressed_tensors.FORMAT:
@@ -90,7 +90,7 @@ class _Subject:
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
-        """The family."""
+        """The spec of the model's family."""
         return models.spec_for(self.config)
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class _Subject:
 
     @functools.cached_property
     def names(self) -> dict[str, str]:
-        """Memory name of every tensor of the model, as transformers builds it for this config, -> name on disk."""
+        """Map memory names to names on disk, for every tensor of the model that transformers builds for this config."""
         model = models.skeleton(self.path)
         if not self.quantization["config_groups"] and not self.quantization.get("kv_cache_scheme"):
             return models.disk_names(model, self.entries)
@@ -114,7 +114,7 @@ class _Subject:
 
     @functools.cached_property
     def linears(self) -> dict[str, nn.Linear]:
-        """Linear layers of the unquantized model."""
+        """Memory names of the linear layers of the unquantized model."""
         return {name: module for name, module in self.skeleton.named_modules() if isinstance(module, nn.Linear)}
 
     @functools.cached_property

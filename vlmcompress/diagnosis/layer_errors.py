@@ -1,10 +1,10 @@
 """The errors of a checkpoint's layers by modality, and what changed from one checkpoint to another.
 
 A layer's error is the squared error of its output relative to the output, `|X dW^T|^2 / |X W^T|^2`, over the calibration
-tokens `X` of one modality; where a scheme rounds activations, what that adds (over a sample of tokens) is in it. `quantize`
-records it for every layer. A scheme that saw no data knows only `|dW|^2 / |W|^2`, called `weight` here. Of two checkpoints
-`ratio` is the other's error over the first's, and layers average geometrically, so that halving one makes good for doubling
-another.
+tokens `X` of one modality; where a scheme rounds activations, the error of that (over a sample of tokens) is included.
+`quantize` records it for every layer. A scheme that saw no data knows only `|dW|^2 / |W|^2`, called `weight` here. For two
+checkpoints `ratio` is the other's error over the first's; the mean over layers is geometric, so that halving one error
+makes good for doubling another.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from vlmcompress.errors import UserError
 from vlmcompress.statistics.balance import MODALITIES
 
 KINDS = (*MODALITIES, "weight")
-"""The modalities, and the error of the weights themselves."""
+"""Kinds of errors: of the output by modality, and of the weights themselves."""
 
 ByKind = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """What is known of one checkpoint.
+    """The errors of one checkpoint's layers.
 
     Attributes:
         name: the folder's name.
         errors: linear layer -> kind -> relative squared error.
-        basis: what data they were measured on, as a manifest's `calibration` says it; empty for the weights alone.
-        notes: what a reader has to know beside.
-        kv_cache: attention module -> what FP8 does to its keys and values, see `statistics.kv_range`; empty without.
+        basis: the data that errors were measured on, as in a manifest's `calibration`; empty for errors of weights alone.
+        notes: remarks for the reader, a line each.
+        kv_cache: attention module -> errors of an FP8 cache, see `statistics.kv_range`; empty without one.
         maxima: first linear layer of a group -> kind -> share of input channels whose maximum that kind of token holds; for
             schemes that quantize activations.
         model: the original, as the manifest identifies it: family, source, hashes of its config and of its weights' headers.
@@ -53,7 +53,7 @@ class LayerErrors:
 
     @property
     def measured(self) -> str:
-        """On what, in words."""
+        """The data that the errors were measured on, in words."""
         if not self.basis:
             return "the weights alone, as no calibration data were seen"
         prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
@@ -79,7 +79,7 @@ class Change:
 
 
 def read(folder: Path) -> LayerErrors:
-    """The errors that a checkpoint's manifest records.
+    """Read the errors that a checkpoint's manifest records.
 
     Raises:
         UserError: not a checkpoint of ours, or no layer was quantized.
@@ -112,7 +112,7 @@ def kinds(*found: LayerErrors) -> list[str]:
 
 
 def summary(found: LayerErrors) -> dict[str, dict[str, Any]]:
-    """Kind -> mean and median error over layers, and the worst layer."""
+    """Sum up errors over layers: kind -> mean, median, and the worst layer."""
     result = {}
     for kind in kinds(found):
         values = {layer: error[kind] for layer, error in found.errors.items() if kind in error}
@@ -127,13 +127,13 @@ def summary(found: LayerErrors) -> dict[str, dict[str, Any]]:
 
 
 def owners(found: LayerErrors) -> dict[str, float]:
-    """Kind -> mean share, over groups of layers, of the input channels whose maximum that kind of token holds."""
+    """Mean share over groups of layers, by kind of token, of the input channels whose maximum that kind holds."""
     seen = [kind for kind in KINDS if any(kind in shares for shares in found.maxima.values())]
     return {kind: fmean(shares.get(kind, 0.0) for shares in found.maxima.values()) for kind in seen}
 
 
 def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
-    """Kind -> what changed.
+    """Compare two checkpoints: kind -> change of the errors.
 
     Raises:
         UserError: they are of models of two families, or have no layer or no kind of error in common.
@@ -165,7 +165,7 @@ def change(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
 
 
 def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
-    """Why the two cannot be taken at face value side by side; empty if they were measured alike."""
+    """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured alike."""
     found = []
     if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
         sources = f"'{before.model.get('source')}' and '{after.model.get('source')}'"
@@ -182,7 +182,7 @@ def differences(before: LayerErrors, after: LayerErrors) -> list[str]:
 
 
 def worst_first(*found: LayerErrors) -> list[str]:
-    """Layers by falling error, the largest of any kind in any of the checkpoints."""
+    """Sort layers by falling error, taking each layer's largest of any kind in any of the checkpoints."""
     most: dict[str, float] = {}
     for one in found:
         for layer, error in one.errors.items():
@@ -191,18 +191,18 @@ def worst_first(*found: LayerErrors) -> list[str]:
 
 
 def ratio(before: float, after: float) -> float | None:
-    """`after / before`; None if one of them is zero, as no factor says that."""
+    """The ratio `after / before`; None if one of them is zero, as no factor says that."""
     return after / before if before > 0 and after > 0 else None
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None if none is."""
+    """The geometric mean of the values that are known; None if none is."""
     logs = [math.log(value) for value in values if value is not None]
     return math.exp(fmean(logs)) if logs else None
 
 
 def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
-    """Errors over fewer tokens than a layer has inputs are of those tokens: a solver can meet them and miss all others."""
+    """Warn of errors measured on fewer tokens than a layer has inputs: a solver can fit such tokens and miss all others."""
     try:
         config = json_files.read(folder / "config.json")
         width = int((config.get("text_config") or config)["hidden_size"])
@@ -226,7 +226,7 @@ def _is_error(error: Any) -> bool:
 
 
 def _is_basis(found: Any) -> bool:
-    """Whether it is what a manifest says of calibration data, as far as it is used here."""
+    """Whether a value has the form of a manifest's `calibration`, as far as it is used here."""
     tokens = (found.get("tokens") or {}) if isinstance(found, Mapping) else None
     return isinstance(tokens, Mapping) and all(isinstance(count, int) for count in tokens.values())
 

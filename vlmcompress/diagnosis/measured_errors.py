@@ -32,12 +32,12 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import Scheme, round_activations
 from vlmcompress.statistics.inputs import GroupStats
 
-_ROWS = 512  # of a weight, at most, as when quantizing
+_ROWS = 512  # most rows of a weight, as when quantizing
 _KEYS = ("config_sha256", "headers_sha256")
 
 
 def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
-    """The errors of the checkpoint in `folder`, of the original in `model`.
+    """Measure the errors of the checkpoint in `folder`, whose original is in `model`.
 
     Raises:
         UserError: the three don't belong together, or the statistics have no Gram matrices of a quantized layer.
@@ -89,16 +89,16 @@ class Weights:
         self.names = names or models.disk_names(self.skeleton, self.entries)
 
     def scheme(self, linear: str) -> Scheme | None:
-        """How a linear layer is quantized; None where it is stored as it was."""
+        """The number formats of a linear layer; None where it is not quantized."""
         key = compressed_tensors.group_of(self.config, linear)
         return None if key is None else compressed_tensors.scheme_of(self.config["config_groups"][key])
 
     def parameter(self, name: str) -> Tensor:
-        """A tensor that is stored as it is, float32."""
+        """Read a tensor that is stored unquantized, as float32."""
         return tensor_files.read_tensor(self.entries[self.names[name]]).float()
 
     def weight(self, linear: str) -> Tensor:
-        """The weight `[out, in]` of a linear layer, float32."""
+        """Read the weight `[out, in]` of a linear layer, dequantized to float32."""
         if (scheme := self.scheme(linear)) is None:
             return self.parameter(f"{linear}.weight")
         prefix, rows, columns = self.names[f"{linear}.weight"].removesuffix("weight"), *self.shape(linear)
@@ -107,7 +107,7 @@ class Weights:
         return compressed_tensors.dequantized(stored, scheme, (rows, columns))
 
     def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
-        """What an engine does to the rows of a layer's input; None: nothing."""
+        """The function by which an engine rounds the rows of a layer's input; None: it rounds nothing."""
         scheme = self.scheme(linear)
         if scheme is None or scheme.activations is None:
             return None
@@ -116,12 +116,12 @@ class Weights:
         return functools.partial(round_activations, fmt=scheme.activations, scale=scale)
 
     def shape(self, linear: str) -> tuple[int, int]:
-        """`[out, in]`."""
+        """The shape `[out, in]` of a linear layer's weight."""
         rows, columns = self.skeleton.get_parameter(f"{linear}.weight").shape
         return rows, columns
 
     def norm(self, name: str) -> Tensor:
-        """By what a norm multiplies each channel, float32."""
+        """The factors by which a norm multiplies each channel, float32."""
         return self.parameter(f"{name}.weight") + self.spec.norm_offset
 
     def smoothed(self, original: Weights) -> bool:
@@ -131,10 +131,10 @@ class Weights:
 
 
 def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[dict, dict]:
-    """A block's weights `[out, in]` by linear layer, smoothing taken back: what the original's would have to be; and by what
-    the layer's input `[in]` was divided, where it was."""
+    """A block's quantized weights `[out, in]` by linear layer, with smoothing undone, to be compared with the
+    original's; and the scale `[in]` that the layer's input was divided by, for layers that were smoothed."""
     found = {name: after.weight(name) for group in groups for name in group.linears}
-    inputs: dict[str, Tensor] = {}  # linear layer -> by what its input was divided
+    inputs: dict[str, Tensor] = {}  # linear layer -> scale that its input was divided by
     for group in groups:
         if group.smooth is None:
             continue
@@ -152,7 +152,7 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[
 def _error(
     q: Tensor, w: Tensor, stats: GroupStats, scale: Tensor | None, rounded: Callable[[Tensor], Tensor] | None
 ) -> dict[str, float]:
-    """Errors by modality of `q` for `w [rows, in]`, and what rounding inputs adds that were divided by `scale` before."""
+    """Errors of `q` for `w [rows, in]` by modality, with those of rounding the inputs, which were divided by `scale` before."""
     error = stats.error(q - w, w)
     if rounded is not None:
         seen = stats if scale is None else stats.rescaled(scale)
@@ -163,8 +163,9 @@ def _error(
 
 
 def _between(op: Tensor, rounded: Tensor, readers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """What moved from the rows of one linear layer `[channels, in]` into the columns of those that read it, each before and
-    after `[out, channels]`: the geometric mean of both sides' least-squares estimates, as clipping biases them oppositely."""
+    """Estimate the scale that moved from the rows of a linear layer `[channels, in]` into the columns of its readers, each
+    before and after `[out, channels]`: the geometric mean of the least-squares estimates of both sides, as clipping biases
+    them oppositely."""
     divided = (op * rounded).sum(1) / op.square().sum(1)  # [channels], about 1 / s
     old, new = (torch.cat(side) for side in zip(*readers, strict=True))
     multiplied = (old * new).sum(0) / old.square().sum(0)  # about s

@@ -12,10 +12,10 @@ NAMES = ("vllm", "hf", "openai:URL")
 
 
 def get(spec: str) -> Engine:
-    """The engine that `spec` names.
+    """Return the engine that `spec` names.
 
     Raises:
-        UserError: there is none of that name, or its address is not one.
+        UserError: there is no engine of that name, or its address is not a URL.
     """
     name, _, address = spec.partition(":")
     if spec == "vllm":

@@ -1,4 +1,4 @@
-"""What every engine takes and gives: requests in OpenAI's chat format, greedy answers, and a description of the run."""
+"""The interface of all engines: requests in OpenAI's chat format, greedy answers, and a description of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmcompress.common.progress import Progress
 class Request:
     """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`.
 
-    `max_tokens` is the most tokens of the answer; None: the settings'.
+    `max_tokens` is the most tokens of the answer; None: `Settings.max_tokens`.
     """
 
     id: str
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine runs.
+    """Settings of a run of an engine.
 
     Attributes:
         max_tokens: most tokens of an answer.
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said. `finish` is `stop`, or `length` when `max_tokens` cut it off.
+    """An answer of the model. `finish` is `stop`, or `length` when `max_tokens` cut it off.
 
     `first` maps the text of the most likely first tokens to their log-probabilities (natural, of the whole vocabulary);
     None if it was not asked for. `prompt_tokens` are those that the language model got, `visual_tokens` those of images among
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """All answers by request id, what the engine says about itself, and the seconds it took without its start.
+    """All answers by request id, the engine's description of itself, and the seconds it took without its start.
 
     `engine["restarts"]` counts the times it crashed and was started again.
     """
@@ -81,7 +81,7 @@ class Run:
 
 
 def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Token texts and log-probabilities as `Answer.first`: most likely first, the probabilities of equal texts added."""
+    """Make `Answer.first` of token texts and log-probabilities: most likely first, probabilities of equal texts added."""
     found: dict[str, float] = {}
     for text, logprob in pairs:
         low, high = sorted((found.get(text, -math.inf), logprob))
@@ -90,7 +90,7 @@ def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 class Engine(Protocol):
-    """Something that answers requests. `local`: its models are checkpoint folders, else names that a server knows."""
+    """An engine: it answers requests. `local`: its models are checkpoint folders, else names that a server knows."""
 
     @property
     def name(self) -> str: ...
@@ -112,7 +112,7 @@ class Engine(Protocol):
         """Answer all requests greedily.
 
         Args:
-            model: checkpoint folder, or what a server calls the model.
+            model: checkpoint folder, or the model's name on a server.
             media: the folder that the requests' images are in; the engine may read no other.
             label: names this run in `progress(label, answered, total)`, and in messages.
             on_answer: called with each answer as it arrives, before the call returns.

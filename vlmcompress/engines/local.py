@@ -1,11 +1,11 @@
-"""Answers from an engine that runs as a process of its own, next to a checkpoint folder.
+"""Get answers from an engine that runs as a process of its own, on a checkpoint folder.
 
 This side writes the requests to a file, starts `worker.py` in a new session and reads events from its standard output.
 Whatever happens (an error, a timeout, Ctrl-C, even `kill -9` of this process), the worker's process group does not
 outlive the call. The engine's log goes to a temporary file; if the engine fails, its last meaningful lines become the
 error's text. `VLMCOMPRESS_ENGINE_LOG=FILE` appends it to FILE.
 
-An engine that dies while it answers is started once more, with the requests that it still owes. Dying while it loads is
+An engine that dies while it answers is started once more, with the requests that are still open. Dying while it loads is
 final, and so is silence: both would only take as long again.
 """
 
@@ -31,19 +31,19 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 class Crash(UserError):
-    """The engine had loaded the model and its process died."""
+    """Raised when the engine's process died after it had loaded the model."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """An engine behind `worker.py`.
+    """An engine that runs in a process of `worker.py`.
 
     Attributes:
         title: its name for people.
-        module: the file that `worker.py` loads, with the engine's side.
-        interpreter: gives the Python that has the engine.
-        environment: gives the environment variables of the worker.
-        advice: what to do when that Python can't import the engine.
+        module: the file that `worker.py` loads, which runs the engine.
+        interpreter: function that gives the path of a Python that has the engine.
+        environment: function that gives the environment variables of the worker.
+        advice: what to do when that Python can't import the engine, for the error.
         reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
     """
 
@@ -115,11 +115,11 @@ class Local:
         """Run a worker and yield its `ready` and `answer` events. Closing the generator ends the worker.
 
         Args:
-            job: what the engine's side gets, together with the path of the requests' file.
-            model: what error messages are about.
+            job: settings for the worker, to which the path of the requests' file is added.
+            model: the model, for error messages.
 
         Raises:
-            UserError: the engine can't start, is silent for too long, or refuses a request; as `Crash`: it died.
+            UserError: the engine can't start, is silent for too long, or refuses a request; `Crash` if it died.
         """
         with tempfile.TemporaryDirectory(prefix="vlmcompress-engine-") as folder:
             log, path = Path(folder, "engine.log"), Path(folder, "requests.jsonl")
@@ -171,7 +171,7 @@ def _answer(event: dict) -> Answer:
 
 
 def _lines(worker: subprocess.Popen) -> queue.Queue[bytes | None]:
-    """The worker's output, line by line, then None; so that waiting for a line can time out."""
+    """A queue of the worker's output, line by line, then None, so that waiting for a line can time out."""
     lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:

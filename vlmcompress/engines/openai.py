@@ -1,4 +1,4 @@
-"""Answers from a server that is running already, over OpenAI's chat completions interface.
+"""Get answers from a server that is running already, over OpenAI's chat completions interface.
 
 Greedy decoding is asked for, but what a server adds by itself holds: vLLM's takes a repetition penalty from the
 checkpoint's generation config unless it is started with `--generation-config vllm`. The key, if one is needed, is in
@@ -39,7 +39,7 @@ class OpenAI:
 
     @classmethod
     def at(cls, address: str) -> OpenAI:
-        """The server of an address; `/v1` may be left out."""
+        """Make the engine for a server's address; `/v1` may be left out."""
         parts = urlparse(address)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UserError(f"'{address}' is not the address of a server; write openai:http://localhost:8000")
@@ -84,7 +84,7 @@ class OpenAI:
         try:
             import openai
         except ImportError as error:
-            raise UserError("openai is not installed; pip install 'vlmcompress[eval]'") from error
+            raise UserError("openai is not installed; pip install '.[eval]' in the checkout of vlmcompress") from error
         return openai.AsyncOpenAI(
             base_url=self.url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
@@ -120,7 +120,7 @@ class _Session:
     settings: Settings
 
     async def answers(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
-        """Answers as they arrive; the first failure ends all that is under way."""
+        """Yield answers as they arrive; the first failure cancels all open requests."""
         limit = asyncio.Semaphore(self.settings.max_num_seqs or IN_FLIGHT)
 
         async def one(request: Request) -> Answer:
@@ -162,7 +162,7 @@ class _Session:
             raise UserError(f"{self.url} gave no chat completion for {sample} but: {came or 'nothing'}") from error
 
     def _content(self, sample: str, content: Any) -> Any:
-        """A message's content with images as data: addresses."""
+        """Convert a message's content to have images as data: addresses."""
         if isinstance(content, str):
             return content
         return [
@@ -184,7 +184,7 @@ class _Session:
 
 
 def _parse(body: Any) -> Answer:
-    """The answer in a chat completion, without an id. Raises what indexing raises for anything else."""
+    """Read the answer from a chat completion, without an id. Raises what indexing raises for anything else."""
     choice = body["choices"][0]
     text, usage = choice["message"]["content"], body.get("usage") or {}
     if not isinstance(text, str):
@@ -201,7 +201,7 @@ def _parse(body: Any) -> Answer:
 
 
 def _status(error: Any) -> str:
-    """An HTTP error in one line: its code and what the server says, at most 200 characters of it."""
+    """Write an HTTP error in one line: its code and at most 200 characters of the server's message."""
     body = error.body if isinstance(error.body, dict) else {}
     said = body.get("message") or error.response.text
     hint = "; set OPENAI_API_KEY" if error.status_code in (401, 403) else ""

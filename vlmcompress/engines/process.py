@@ -1,4 +1,4 @@
-"""Engine processes: started in a session of their own, ended with everything they have started, and their last words.
+"""Processes of engines: started in a session of their own, ended with all their children, and the errors in their logs.
 
 A worker's standard input is its lifeline: it is held open here and closes when this process ends, however it ends.
 """
@@ -20,8 +20,8 @@ def start(command: Sequence[str], environment: dict[str, str], log: Path, *, pip
     """Start a process that leads a session and holds a lifeline.
 
     Args:
-        log: file for what it writes to standard error, overwritten.
-        piped: read its standard output from a pipe; False: that goes to the log, too.
+        log: file for its standard error, overwritten.
+        piped: read its standard output from a pipe; False: write it to the log, too.
     """
     with open(log, "wb") as sink:
         out = subprocess.PIPE if piped else sink
@@ -31,7 +31,7 @@ def start(command: Sequence[str], environment: dict[str, str], log: Path, *, pip
 
 
 def stop(process: subprocess.Popen, grace: float = 5.0) -> None:
-    """End a process that leads a session, with all it has started: politely, then for good."""
+    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL."""
     for sig, wait in ((signal.SIGTERM, grace if process.poll() is None else 0.0), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, sig)
@@ -43,7 +43,7 @@ def stop(process: subprocess.Popen, grace: float = 5.0) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -63,7 +63,7 @@ _GIVEN = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behi
 
 
 def last_words(log: Path, most: int = 3) -> str:
-    """The last distinct error lines of a log, or else its last lines, as `: a | b`; nothing for an empty log."""
+    """The last distinct error lines of a log, or else its last lines, as `: a | b`; empty for an empty log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [_PREFIX.sub("", line.strip()).strip() for line in re.split(r"[\r\n]+", text)]
     lines = [line for line in lines if not _NOISE.match(line)]

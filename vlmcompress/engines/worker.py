@@ -1,4 +1,4 @@
-"""The engine's side of `local`: answers a file of chat requests and writes the answers as JSON lines.
+"""Process of an engine, started by `engines.local`: answer a file of chat requests and write the answers as JSON lines.
 
 Run by path, `python worker.py ENGINE.py JOB.json`, in whatever environment has the engine; imports only the standard
 library. ENGINE.py is loaded by path, too, and has
@@ -15,8 +15,8 @@ One line of standard output is one event:
     {"event": "error", "stage": "import" | "start" | "request", "id", "message"}
     {"event": "done"}
 
-What others print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and the whole
-process group ends.
+Output that libraries print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and
+the whole process group ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import threading
 
 
 def claim_stdout():
-    """Our own handle on standard output; everybody else's writes to it go to standard error from now on."""
+    """Open our own handle on standard output; all other writes to it go to standard error from now on."""
     private = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return private
@@ -52,7 +52,7 @@ def one_line(error: Exception) -> str:
 
 
 def load(path: str):
-    """A module from its file."""
+    """Load a module from its file."""
     spec = importlib.util.spec_from_file_location("engine_worker", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,7 +61,7 @@ def load(path: str):
 
 
 def events(module, job: dict):
-    """All that happens, in order."""
+    """Run the job and yield its events in order."""
     try:
         importlib.import_module(module.PACKAGE)
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""What compression cost: both checkpoints answer the same questions in the engine, and the difference gets error bars."""
+"""Accuracy: both checkpoints answer the same questions in an engine, and the difference is tested statistically."""

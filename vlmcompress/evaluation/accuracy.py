@@ -28,12 +28,12 @@ from vlmcompress.evaluation.tasks import LoadedSuite
 from vlmcompress.results import FILE, Results, Scored, Side, Suite, load, sides
 
 EXAMPLES = 24  # samples whose pictures go into the report
-FIRST_TOKENS = 20  # whose probabilities are compared
+FIRST_TOKENS = 20  # first tokens whose probabilities are compared
 
 
 @dataclass(frozen=True)
 class Ask:
-    """How questions are asked.
+    """Settings of an evaluation: engines, margins, number of questions, journal.
 
     Attributes:
         engine, baseline_engine: the engines of the candidates and of the baseline.
@@ -58,7 +58,7 @@ class Ask:
 def evaluate(
     candidate: str | Path, baseline: str | Path, suites: Sequence[str | Path | None], data: Path | None, how: Ask
 ) -> Results:
-    """Ask both the questions of every suite. See `evaluate_all`."""
+    """Ask candidate and baseline the questions of every suite. See `evaluate_all`."""
     return next(evaluate_all([candidate], baseline, suites, data, how))
 
 
@@ -73,9 +73,9 @@ def evaluate_all(
 
     Args:
         candidates: checkpoint folders or ids on the Hub, or names that the engine's server knows.
-        baseline: the same, or a report (folder or `results.json`) of an earlier evaluation.
+        baseline: a checkpoint or served name, too, or the report (folder or `results.json`) of an earlier evaluation.
         suites: see `tasks.load_suite`; None is the default suite.
-        data: local copy of the suite's data.
+        data: local copy of the suites' data.
 
     Raises:
         UserError: a checkpoint, suite or data is missing, the engine fails, or the two answered different questions.
@@ -143,10 +143,10 @@ def _results(
 
 
 def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) -> tuple[Suite, list[Scored]]:
-    """The statistics of a suite that both have answered, and its samples.
+    """Compute the statistics of a suite that candidate and baseline have answered, and list its samples.
 
     Raises:
-        UserError: they answered different questions.
+        UserError: the two answered different questions.
     """
     _check_same(suite.name, before, after)
     moved, by_sample = divergence(
@@ -184,7 +184,7 @@ def _count(both: tuple[Sequence[Sample], Sequence[Sample]], of) -> tuple[int, in
 
 
 def _visual(both: tuple[Sequence[Sample], Sequence[Sample]]) -> tuple[int, int] | None:
-    """Visual tokens of all prompts, before and after; None where an engine does not tell."""
+    """Count the visual tokens of all prompts, baseline and candidate; None where an engine does not report them."""
     known = all(sample.answer.visual_tokens is not None for samples in both for sample in samples)
     return _count(both, lambda sample: sample.answer.visual_tokens) if known else None
 
@@ -212,7 +212,7 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
 
 
 def differing(scored: Sequence[Scored]) -> list[Scored]:
-    """Samples that the two answered differently: lost ones first, then gained, then the rest; families in turn."""
+    """Sort samples that the two answered differently: lost ones first, then gained, then the rest; families in turn."""
     groups: dict[tuple[int, str], list[Scored]] = {}
     for sample in scored:
         if normalise(sample.baseline) != normalise(sample.candidate):
@@ -240,7 +240,7 @@ def _check_same(suite: str, before: Asked, after: Asked) -> None:
 
 
 def _recorded(baseline: str | Path) -> Results | None:
-    """The earlier results that `baseline` names, if it names some."""
+    """Load the earlier results that `baseline` names; None if it names a checkpoint."""
     path = Path(baseline)
     is_report = (path / FILE).is_file() and not (path / "config.json").is_file()
     return load(path) if path.suffix == ".json" or is_report else None
@@ -255,7 +255,7 @@ def _suite(recorded: Results, name: str) -> Suite:
 
 
 def _replay(recorded: Results, name: str) -> Asked:
-    """The baseline's answers of an earlier evaluation. They lack token probabilities."""
+    """Take the baseline's answers from an earlier evaluation. They lack token probabilities."""
     samples = tuple(
         Sample(
             id=s.id,

@@ -1,4 +1,4 @@
-"""One checkpoint answers a suite: lm-eval builds the prompts and scores, an engine answers, a journal remembers."""
+"""Ask one checkpoint a suite: lm-eval builds the prompts and scores, an engine answers, a journal keeps the answers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Sample:
     """One answered question.
 
     Attributes:
-        expected: the reference answer; several: joined by ` | `.
+        expected: the reference answer, or several joined by ` | `.
         text: the answer, cut at the task's stop strings.
         score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False).
-        image: names what it is about: equal for equal images.
+        image: name of the image or images that the question is about, equal for equal images.
     """
 
     id: str
@@ -44,11 +44,11 @@ class Asked:
     """A checkpoint's answers to a suite, in the suite's order.
 
     Attributes:
-        sha256: of all that was asked; equal for two checkpoints that got the same questions.
+        sha256: hash of all questions; equal for two checkpoints that got the same ones.
         metrics: task -> metric -> value, as lm-eval aggregates them.
-        engine: what the engine says about itself.
-        seconds: that it took to answer, without its start.
-        resumed: answers that came from the journal.
+        engine: the engine's description of itself.
+        seconds: seconds that the engine took to answer, without its start.
+        resumed: number of answers that came from the journal.
     """
 
     samples: tuple[Sample, ...]
@@ -71,9 +71,9 @@ def ask_suite(
     """Ask a checkpoint all questions of a suite that the journal has no answer to.
 
     Args:
-        model: checkpoint folder, or what the server calls it.
-        settings: of the engine; how long an answer may be is the task's to say.
-        journal: where answers are kept as they come; None: nowhere.
+        model: checkpoint folder, or its name on the server.
+        settings: settings of the engine; the length of answers is not among them, as the task decides it.
+        journal: journal that keeps the answers as they come; None: they are not kept.
         progress: called with (label, done, total).
 
     Raises:
@@ -117,7 +117,7 @@ def ask_suite(
 
 
 class _Asking:
-    """Answers requests from the journal, the rest by the engine; remembers what it took."""
+    """Answers requests from the journal where it can, the rest by the engine, and adds up the engine's time."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Asking:
             self._journal.add(key, answer)
 
     def _remember_engine(self) -> None:
-        """Keep the engine's words about itself, for a run that finds all its answers in the journal."""
+        """Keep the engine's description of itself for a later run that finds all its answers in the journal."""
         if self._journal is None:
             return
         key = f"engine {self._identity.engine} {self._identity.model}"
@@ -198,7 +198,7 @@ def _score(place: Place, row: Mapping[str, Any], name: str) -> float:
 
 
 def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> str:
-    """One hash over ids, families, prompts, pixels and expected answers."""
+    """Hash ids, families, prompts, pixels and expected answers of all samples."""
     digest = hashlib.sha256()
     for sample in samples:
         asked = journals.without_folders(requests[sample.id].messages)
@@ -207,7 +207,7 @@ def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> 
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics among lm-eval's results of a task, for its first filter, whose name is left out."""
+    """Select the metrics from lm-eval's results of a task, for its first filter, whose name is left out."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         plain, comma, _ = name.partition(",")

@@ -1,4 +1,4 @@
-"""What the task files under `eval/tasks` say in Python: prompts and scores of single rows.
+"""Python functions that the task files under `eval/tasks` name: prompts and scores of single rows.
 
 A scoring function takes a row and the list of answers (one) and gives values in 0 to 1: first the task's metric, then
 `parsed`, 0 where no answer was found in the text. Such an answer counts as wrong. The rules are in `scoring`.
@@ -26,7 +26,7 @@ def world_text(row: Row) -> str:
 
 
 def exact(row: Row, answers: list[str]) -> Scores:
-    """Exact match; the whole text is the answer, so nothing can fail to parse."""
+    """Score by exact match; the whole text is the answer, so nothing can fail to parse."""
     return {"exact_match": float(scoring.normalise(answers[0]) == scoring.normalise(row["answer"]))}
 
 
@@ -43,7 +43,7 @@ def textvqa(row: Row, answers: list[str]) -> Scores:
 
 
 def _scores(metric: str, answer: str, score: float | None) -> Scores:
-    """A score and whether there was an answer: `score` is not None and the text is not empty."""
+    """Return the score and whether there was an answer, which is so if `score` is not None and the text is not empty."""
     return {metric: float(score or 0.0), "parsed": float(score is not None and bool(answer.strip()))}
 
 
@@ -94,7 +94,7 @@ def _mmbench_options(row: Row) -> dict[str, str]:
 
 
 def _given(value: Any) -> bool:
-    """MMBench's tables have `nan` where there is nothing."""
+    """Whether a cell of MMBench's tables has content; empty ones hold `nan`."""
     return value is not None and str(value) not in ("", "nan")
 
 
@@ -104,7 +104,7 @@ def mmbench(row: Row, answers: list[str]) -> Scores:
 
 
 def pope(row: Row, answers: list[str]) -> dict[str, Any]:
-    """Accuracy, and (expected, said) for the F1 score of yes."""
+    """Score a POPE answer: accuracy, and (expected, said) for the F1 score of yes."""
     said = scoring.yes_or_no(answers[0])
     scores = _scores("accuracy", answers[0], None if said is None else said == row["answer"])
     return {**scores, "f1": (row["answer"], said)}
@@ -118,7 +118,7 @@ def pope_f1(pairs: list[tuple[str, str | None]]) -> float:
 
 
 def refcoco_rows(dataset: Any) -> Any:
-    """One row for each expression that describes a region, with its own `id` and the text as `expression`."""
+    """Split rows: one for each expression that describes a region, with its own `id` and the text as `expression`."""
     found = [
         (row, number, text)
         for row, texts in enumerate(dataset["answer"])
@@ -144,12 +144,12 @@ def _region(row: Row) -> list[float]:
 
 
 def refcoco(row: Row, answers: list[str]) -> Scores:
-    """Whether the box, in shares of width and height, overlaps the region by an IoU of at least 0.5."""
+    """Score 1 if the box, in shares of width and height, overlaps the region by an IoU of at least 0.5."""
     return _box_scores(row, answers[0], scoring.box(answers[0]))
 
 
 def refcoco_1000(row: Row, answers: list[str]) -> Scores:
-    """The same for models that count width and height in thousandths."""
+    """Score as `refcoco` does, for models that give boxes in thousandths of width and height."""
     return _box_scores(row, answers[0], scoring.box(answers[0], 1000.0))
 
 

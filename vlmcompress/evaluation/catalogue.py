@@ -17,31 +17,31 @@ _Loader.add_multi_constructor("!", lambda loader, _suffix, node: loader.construc
 
 
 def names() -> list[str]:
-    """The bundled tasks and groups."""
+    """Names of the bundled tasks and groups."""
     return sorted(_bundled())
 
 
 def about(name: str) -> str:
-    """How a bundled suite is scored, in its own words."""
+    """Description of a bundled suite from its own file: how it is scored."""
     return str(_bundled()[name].get("metadata", {}).get("scoring", ""))
 
 
 def folders() -> list[Path]:
-    """Where bundled tasks are: in the package when installed, beside it in a checkout."""
+    """Folders of the bundled tasks: in the package when installed, beside it in a checkout."""
     package = Path(__file__).parents[1]
     return [folder for folder in (package / "tasks", package.parent / "eval" / "tasks") if folder.is_dir()]
 
 
 @functools.cache
 def _bundled() -> dict[str, dict[str, Any]]:
-    """Name -> what the file of each bundled task or group says."""
+    """Content of the file of each bundled task or group, by name."""
     files = [_read(file) for folder in folders() for file in sorted(folder.rglob("*.yaml"))]
     named = {content.get("group") or content.get("task"): content for content in files}
     return {name: content for name, content in named.items() if isinstance(name, str)}
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A task file on top of the one that it includes."""
+    """Read a task file, merged over the file that it includes."""
     content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     base = _read(file.parent / content["include"]) if "include" in content else {}
     metadata = {**base.get("metadata", {}), **content.get("metadata", {})}

@@ -1,4 +1,4 @@
-"""Finding the chosen option, or an open answer, in what a model wrote. None: there is none; nothing is drawn at random."""
+"""Find the chosen option, or an open answer, in a model's text. None: there is none; nothing is drawn at random."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NUMBERS = (
 
 
 def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter that stands last in the text as `(A)`, else as a word; else, in a text of over five words, the option
+    """Find the letter that stands last in the text as `(A)`, else as a word; else, in a text of over five words, the option
     whose content stands last.
 
-    MMMU's `parse_multi_choice_response` (Yue et al. 2023, arXiv 2311.16502; MMMU-Benchmark/MMMU, `eval_utils.py`), which
-    then chooses at random where this gives None.
+    It follows MMMU's `parse_multi_choice_response` (Yue et al. 2023, arXiv 2311.16502; MMMU-Benchmark/MMMU,
+    `eval_utils.py`), which chooses at random where this gives None.
     """
     text = answer
     for mark in ",.!?;:'":
@@ -37,7 +37,7 @@ def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
 def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
     """Whether an expected text stands in a key part of the answer, or an expected number (to two decimals) is among them.
 
-    MMMU's `parse_open_response` and `eval_open`; same source.
+    It follows `parse_open_response` and `eval_open` of MMMU's `eval_utils.py`.
     """
     parts = _key_parts(answer)
     numbers = [found for part in parts for pattern in _NUMBERS for found in re.findall(pattern, part)]
@@ -48,7 +48,7 @@ def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
 
 
 def _key_parts(answer: str) -> list[str]:
-    """Of each line, the shortest text that follows a word like "is"; without any such word the whole answer."""
+    """Extract from each line the shortest text that follows a word like "is"; without any such word the whole answer."""
     lines = answer.strip().strip(".").lower().split("\n")
     parts = []
     for number, line in enumerate(lines, 1):
@@ -64,7 +64,7 @@ def _key_parts(answer: str) -> list[str]:
 
 
 def _values(text: str) -> list[str | float]:
-    """A number, rounded; or the text in lower case, a single letter only beside a space."""
+    """Normalize a text as a rounded number, or as lower case with a space before or behind a single letter."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -74,10 +74,10 @@ def _values(text: str) -> list[str | float]:
 
 
 def mmbench_choice(answer: str, options: Mapping[str, str]) -> str | None:
-    """The only option letter among the words; else the only option whose text stands in the answer.
+    """Find the only option letter among the words; else the only option whose text stands in the answer.
 
-    The matching that MMBench (Liu et al. 2023, arXiv 2307.06281) does before it asks a language model, as in VLMEvalKit's
-    `can_infer`: in a text of over three words an "A" may be the article and makes letters uncertain.
+    This is the matching that MMBench (Liu et al. 2023, arXiv 2307.06281) does before it asks a language model, as in
+    VLMEvalKit's `can_infer`: in a text of over three words an "A" may be the article and makes letters uncertain.
     """
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", answer).split()
     letters = [letter for letter in options if letter in words]

@@ -1,4 +1,4 @@
-"""Paired scores of baseline and candidate -> `results.Comparison`: difference, interval, p-value, verdict, sample sizes.
+"""Compare paired scores of baseline and candidate: difference, interval, p-value, verdict, sample sizes.
 
     found = compare(before, after, images, margin=0.01)          # scores in 0 to 1, in the same order
     found.verdict, found.needed                                  # "inconclusive", 1840
@@ -41,9 +41,9 @@ def compare(
 
     Args:
         baseline, candidate: scores in 0 to 1, in the same order.
-        clusters: what each question is about (its image); None: every question stands alone.
+        clusters: name of each question's image, or whatever else questions share; None: every question stands alone.
         margin: drop that is allowed, as a share: 0.01 is a point.
-        level: of the two-sided interval; each one-sided test has half the rest.
+        level: level of the two-sided interval; each one-sided test has error (1 - level) / 2.
 
     Raises:
         ValueError: no scores, numbers of scores that differ, or a score, margin or level out of range.
@@ -54,7 +54,7 @@ def compare(
 def families(
     groups: Mapping[str, Pairs], *, margin: float | Mapping[str, float] = MARGIN, level: float = LEVEL
 ) -> dict[str, Comparison]:
-    """`compare` for each family of (baseline, candidate, clusters), corrected for their number; see the module.
+    """Compare each family of (baseline, candidate, clusters), corrected for their number; see the module.
 
     A mapping of margins may leave families out; they get `MARGIN`.
     """
@@ -72,18 +72,18 @@ def families(
 
 
 def pairs(samples: Sequence[Scored]) -> Pairs:
-    """Scores and images of samples, for `compare`. A sample without image stands alone."""
+    """Collect scores and images of samples, for `compare`. A sample without image stands alone."""
     images = [s.image or ("no image", s.id) for s in samples]
     return [s.baseline_score for s in samples], [s.candidate_score for s in samples], images
 
 
 def by_family(samples: Sequence[Scored]) -> dict[str, Pairs]:
-    """`pairs` of each family, for `families`."""
+    """Collect scores and images of samples by family, for `families`."""
     return {name: pairs([s for s in samples if s.family == name]) for name in sorted({s.family for s in samples})}
 
 
 def holm(values: Mapping[str, float]) -> dict[str, float]:
-    """P-values adjusted so that any error among all of them has at most the level (Holm's step-down method)."""
+    """Adjust p-values so that the chance of any error among all of them is at most the level (Holm's step-down method)."""
     adjusted, highest = {}, 0.0
     for rank, (name, p) in enumerate(sorted(values.items(), key=lambda item: item[1])):
         highest = max(highest, min(1.0, p * (len(values) - rank)))
@@ -92,7 +92,7 @@ def holm(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _compare(given: Pairs, margin: float, level: float) -> tuple[Comparison, float]:
-    """The comparison, and the one-sided p-value of a loss within the margin."""
+    """Compute the comparison, and the one-sided p-value of a loss within the margin."""
     baseline, candidate, clusters = given
     clusters = _checked(given, margin, level)
     n, differences = len(baseline), [float(c) - float(b) for b, c in zip(baseline, candidate, strict=True)]
@@ -129,7 +129,7 @@ def _compare(given: Pairs, margin: float, level: float) -> tuple[Comparison, flo
 
 
 def _checked(given: Pairs, margin: float, level: float) -> Sequence[Hashable]:
-    """The clusters, if everything is in order."""
+    """Check the arguments of `compare` and return the clusters."""
     baseline, candidate, clusters = given
     n = len(baseline)
     if n == 0 or len(candidate) != n or (clusters is not None and len(clusters) != n):

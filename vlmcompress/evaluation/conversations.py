@@ -14,7 +14,7 @@ SCORING = "Exact match after case folding, collapsing spaces and dropping a fina
 
 
 class Documents(list):
-    """Rows with what lm-eval uses of `datasets.Dataset`; their images stay files."""
+    """Rows with the part of the interface of `datasets.Dataset` that lm-eval uses; their images stay files."""
 
     @property
     def features(self) -> dict[str, Any]:
@@ -32,8 +32,8 @@ class Conversations(ConfigurableTask):
     """A task whose prompts are the samples' turns as they are.
 
     Args:
-        samples: each has an answer.
-        ids: what the data calls them; None: it does not.
+        samples: the samples, each with an answer.
+        ids: their ids in the data; None where the data have none.
     """
 
     def __init__(self, name: str, samples: Sequence[Sample], ids: Sequence[str | None]):
@@ -70,5 +70,5 @@ class Conversations(ConfigurableTask):
         )
 
     def fewshot_context(self, doc: dict[str, Any], *_: Any, chat_template: Callable[..., str], **__: Any) -> str:
-        """The turns, with a system prompt and earlier answers if the data has them."""
+        """Render a sample's turns, with a system prompt and earlier answers if the data have them."""
         return chat_template(doc["turns"])

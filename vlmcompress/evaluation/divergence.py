@@ -1,6 +1,6 @@
-"""How far the first answer token's distribution moved: an early warning that shows in few samples.
+"""Divergence of the first answer token's distribution: an early warning that shows in few samples.
 
-Engines report the k most likely tokens. Tokens that both reports name are compared one by one, all others of the vocabulary
+Engines report the k most likely tokens. Tokens that both sides report are compared one by one, all others of the vocabulary
 as one. Merging outcomes can only lower a divergence (data processing inequality; Cover and Thomas, Elements of Information
 Theory, 2006, section 2.8), so the value is a lower bound of the true one, and close to it where k tokens hold nearly all
 probability.
@@ -20,7 +20,7 @@ FLOOR = 1e-9  # probability of "all other tokens" is known no better, from round
 
 
 def divergence(baseline: Sequence[First], candidate: Sequence[First]) -> tuple[Divergence | None, list[float | None]]:
-    """KL(baseline || candidate) in nats: its summary, and the value of each sample.
+    """Compute KL(baseline || candidate) in nats: its summary, and the value of each sample.
 
     A sample of which one side reports nothing has None; the summary is None if all are so.
     """
@@ -41,7 +41,7 @@ def divergence(baseline: Sequence[First], candidate: Sequence[First]) -> tuple[D
 
 
 def kl(baseline: Mapping[str, float], candidate: Mapping[str, float]) -> float:
-    """Lower bound of the divergence of `candidate` from `baseline`; see the module."""
+    """A lower bound of the divergence of `candidate` from `baseline`; see the module."""
     common = sorted(baseline.keys() & candidate.keys())
     p, q = ([math.exp(side[token]) for token in common] for side in (baseline, candidate))
     p, q = ([*side, max(1 - math.fsum(side), 0.0)] for side in (p, q))

@@ -1,4 +1,4 @@
-"""Gates: what a candidate must hold, as a YAML file, and how measured results are judged by it.
+"""Gates: rules in a YAML file that a candidate must keep, and the judging of results by them.
 
     about: Accuracy within a point, and smaller.
     suites:
@@ -41,7 +41,7 @@ class _Strict(BaseModel):
 
 
 class SuiteRules(_Strict):
-    """What a suite must hold; see the module. Families that a list or `all` names have `family_margin`, else `margin`."""
+    """Rules of a suite; see the module. Families named by a list or `all` have `family_margin`, if given, else `margin`."""
 
     margin: Share = 0.01
     families: Literal["all"] | list[str] | dict[str, Share] = []
@@ -52,7 +52,7 @@ class SuiteRules(_Strict):
 
 
 class SpeedRule(_Strict):
-    """`metric` of a benchmark must be `at_least` so many times as good as the baseline's."""
+    """A rule of speed: a benchmark's `metric` must be `at_least` this many times as good as the baseline's."""
 
     metric: str
     mode: Literal["serve", "offline"] = "serve"
@@ -61,7 +61,7 @@ class SpeedRule(_Strict):
 
 
 class GateFile(_Strict):
-    """A gate as it's written; `name` is that of its file."""
+    """A gate as its file has it; `name` is the name of the file."""
 
     name: str = ""
     about: str = ""
@@ -88,7 +88,7 @@ def judge(results: Results, gate: GateFile) -> Gate:
 
 
 def chosen(file: str | Path | None, max_drop: float | None) -> GateFile | None:
-    """The gate that the command line asks for: a file or bundled gate, or a drop that is allowed; None for neither."""
+    """Make the gate that the command line asks for: a file or bundled gate, or an allowed drop; None for neither."""
     if file is not None and max_drop is not None:
         raise UserError("--gate and --max-drop exclude each other; write the margin into the gate file")
     if max_drop is None:
@@ -99,17 +99,17 @@ def chosen(file: str | Path | None, max_drop: float | None) -> GateFile | None:
 
 
 def margins(gate: GateFile | None) -> dict[str, float]:
-    """Suite -> margin; that of all other suites is under ""."""
+    """Map suites to their margins; "" stands for all other suites."""
     return {"" if name == ANY else name: asked.margin for name, asked in gate.suites.items()} if gate else {}
 
 
 def names() -> list[str]:
-    """The bundled gates."""
+    """Names of the bundled gates."""
     return sorted(_bundled())
 
 
 def about(name: str) -> str:
-    """What a bundled gate says of itself."""
+    """Description of a bundled gate from its own file."""
     return load(name).about
 
 
@@ -134,7 +134,7 @@ def load(name: str | Path) -> GateFile:
 
 
 def _bundled() -> dict[str, Path]:
-    """Gates are in the package when installed, beside it in a checkout."""
+    """Files of the bundled gates: in the package when installed, beside it in a checkout."""
     package = Path(vlmcompress.__file__).parent
     folders = (package / "gates", package.parent / "eval" / "gates")
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
@@ -156,12 +156,12 @@ def _problem(error: ValidationError) -> str:
 
 
 def _missing(name: str, reason: str, limit: str = "") -> Rule:
-    """A rule that nothing was measured for."""
+    """Judge a rule inconclusive, as its measurement is missing."""
     return Rule(name=name, verdict="inconclusive", value="not measured", limit=limit, reason=reason)
 
 
 def _accuracy(results: Results, suite: Suite, asked: SuiteRules) -> list[Rule]:
-    """The rules of one suite: accuracy, its families, and what else the gate asks for."""
+    """Judge the rules of one suite: accuracy, its families, and counts of samples and answers."""
     from vlmcompress.evaluation.compare import compare, pairs  # needs numpy, which `list` must not load
 
     samples = [sample for sample in results.samples if sample.suite == suite.name]
@@ -189,7 +189,7 @@ def _accuracy(results: Results, suite: Suite, asked: SuiteRules) -> list[Rule]:
 
 
 def _speed(results: Results, asked: SpeedRule) -> Rule:
-    """The rule of one benchmark metric."""
+    """Judge the rule of one benchmark metric."""
     name, limit = f"speed: {asked.metric}, {asked.mode} {asked.state}", f"at least {times(asked.at_least)}"
     metrics = results.bench.summary.get(asked.mode, {}).get(asked.state, {}) if results.bench else {}
     if not metrics:
@@ -206,7 +206,7 @@ def _speed(results: Results, asked: SpeedRule) -> Rule:
 
 
 def _size(results: Results, most: float) -> Rule:
-    """The rule of the size of the weights."""
+    """Judge the rule of the weights' size."""
     limit = f"at most {times(most)}"
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     if not before or not after:
@@ -227,7 +227,7 @@ def _families(suite: str, samples: list[Scored], margins: Mapping[str, float]) -
 
 
 def _margins(samples: list[Scored], asked: SuiteRules) -> dict[str, float]:
-    """Family -> margin, for the families that the gate asks for."""
+    """Map the families that the gate asks for to their margins."""
     if isinstance(asked.families, dict):
         return asked.families
     chosen = sorted({s.family for s in samples}) if asked.families == "all" else asked.families
@@ -235,7 +235,7 @@ def _margins(samples: list[Scored], asked: SuiteRules) -> dict[str, float]:
 
 
 def _drop(suite: str, family: str | None, found: Comparison) -> Rule:
-    """The rule of a suite's accuracy, or of one of its families."""
+    """Judge the accuracy of a suite, or of one of its families."""
     value = f"{points(found.difference)} points ({points(found.low)} to {points(found.high)})"
     reason = ""
     if found.verdict == "inconclusive":

@@ -1,4 +1,4 @@
-"""Answers on disk as they come, so that a killed run continues where it was.
+"""A journal keeps answers on disk as they come, so that a killed run can go on.
 
 An append-only file of JSON lines, each synced before the next. A line's key is a SHA-256 of everything that decides the
 answer: the checkpoint's files, the engine, the messages with their images' contents, and the limits. Stop strings are
@@ -34,14 +34,14 @@ MODEL_FILES = (
 
 @dataclass(frozen=True)
 class Identity:
-    """A checkpoint in an engine: what an answer belongs to."""
+    """The checkpoint and the engine that an answer belongs to."""
 
     model: str
     engine: str
 
 
 def identify(model: str | Path, engine: str) -> Identity:
-    """The identity of a checkpoint folder is that of its files' names, sizes and times; of a served model, its name."""
+    """Identify a checkpoint folder by its files' names, sizes and times, and a served model by its name."""
     folder = Path(model)
     if not folder.is_dir():
         return Identity(str(model), engine)
@@ -51,7 +51,7 @@ def identify(model: str | Path, engine: str) -> Identity:
 
 
 def key(identity: Identity, request: Request, settings: Settings) -> str:
-    """What an answer is filed under. Images are named by content (`lm.write_image`), so their folder is left out."""
+    """The key that an answer is filed under. Images are named by content (`lm.write_image`), so their folder is left out."""
     limits = {name: getattr(settings, name) for name in SETTINGS}
     limits["max_tokens"] = settings.max_tokens if request.max_tokens is None else request.max_tokens
     what = [asdict(identity), without_folders(request.messages), limits]
@@ -59,7 +59,7 @@ def key(identity: Identity, request: Request, settings: Settings) -> str:
 
 
 def without_folders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with `file:` addresses of images cut to the file's name, which is a hash of its content."""
+    """Cut the `file:` addresses of images in messages to the file's name, which is a hash of its content."""
     return json.loads(json.dumps(messages), object_hook=_without_folder)
 
 
@@ -81,7 +81,7 @@ class Journal:
         return len(self._entries)
 
     def answered(self, keys: Mapping[str, str]) -> dict[str, Answer]:
-        """Those answers that are known, by id. `keys`: id -> key."""
+        """Look up answers: id -> answer, for those of `keys` (id -> key) that are in the journal."""
         known = {identity: self._entries[key] for identity, key in keys.items() if key in self._entries}
         return {identity: Answer(**entry | {"id": identity}) for identity, entry in known.items()}
 
@@ -89,7 +89,7 @@ class Journal:
         self.write(key, asdict(answer))
 
     def read(self, key: str) -> Any:
-        """What was last written under a key; None: nothing."""
+        """The last entry that was written under a key; None if there is none."""
         return self._entries.get(key)
 
     def write(self, key: str, entry: Any) -> None:

@@ -1,4 +1,4 @@
-"""An engine of ours as a model of lm-eval.
+"""Present one of our engines to lm-eval as a model.
 
 lm-eval builds prompts and scores answers; this hands its requests to an engine as chat messages. Three of its habits are
 changed on purpose: the chat template is applied by the engine (here a "rendered" prompt is the list of messages as JSON),
@@ -31,15 +31,15 @@ Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
 
 
 class EngineLM(LM):
-    """The model that lm-eval sees.
+    """A model of lm-eval that is answered by one of our engines.
 
     Args:
-        ask: answers requests greedily, keyed by id.
-        identify: the sample id of a request of lm-eval's.
+        ask: function that answers requests greedily, by id.
+        identify: function that gives the sample id of a request of lm-eval's.
         media: folder that images are written to, each once.
 
     Attributes:
-        requests, answers: all that was asked and said so far, by sample id; answers are cut at the task's stop strings.
+        requests, answers: all requests and answers so far, by sample id; answers are cut at the task's stop strings.
     """
 
     MULTIMODAL = True
@@ -55,13 +55,13 @@ class EngineLM(LM):
         return "vlmcompress"
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The messages as JSON, in which form `generate_until` gets them back."""
+        """Render messages as JSON, in which form `generate_until` gets them back."""
         if not add_generation_prompt:
             raise UserError("a task with gen_prefix can't be asked: chat engines start the answer; remove gen_prefix")
         return json.dumps(chat_history)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answers in the order of the requests; equal ids (lm-eval's `repeats`) are asked once."""
+        """Answer requests in their order; equal ids (lm-eval's `repeats`) are asked once."""
         ids = [self._identify(instance) for instance in requests]
         stops = {}
         for identity, instance in zip(ids, requests, strict=True):
@@ -80,7 +80,7 @@ class EngineLM(LM):
     def _request(
         self, identity: str, prompt: str, options: dict, media: dict | None = None
     ) -> tuple[list[str], Request]:
-        """The stop strings and the engine's request for one of lm-eval's."""
+        """Turn a request of lm-eval's into the engine's request and the task's stop strings."""
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(f"sample '{identity}': its task samples; set do_sample: false and temperature: 0.0")
         files = [write_image(image, self._media) for image in (media or {}).get("visual") or ()]
@@ -92,7 +92,7 @@ class EngineLM(LM):
 
 
 def place(turns: list[dict[str, Any]], files: Sequence[Path], name: str) -> list[dict[str, Any]]:
-    """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`.
+    """Make OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`.
 
     Without any such place the images come first in the last user turn.
 
@@ -126,7 +126,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cut(answer: Answer, stops: Sequence[str]) -> Answer:
-    """The answer up to the first stop string in it."""
+    """Cut an answer at the first stop string in it."""
     text = answer.text
     for stop in filter(None, stops):
         text = text.split(stop)[0]
@@ -134,7 +134,7 @@ def cut(answer: Answer, stops: Sequence[str]) -> Answer:
 
 
 def write_image(image: Image.Image, folder: Path) -> Path:
-    """The image as a PNG file in `folder`, named by its content."""
+    """Write an image as a PNG file in `folder`, named by its content."""
     encoded = png(image)
     file = folder / f"{hashlib.sha256(encoded).hexdigest()[:32]}.png"
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Data sets for lm-eval tasks from a local copy; nothing is downloaded.
+"""Load data sets for lm-eval tasks from a local copy; nothing is downloaded.
 
 A task's YAML names `load` as its `custom_dataset`, so stock lm-eval reads the same data as we do:
 
@@ -38,15 +38,15 @@ def load(
     pretrained: str | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """`{"test": Dataset}` of a task; images stay encoded until `images` is asked for them.
+    """Load a task's data as `{"test": Dataset}`; images stay encoded until `images` decodes them.
 
     Args:
-        name: of the folder in `$VLMCOMPRESS_DATA`.
+        name: name of the folder in `$VLMCOMPRESS_DATA`.
         source: where people get the data, for messages.
-        split: of several files, those whose name starts with this are read, if there are any.
+        split: name of the split: of several files only those whose name begins with it are read, if there are any.
         id, family: Jinja templates over a row's columns; they make the columns `id` and `family`.
         where: keep the rows whose columns have these values.
-        data: the copy itself; see the module.
+        data: path of the copy; see the module.
         pretrained: folder of the model that is evaluated.
 
     Raises:
@@ -68,7 +68,7 @@ def load(
 
 
 def images(doc: Mapping[str, Any]) -> LazyImages:
-    """The images of a row in the column `image` or `images`, decoded to RGB each time they are looked at."""
+    """The images in a row's column `image` or `images`, decoded to RGB each time they are looked at."""
     value = doc.get("images") if doc.get("images") is not None else doc.get("image")
     if isinstance(value, LazyImages):
         return value
@@ -77,7 +77,7 @@ def images(doc: Mapping[str, Any]) -> LazyImages:
 
 
 def encoded(value: Mapping[str, Any]) -> bytes | Path:
-    """The file of an image as `datasets` stores it."""
+    """The encoded bytes or path of an image as `datasets` stores it."""
     return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
 
@@ -102,7 +102,7 @@ def _hint(source: str) -> str:
 
 @functools.lru_cache(maxsize=2)
 def _read(location: str, split: str, changed: int) -> Any:
-    """The rows of a file or folder as a `datasets.Dataset` whose images are not decoded."""
+    """Read the rows of a file or folder as a `datasets.Dataset` whose images are not decoded."""
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -139,7 +139,7 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON lines file; `image` and `images` become lists, their paths absolute."""
+    """Read the rows of a JSON lines file; `image` and `images` become lists, their paths absolute."""
     rows = []
     for number, line in enumerate(json_files.read_text(file).split("\n"), 1):
         if not line.strip():
@@ -156,7 +156,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _as_image(feature: Any, datasets: Any) -> Any:
-    """A feature for encoded images, or lists of them, whatever they were stored as."""
+    """Make a feature for encoded images, or lists of them, whatever they were stored as."""
     if isinstance(feature, datasets.List | datasets.LargeList):
         return datasets.List(_as_image(feature.feature, datasets))
     return datasets.Image(decode=False)
@@ -169,7 +169,7 @@ def _need(columns: set[str], dataset: Any, path: Path) -> None:
 
 
 def _with_column(dataset: Any, column: str, template: str, path: Path) -> Any:
-    """The data with a column made from others."""
+    """Add a column that a Jinja template makes from others."""
     from jinja2 import Environment, UndefinedError, meta
     from lm_eval.utils import apply_template
 

@@ -1,4 +1,4 @@
-"""Is the candidate at most `margin` worse? Pass, fail, or how many samples would tell.
+"""Test whether the candidate is at most `margin` worse: pass, fail, or how many samples would tell.
 
 Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 asks of non-inferiority trials):
 
@@ -21,7 +21,7 @@ POWER = 0.8
 
 
 def verdict(score: Score, margin: float, level: float) -> Verdict:
-    """The verdict of the two tests."""
+    """The verdict of the two one-sided tests: pass, fail or inconclusive."""
     quantile, z = NORMAL.inv_cdf(0.5 + level / 2), score.z(-margin)
     return "pass" if z > quantile else "fail" if z < -quantile else "inconclusive"
 
@@ -32,10 +32,10 @@ def p_within(score: Score, margin: float) -> float:
 
 
 def detectable(score: Score, level: float, power: float = POWER) -> float:
-    """The smallest true drop that as many such samples would show (upper limit below 0) with probability `power`.
+    """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    Answers are taken to change both ways as often as seen and once more, as few changes tell little of their rate, and the
-    drop to come on top of that.
+    Answers are assumed to change in both directions as often as observed and once more, as few changes tell little of their
+    rate, and the drop to come on top of that.
     """
     alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
     both_ways = max(score.variance + score.mean**2 - abs(score.mean) * score.size, 0.0) + score.size**2 / score.n
@@ -53,9 +53,9 @@ def detectable(score: Score, level: float, power: float = POWER) -> float:
 
 
 def needed(score: Score, margin: float, level: float, effect: float, power: float = POWER) -> int | None:
-    """Samples with which the verdict falls with probability `power`, if the true difference is the one seen.
+    """Number of samples that reach a verdict with probability `power`, if the true difference is the observed one.
 
-    None if it is seen right at the margin, where no number of samples decides.
+    None if the observed difference is right at the margin, where no number of samples decides.
     """
     gap = score.mean + margin
     if abs(gap) < 1e-6:

@@ -1,4 +1,4 @@
-"""Samples that share an image aren't independent: what that does to the variance, and an exact test that allows for it.
+"""Statistics of paired samples that share images and so aren't independent: their variance, and an exact test.
 
 - **Design effect**: the variance of the mean difference with images as clusters, over that with independent samples. `score`
   divides the number of samples by it (Kish's effective sample size).
@@ -18,12 +18,12 @@ PRIOR = 6.0  # pairs of questions, see `design_effect`
 
 
 def design_effect(differences: Sequence[float], clusters: Iterable[Hashable]) -> float:
-    """Variance of the mean of `differences` with dependence inside clusters, over that without.
+    """Variance of the mean of `differences` with dependence inside clusters, divided by the variance without it.
 
-    It is 1 + rho (sum m^2 / n - 1) for clusters of m (Kish, Survey Sampling, 1965, section 8.2), rho being the correlation
-    of two differences in a cluster, kept between 0 and 1. As if PRIOR pairs of questions had been seen that changed
-    together: with few differing answers there's little to estimate rho from, and too small a value would pass candidates
-    that it must not. With dozens of them the prior no longer matters.
+    It is 1 + rho (sum m^2 / n - 1) for clusters of m (Kish, Survey Sampling, 1965, section 8.2), rho being the
+    correlation of two differences in a cluster, kept between 0 and 1. The estimate of rho takes in PRIOR pairs of
+    questions that changed together: with few differing answers there's little to estimate it from, and too small a
+    value would pass candidates that must not pass. With dozens of them the prior no longer matters.
     """
     d = np.asarray(differences, dtype=float)
     _, index, sizes = np.unique(_codes(clusters), return_inverse=True, return_counts=True)
@@ -48,7 +48,7 @@ def sums(differences: Sequence[float], clusters: Iterable[Hashable]) -> list[flo
 
 
 def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> float:
-    """`sign_flip_p` for sums that are not whole numbers, from random signs; never zero."""
+    """P-value of `sign_flip_p` for sums that are not whole numbers, from random signs; never zero."""
     magnitudes = np.abs(np.asarray([s for s in sums if abs(s) > 1e-12]))
     observed = abs(math.fsum(sums)) - 1e-9
     rng, extreme, step = np.random.default_rng(seed), 0, max(1, 2_000_000 // max(len(magnitudes), 1))
@@ -60,7 +60,7 @@ def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> 
 
 
 def sign_flip_p(sums: Iterable[int]) -> float:
-    """P(|S| >= |observed|) where S adds up |sums| with fair random signs; exact."""
+    """The exact p-value P(|S| >= |observed|), where S adds up |sums| with fair random signs."""
     signed = [s for s in sums if s]
     magnitudes, observed = [abs(s) for s in signed], abs(sum(signed))
     ways = {0: 1}  # value of the sum so far -> number of sign choices

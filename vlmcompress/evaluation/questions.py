@@ -1,4 +1,4 @@
-"""Which samples of a suite are asked, and their images as files."""
+"""Choose the samples of a suite that are asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WITHOUT_FAMILY = "other"
 
 
 def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[Sample]:
-    """At most `limit` samples: families in proportion (largest remainders), inside a family by a hash of the id."""
+    """Choose at most `limit` samples: families in proportion (largest remainders), in a family by a hash of the id."""
     if limit is None or limit >= len(samples):
         return list(samples)
     if limit < 1:

@@ -1,4 +1,4 @@
-"""The score statistic of a mean paired difference, and the interval it gives. Right/wrong and graded scores alike.
+"""The score statistic of a mean paired difference and its confidence interval, for right/wrong and graded scores alike.
 
 Differences d of n pairs lie in [-1, 1]. For a hypothetical mean D:
 
@@ -13,7 +13,7 @@ Differences d of n pairs lie in [-1, 1]. For a hypothetical mean D:
 - **Interval**: all D with |z(D)| below the normal quantile.
 
 A bootstrap has no width when no answer differs, and too little when few do: with 100 questions its chance to pass a
-candidate that loses exactly the margin was found to be 20 to 50%. `scripts/simulate_statistics.py` shows it.
+candidate that loses exactly the margin was found to be 20 to 50%. `scripts/measure/simulate_statistics.py` shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from statistics import NormalDist
 import numpy as np
 
 NORMAL = NormalDist()
-_STEPS = 50  # of bisection: limits are exact to about 1e-14
+_STEPS = 50  # steps of bisection: limits are exact to about 1e-14
 
 
 class Score:
@@ -33,9 +33,9 @@ class Score:
 
     Attributes:
         n: effective number of pairs, the count divided by the design effect.
-        mean, variance: of the differences as observed.
+        mean, variance: mean and variance of the observed differences.
         size: typical size of a difference that is not zero, E d^2 / E |d|; 1 if all are zero.
-        whole: all differences are -1, 0 or 1.
+        whole: whether all differences are -1, 0 or 1.
     """
 
     def __init__(self, differences: Sequence[float], effect: float = 1.0, corrected: bool = True) -> None:
@@ -55,7 +55,7 @@ class Score:
         gap = self._values - mean
         down = mean < self.mean  # the data is tilted down towards `mean`, or up
         end, sign = (-1.0, 1.0) if down else (1.0, -1.0)
-        limit = 1 / abs(end - mean)  # of the tilt: here the weight of `end` may be positive though it was not seen
+        limit = 1 / abs(end - mean)  # largest tilt; the weight of `end` may be positive there though it was not seen
         low, high = 0.0, limit
         for _ in range(_STEPS):
             tilt = (low + high) / 2
@@ -67,7 +67,7 @@ class Score:
         return float(weights @ gap**2) + rest * away**2, float(weights @ gap**3) + rest * away**3
 
     def z(self, mean: float) -> float:
-        """How far the data is above `mean`, as a standard normal deviate under the hypothesis that it's the true one."""
+        """Distance of the data above `mean`, as a standard normal deviate under the hypothesis that `mean` is the true one."""
         gap = self.mean - mean
         gap = math.copysign(max(abs(gap) - self.continuity / self.n, 0.0), gap)
         if gap == 0:

@@ -1,4 +1,4 @@
-"""Rules by which answers are scored, each as its source states it. Scores are in 0 to 1; None: no answer in the text."""
+"""Rules that score answers, each as its source states it. Scores are in 0 to 1; None: no answer in the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 def normalise(text: str) -> str:
-    """What is compared: case-folded, spaces collapsed, one final full stop dropped."""
+    """Normalize a text for comparison: case-folded, spaces collapsed, one final full stop dropped."""
     return " ".join(text.casefold().split()).removesuffix(".").rstrip()
 
 
@@ -61,7 +61,7 @@ def levenshtein(a: str, b: str) -> int:
 
 
 def yes_or_no(answer: str) -> str | None:
-    """`no` if the first sentence has the word no or not, else `yes` if it has yes.
+    """Read yes or no: `no` if the first sentence has the word no or not, else `yes` if it has yes.
 
     POPE's `evaluate.py` (Li et al. 2023, arXiv 2305.10355) takes everything without no or not for a yes; a text that has
     neither word counts here as no answer.
@@ -84,7 +84,7 @@ def final_number(answer: str) -> float | None:
 
 
 def box(answer: str, scale: float = 1.0) -> tuple[float, float, float, float] | None:
-    """The last four numbers in a row of the text as (left, top, right, bottom), divided by `scale`."""
+    """Read a box: the last four numbers in a row of the text as (left, top, right, bottom), divided by `scale`."""
     number, between = r"-?(?:\d+\.?\d*|\.\d+)", r"[\s,;()\[\]<>]+"
     found = re.findall(rf"(?<![\w.])({number}){between}({number}){between}({number}){between}({number})", answer)
     if not found:

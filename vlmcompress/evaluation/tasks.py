@@ -30,7 +30,7 @@ YAML = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample is: the row `index` of its task's chosen documents."""
+    """The place of a sample: row `index` of its task's chosen documents."""
 
     id: str
     family: str
@@ -40,15 +40,15 @@ class Place:
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite that is ready to be asked.
+    """A suite whose tasks and data are loaded and whose samples are chosen.
 
     Attributes:
-        name: of the bundled suite, of the YAML file without its suffix, or of the data file.
+        name: name of the bundled suite, of the YAML file without its suffix, or of the data file.
         source: where its data came from, for people.
-        metric: name of the score, or "score" if the tasks have several; `scoring` says in a sentence how it is given.
-        max_tokens: most tokens of an answer.
-        available: samples there were before the choice.
-        derived_ids: some samples had no id in the data and got a hash of their content.
+        metric: name of the score, or "score" if the tasks have several; `scoring`: in a sentence, how it is given.
+        max_tokens: the most tokens of an answer.
+        available: number of samples before the choice.
+        derived_ids: whether some samples had no id in the data and got a hash of their content.
         tasks: name -> lm-eval task, which has the chosen documents only.
         places: the chosen samples, in the order in which they are asked.
     """
@@ -68,7 +68,7 @@ class LoadedSuite:
         return len(self.places)
 
     def pictures(self, identity: str) -> list[bytes]:
-        """The images of a sample as PNG."""
+        """Encode the images of a sample as PNG."""
         place = next(place for place in self.places if place.id == identity)
         task = self.tasks[place.task]
         return [questions.png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
@@ -90,7 +90,7 @@ def load_suite(
             or the world's test split if there is no data either.
         data: local copy of a named suite's data; see `local_data`.
         candidate, baseline: checkpoints; the data bundled with a demo model is found beside them.
-        limit: take so many, from all families in proportion, always the same ones for a seed.
+        limit: number of samples to choose, from all families in proportion, always the same ones for a seed.
 
     Raises:
         UserError: no such suite or data, no samples, ids that repeat, images that are missing.
@@ -134,14 +134,14 @@ def quiet() -> Iterator[None]:
 
 def _manager(metadata: Mapping[str, Any], more: Sequence[Path] = ()) -> Any:
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("suites need lm-eval; pip install 'vlmcompress[eval]'")
+        raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=[*catalogue.folders(), *more], include_defaults=False, metadata=dict(metadata))
 
 
 def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The tasks of a bundled suite or of a YAML file."""
+    """Load the tasks of a bundled suite or of a YAML file."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -177,7 +177,7 @@ def _configured_source(tasks: Mapping[str, Any]) -> str:
 
 
 def _custom(path: Path) -> Any:
-    """Plain data as a task; each row is one conversation."""
+    """Make a task of plain data; each row is one conversation."""
     from vlmcompress.evaluation.conversations import Conversations
 
     path = hub.local(path, "dataset", splits=hub.TEST)
@@ -220,7 +220,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
 
 
 def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
-    """Id, family, and whether the id was made from the content, of each document of a task."""
+    """List id, family, and whether the id was made from the content, for each document of a task."""
     if task.OUTPUT_TYPE != "generate_until":
         raise UserError(f"task {name} has output_type {task.OUTPUT_TYPE}; only generate_until works with images")
     documents = task.eval_docs
@@ -245,7 +245,7 @@ def _content_id(task: Any, document: Mapping[str, Any]) -> str:
 
 
 def _unique(ids: Sequence[tuple[str, str]]) -> list[str]:
-    """One id a sample: as the data has it, or led by its task where another task has the same."""
+    """Make ids unique: an id stays as the data have it, or begins with its task's name if another task has the same."""
     if repeated := [pair for pair, count in Counter(ids).items() if count > 1]:
         task, identity = repeated[0]
         raise UserError(f"task {task}: {len(repeated)} ids repeat, e.g. '{identity}'; give every sample its own id")
@@ -254,7 +254,7 @@ def _unique(ids: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _restrict(task: Any, indices: Sequence[int]) -> Any:
-    """Leave a task these documents, already processed."""
+    """Reduce a task to some of its documents, already processed."""
     documents = task.eval_docs.select(indices)
     task.dataset = {task.config.test_split or task.config.validation_split: documents}
     task.config.process_docs = None
@@ -262,7 +262,7 @@ def _restrict(task: Any, indices: Sequence[int]) -> Any:
 
 
 def metric(task: Any) -> str:
-    """The metric that samples are compared by: the first of the task's."""
+    """The metric by which samples are compared: the first of the task's metrics."""
     return next(iter(task.aggregation()))
 
 

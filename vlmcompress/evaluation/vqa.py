@@ -1,4 +1,4 @@
-"""VQA accuracy: what share of ten people an answer agrees with.
+"""VQA accuracy: agreement of an answer with those of ten people.
 
 Antol et al. 2015 (arXiv 1505.00468), with the text processing of the official evaluation (GT-Vision-Lab/VQA, `vqaEval.py`)
 as TextVQA's evaluator has it (Singh et al. 2019, arXiv 1904.08920; pythia's `EvalAIAnswerProcessor`).
@@ -29,14 +29,14 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def accuracy(answer: str, people: Sequence[str]) -> float:
-    """Mean, over leaving out each person, of min(1, how many of the others gave this answer / 3)."""
+    """VQA accuracy: the mean, over leaving out each person, of min(1, number of others who gave this answer / 3)."""
     text, others = process(answer), [process(person) for person in people]
     same = others.count(text)
     return sum(min(1.0, (same - (other == text)) / 3) for other in others) / len(others)
 
 
 def process(text: str) -> str:
-    """An answer as it is compared: lower case, without punctuation and articles, numbers as digits."""
+    """Normalize an answer for comparison: lower case, without punctuation and articles, numbers as digits."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
     text = text.replace("\n", " ").replace("\t", " ").strip()
     stripped = text

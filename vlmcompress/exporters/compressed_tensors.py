@@ -57,7 +57,7 @@ def storage(scheme: Scheme) -> str:
 
 
 def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Local names and shapes of what is stored for a layer of `rows` outputs and `columns` inputs.
+    """Local names and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
 
     Raises:
         ValueError: the group size does not divide, or zero points do not fill whole words (engines cannot fuse those).
@@ -84,10 +84,10 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
 
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """Local names, types and shapes of what is stored for a layer of `rows` outputs and `columns` inputs.
+    """Local names, types and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
 
     Args:
-        dtype: safetensors' name of the type of scales, which keep the type that they were made in.
+        dtype: safetensors' name of the dtype of scales.
 
     Raises:
         ValueError: as `shapes`.
@@ -101,13 +101,13 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 
 
 def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of what `tensors` returns, without computing it."""
+    """Local names, types and shapes of the tensors that `tensors` returns, without computing them."""
     rows, columns = qt.q.shape
     return specs(scheme, rows, columns, Spec.of(qt.scale).dtype)
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """What is stored for one linear layer.
+    """Make the tensors that are stored for one linear layer.
 
     Args:
         qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
@@ -135,7 +135,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
 
 
 def dequantized(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-    """The float32 weights `[out, in]` that an engine computes with, from what `tensors` made."""
+    """The float32 weights `[out, in]` that an engine computes with, from the stored tensors."""
     if storage(scheme) != "pack-quantized":
         return dequantize(stored["weight"], stored["weight_scale"], None, scheme.weights)
     bits, scale = scheme.weights.bits, stored["weight_scale"]
@@ -208,7 +208,7 @@ def _activation_args(fmt: ActFormat | None) -> dict | None:
 
 
 def scheme_of(group: Mapping) -> Scheme:
-    """The scheme of a config group: the inverse of what `quantization_config` writes."""
+    """Read the scheme of a config group that `quantization_config` wrote."""
     weights, activations = group["weights"], group["input_activations"]
     group_size = {"channel": -1, "tensor": 0}.get(weights["strategy"])
     fmt = Format(

@@ -1,4 +1,4 @@
-"""Model families as data (`ModelSpec`, one file each) and what is done with them: read, load, find layers, map names.
+"""Model families as data (`ModelSpec`, one file each), and their checkpoints: read, load, find layers, map names.
 
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """

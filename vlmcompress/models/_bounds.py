@@ -1,4 +1,4 @@
-"""What sizes a config.json or a processor's files may claim. Looked at before anything of these sizes is built.
+"""Bounds of the sizes in a config.json or a processor's files, checked before anything of these sizes is built.
 
 A config is a few bytes that ask for modules, tables and images; one that asks for a million million layers keeps a machine busy
 for days. The bounds are several times what the largest models have.
@@ -16,7 +16,7 @@ from vlmcompress.errors import UserError
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ANY = 10**11
-"""Of an integer that is none of those below."""
+"""The largest value of an integer whose key has no bound of its own."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
 _BOUNDS: dict[int, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ _BOUNDS: dict[int, tuple[str, ...]] = {
     1 << 28: ("max_position_embeddings", "shortest_edge", "longest_edge", "min_pixels", "max_pixels", "sliding_window"),
 }
 LARGEST = {key: bound for bound, keys in _BOUNDS.items() for key in keys}
-"""Key -> the largest number that may stand there, or in a list or mapping there."""
+"""Key -> the largest number in its value, which may be a number, a list or a mapping."""
 
 
 def check_sizes(content: Mapping[str, Any], file: Path) -> None:
@@ -72,8 +72,8 @@ def check_total(asked: int, headers: Iterable[Mapping[str, Any]], quantized: boo
     """Refuse a model of `asked` weights where the tensors in the files cannot be as many, by far.
 
     Args:
-        headers: a `{"dtype", "shape"}` of each tensor.
-        quantized: several weights may share a stored number: 16 of 2 bits one of 32.
+        headers: `{"dtype", "shape"}` of each tensor.
+        quantized: whether several weights may share a stored number, as 16 weights of 2 bits share one of 32.
     """
     stored = sum(math.prod(entry["shape"]) for entry in headers)
     if asked > stored * (16 if quantized else 2):
@@ -97,7 +97,7 @@ def check_processor(folder: Path) -> None:
 
 
 def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, int | float]]:
-    """Dotted path, key and value of every number; those in a list or under a name of a side go by the key around them."""
+    """Yield dotted path, key and value of every number; one in a list or under `height` and the like has the key above."""
     if isinstance(value, Mapping):
         for inner, item in value.items():
             own = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key

@@ -1,7 +1,7 @@
-"""Which part of an image each of its visual tokens shows, computed from the image's size alone.
+"""Layouts: the part of an image that each of its visual tokens shows, computed from the image's size alone.
 
-The functions at the end are what `ModelSpec.layout` is: one for each way of cutting an image up. They compute what the
-family's processor and model in transformers do, without opening an image.
+The functions at the end are the values of `ModelSpec.layout`, one for each way of cutting an image up. They repeat the
+arithmetic of the family's processor and model in transformers, without opening an image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vlmcompress.errors import UserError
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, in pixels of the original image; outside of it where padding is shown."""
+"""A box: left, top, right and bottom, in pixels of the original image; outside of it where padding is shown."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Visual tokens, newlines among them."""
+        """Number of visual tokens of the piece, newlines included."""
         return self.rows * self.columns + {"": 0, "end": 1, "rows": self.rows}[self.newlines]
 
     def cells(self) -> Iterator[Box | None]:
-        """What each token shows; None for a newline."""
+        """The box that each token shows; None for a newline."""
         left, top, right, bottom = self.box
         wide, high = (right - left) / max(self.columns, 1), (bottom - top) / max(self.rows, 1)
         for row in range(self.rows):
@@ -57,15 +57,15 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Visual tokens of the image."""
+        """Number of visual tokens of the image."""
         return sum(piece.tokens for piece in self.pieces)
 
     def cells(self) -> list[Box | None]:
-        """What each token shows; None for one that shows nothing."""
+        """The box that each token shows; None for one that shows nothing."""
         return [cell for piece in self.pieces for cell in piece.cells()]
 
     def grids(self) -> list[tuple[tuple[int, int, int], list[int]]]:
-        """Of each piece the grid `(1, rows, columns)` and the numbers of its tokens among the image's; newlines are in none."""
+        """The grid `(1, rows, columns)` of each piece and the indices of its tokens among the image's, without newlines."""
         found, start = [], 0
         for piece in self.pieces:
             index = [start + number for number, cell in enumerate(piece.cells()) if cell is not None]
@@ -76,11 +76,11 @@ class Layout:
 
 
 Cut = Callable[[Any, int, int, int], Layout]
-"""`(processor, width, height, images)`: the layout of an image of that size in a prompt with so many images."""
+"""A function of `(processor, width, height, images)`: the layout of an image of that size among so many in a prompt."""
 
 
 def square(processor: Any, width: int, height: int, images: int) -> Layout:
-    """LLaVA-1.5: resized and cropped to one size."""
+    """Layout of LLaVA-1.5: the image resized and cropped to one size."""
     if processor.num_additional_image_tokens != (processor.vision_feature_select_strategy == "default"):
         raise UserError("a LLaVA that keeps the CLS token is not supported; use one whose features are patches alone")
     images_of = processor.image_processor
@@ -103,7 +103,7 @@ def square(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def anyres(processor: Any, width: int, height: int, images: int) -> Layout:
-    """LLaVA-NeXT and OneVision: the whole image, then tiles of it put together, without the padding, row by row."""
+    """Layout of LLaVA-NeXT and OneVision: the whole image, then its tiles put together, without padding, row by row."""
     from transformers.image_processing_utils import select_best_resolution
 
     whole = (0.0, 0.0, float(width), float(height))
@@ -133,7 +133,7 @@ def anyres(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def native(processor: Any, width: int, height: int, images: int) -> Layout:
-    """The Qwen family: one grid in the image's own shape."""
+    """Layout of the Qwen family: one grid in the image's own shape."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     images_of = processor.image_processor
@@ -144,13 +144,13 @@ def native(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def pooled(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Gemma 3: resized to a square whatever its shape (its pan and scan is off unless a call asks for it)."""
+    """Layout of Gemma 3: the image resized to a square whatever its shape (pan and scan is off unless a call asks for it)."""
     n = math.isqrt(processor.image_seq_length)
     return Layout((Piece(n, n, (0.0, 0.0, float(width), float(height))),))
 
 
 def tiled(processor: Any, width: int, height: int, images: int) -> Layout:
-    """InternVL: tiles in the best fitting arrangement, then the whole image."""
+    """Layout of InternVL: tiles in the best fitting arrangement, then the whole image."""
     from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
     images_of = processor.image_processor
@@ -160,7 +160,7 @@ def tiled(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def split(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Idefics3 and SmolVLM: scaled up to whole tiles, then the whole image."""
+    """Layout of Idefics3 and SmolVLM: tiles of the image scaled up to whole ones, then the whole image."""
     from transformers.models.idefics3 import image_processing_idefics3
 
     source: Any = image_processing_idefics3
@@ -182,7 +182,7 @@ def split(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def adaptive(processor: Any, width: int, height: int, images: int) -> Layout:
-    """LFM2-VL: one grid in the image's own shape, behind tiles of it where it is large."""
+    """Layout of LFM2-VL: one grid in the image's own shape, behind tiles of it where it is large."""
     images_of = processor.image_processor
     unit, factor = images_of.encoder_patch_size, images_of.downsample_factor
     limits = {"max_image_tokens": images_of.max_image_tokens, "encoder_patch_size": unit, "downsample_factor": factor}
@@ -205,7 +205,7 @@ def adaptive(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def _tiles(n: int, across: int, down: int, width: int, height: int) -> Layout:
-    """`across x down` tiles of `n x n` tokens that fill the image, row by row, then the whole of it as one more."""
+    """Make pieces: `across x down` tiles of `n x n` tokens that fill the image, row by row, then one of the whole image."""
     whole = Piece(n, n, (0.0, 0.0, float(width), float(height)))
     if across * down == 1:
         return Layout((whole,))
@@ -216,7 +216,7 @@ def _tiles(n: int, across: int, down: int, width: int, height: int) -> Layout:
 
 
 def _cut(box: Box, size: tuple[float, float], start: tuple[float, float], part: dict) -> Box:
-    """The box of a part of what `box` shows, drawn `size` (width, height) large; `start` (x, y) in the same unit."""
+    """The box of a part of `box` when `box` is drawn `size` (width, height) large; the part starts at `start` (x, y)."""
     x, y = (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]
     left, top = box[0] + start[0] * x, box[1] + start[1] * y
     return left, top, left + part["width"] * x, top + part["height"] * y

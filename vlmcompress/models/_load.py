@@ -1,4 +1,4 @@
-"""From a model folder to a skeleton (shapes only) or to the loaded model with its processor."""
+"""Load from a model folder either a skeleton (shapes only) or the model with its processor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VLM:
 
 
 def all_specs() -> list[ModelSpec]:
-    """The specs of all families, by name."""
+    """The specs of all families, sorted by name."""
     return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
 
 
@@ -65,7 +65,7 @@ def refuse_quantized(config: dict) -> None:
 
 
 def skeleton(path: str | Path, weights: bool = True) -> PreTrainedModel:
-    """The model of `path` on the meta device: names and shapes, no weights read.
+    """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
         weights: False: the folder need not have any.
@@ -146,7 +146,7 @@ def quiet() -> Iterator[None]:
 
 
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
+    """Load the processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
     check_processor(Path(path))
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)

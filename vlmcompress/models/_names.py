@@ -19,7 +19,7 @@ from vlmcompress.models._spec import ModelSpec
 
 
 def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
-    """Memory name of each parameter and buffer -> its name in the checkpoint.
+    """Map the memory name of each parameter and buffer to its name in the checkpoint.
 
     Args:
         model: the model, or its skeleton.
@@ -48,7 +48,7 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
 
 
 def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
-    """Name of each checkpoint tensor -> its memory name, whether or not the model has such a tensor.
+    """Map the name of each checkpoint tensor to its memory name, whether or not the model has such a tensor.
 
     Tensors of quantized layers (`...down_proj.weight_packed`, `...weight_scale`) go where the layer's `weight` goes.
     """
@@ -74,7 +74,7 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Memory name of each tied parameter -> the parameter it shares, e.g. `lm_head.weight` -> the embedding."""
+    """Map the memory name of each tied parameter to the parameter it shares, e.g. `lm_head.weight` to the embedding."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 

@@ -1,4 +1,4 @@
-"""Look at a model folder without reading a weight: its config, and that its safetensors files are whole."""
+"""Read a model folder's config and the headers of its safetensors files, and check that these are whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def read_json(path: Path, what: str) -> dict:
-    """The JSON object in `path`. `what` names the file in the message."""
+    """Read the JSON object in `path`. `what` names the file in the message."""
     try:
         content = json_files.read(path)
     except (OSError, ValueError) as error:
@@ -25,10 +25,10 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def read_config(path: str | Path, weights: bool = True) -> dict:
-    """config.json of the model in `path`, after checking that the folder holds whole safetensors files.
+    """Read config.json of the model in `path`, after checking that the folder holds whole safetensors files.
 
     Args:
-        weights: False: they may be missing.
+        weights: False: weight files may be missing.
     """
     path = Path(path)
     if not path.exists():
@@ -76,7 +76,7 @@ def shards(path: str | Path) -> list[Path]:
 
 
 def tensor_headers(path: str | Path) -> dict[str, dict]:
-    """Tensor name -> `{"dtype", "shape", "file"}` of every tensor, from the headers alone.
+    """Map the name of every tensor to `{"dtype", "shape", "file"}`, from the headers alone.
 
     Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
     """

@@ -33,9 +33,9 @@ def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
 
 
 def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
-    """The linear groups of the vision tower's blocks that an engine can run quantized.
+    """The linear groups of the vision tower's blocks, as far as an engine can run them quantized.
 
-    Patch embedding, merger and projector are none of them, nor is a layer that no template names.
+    Patch embedding, merger and projector are not among them, nor is a layer that no template names.
     """
     return [
         group
@@ -94,9 +94,9 @@ def _linears(model: nn.Module, block: str) -> dict[str, nn.Linear]:
 
 
 def _fits(op: nn.Module, linears: list[nn.Linear]) -> bool:
-    """Whether each output channel of `op` is one input channel of `linears`.
+    """Whether each output channel of `op` is one input channel of `linears`, so that `op` can take a scale in.
 
-    Not so for v_proj -> o_proj with grouped-query attention, where a value head feeds several query heads.
+    It is not for v_proj and o_proj with grouped-query attention, where a value head feeds several query heads.
     """
     weight = getattr(op, "weight", None)
     return weight is not None and all(weight.shape[0] == linear.in_features for linear in linears)

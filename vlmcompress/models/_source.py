@@ -20,12 +20,12 @@ from vlmcompress.models._spec import Group, ModelSpec
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of a checkpoint before a weight is read. Make one with `Source.of`, once, and hand it on.
+    """A checkpoint before a weight is read. Make one with `Source.of`, once, and hand it on.
 
     Attributes:
-        path: its folder.
-        config: its config.json.
-        spec: its family.
+        path: the checkpoint's folder.
+        config: the content of config.json.
+        spec: the model's family.
         skeleton: the model on the meta device, shapes only.
         stored: tensor name on disk -> type and shape.
         names: memory name of a parameter -> its name on disk.
@@ -40,7 +40,7 @@ class Source:
 
     @staticmethod
     def of(path: Path) -> Source:
-        """The checkpoint in a folder. Raises `UserError` for one that is unusable, damaged or of an unknown family."""
+        """Open the checkpoint in a folder. Raises `UserError` for one that is unusable, damaged or of an unknown family."""
         config = read_config(path)
         spec = spec_for(config)
         model, headers = skeleton(path), tensor_headers(path)
@@ -69,7 +69,7 @@ class Source:
 
     @property
     def vlm(self) -> VLM:
-        """The model without weights and processor, for what looks at modules and shapes alone."""
+        """The model as a `VLM` without weights and processor, for code that needs modules and shapes alone."""
         return VLM(self.skeleton, None, self.spec, self.path)
 
     def shapes(self, group: Group) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the project knows about one model family, as data.
+"""The spec of a model family: everything that the project knows about it, as data.
 
 All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from
 transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`. What vLLM makes of a name on disk
@@ -56,26 +56,26 @@ class ModelSpec:
     Attributes:
         family: name, equal to the file's recipe name.
         model_types: `model_type` values of config.json.
-        layers: the list of decoder blocks.
+        layers: path of the list of decoder blocks.
         groups: linear groups of one decoder block.
-        vision: roots of the vision tower; `projector`: modules between the tower and the LLM.
-        vision_layers: the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM cannot run
-            the tower quantized.
+        vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
+        vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
+            cannot run the tower quantized.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
-        layout: which part of an image of some size each visual token shows.
+        layout: function that computes which part of an image, of some size, each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
             `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
-        mixed_blocks: what besides causal attention is in the decoder's blocks; None where there is nothing else.
-        vision_cls: the tower has a CLS token, and blocks whose `self_attn` shows what it attends to.
-        vision_units: what a visual token is of the tower's rows: one of them (`patch`), several (`block`), or a mean of some
-            where tiles are scaled down behind the tower (`resized`).
+        mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
+        vision_cls: whether the tower has a CLS token, and blocks whose `self_attn` gives its attention.
+        vision_units: what a visual token is made of: one row of the tower's output (`patch`), several (`block`), or a mean of
+            some where tiles are scaled down behind the tower (`resized`).
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
-        engine_mapper: prefix on disk -> prefix in vLLM, likewise: the `hf_to_vllm_mapper` of vLLM's class.
+        engine_mapper: prefix on disk -> prefix in vLLM, first match wins: the `hf_to_vllm_mapper` of vLLM's class.
         engine_parts: path component -> its name in vLLM, wherever it stands below.
-        hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, likewise. All readers know these.
+        hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, which all readers know.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
     """
 

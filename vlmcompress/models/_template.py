@@ -1,4 +1,4 @@
-"""Whether a chat template comes to an end, found out where it can do no harm: in a process of bounded time and memory.
+"""Test whether a chat template comes to an end, in a process of bounded time and memory, where it can do no harm.
 
 A template is a program. The sandbox in which transformers runs it keeps it from files and from single huge ranges, not from
 loops within loops or texts of any length. Run as a script, this file renders the template on its standard input.
@@ -16,7 +16,7 @@ from typing import Any
 SECONDS = 3
 MEMORY = 1 << 30
 LARGEST = 1 << 20
-"""Seconds and bytes that a short conversation may take, and characters of what it gives and of the template."""
+"""Bounds of a short conversation: seconds and bytes that rendering may take, and characters of result and template."""
 
 _CONVERSATION = [
     {"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]},
@@ -28,7 +28,7 @@ _CONVERSATION = [
 
 @functools.lru_cache(maxsize=64)
 def endless(template: str) -> str | None:
-    """Why a template is not usable within the bounds above, in a few words; None where it is, or refuses the conversation.
+    """The reason why a template does not keep to the bounds, in a few words; None if it does, or refuses the conversation.
 
     Two short conversations are rendered, with and without a system turn: many templates refuse one.
     """
@@ -50,13 +50,13 @@ def endless(template: str) -> str | None:
 
 
 def _environment() -> Any:
-    """As transformers sets it up: `transformers/utils/chat_template_utils.py`, 5.17."""
+    """The jinja environment that transformers 5.17 sets up in `transformers/utils/chat_template_utils.py`."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks an answer; its content is rendered."""
+        """The tag `{% generation %}`, which marks an answer; its content is rendered."""
 
         tags = {"generation"}
 
@@ -74,7 +74,7 @@ def _environment() -> Any:
 
 
 def _render(template: str) -> str:
-    """What is wrong with a template, or nothing."""
+    """Render a template and return what is wrong with it, or an empty text."""
     from jinja2 import TemplateSyntaxError
 
     environment = _environment()
@@ -95,7 +95,7 @@ def _render(template: str) -> str:
                 return f"line {error.lineno}: {error.message}"[:200].rstrip(".")
             except MemoryError:
                 return f"a short conversation takes more than {MEMORY >> 30} GiB"
-            except Exception:  # it may want another conversation; the processor will say so
+            except Exception:  # the template may want another conversation; the processor will say so
                 continue
     return ""
 

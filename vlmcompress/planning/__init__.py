@@ -1,1 +1,1 @@
-"""What a recipe will do to a model, from headers alone, and why it cannot where it cannot."""
+"""Plans: what a recipe will do to a model, worked out from headers alone, and every reason why it cannot."""

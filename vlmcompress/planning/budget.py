@@ -1,6 +1,6 @@
-"""What a recipe's `bits` leave to share out among groups of layers, from shapes alone.
+"""The budget of bytes that a recipe's `bits` leave to share out among groups of layers, from shapes alone.
 
-What a group can get is a *width*: the recipe's scheme at another number of bits, or another scheme (`fp8`, `int8`, `bf16`).
+A group gets a *width*: the recipe's scheme at some number of bits, or another scheme (`fp8`, `int8`, `bf16`).
 Sizes are the exporter's own, so a budget of 3.25 bits per weight counts scales and zero points, and a `max_size` everything
 that is written.
 """
@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from vlmcompress import targets
 from vlmcompress.allocation import Key
@@ -28,14 +29,14 @@ from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
 
 @dataclass(frozen=True)
 class Budget:
-    """What there is to share out.
+    """A budget of bytes and what it can be spent on.
 
     Attributes:
         widths: name of a width -> method.
         sizes: group -> width -> bytes, for the widths that its shape allows.
-        weights: how many weights the groups have.
+        weights: number of weights in all groups.
         fixed: bytes of everything else that is written.
-        nbytes: what all groups may take together.
+        nbytes: the most bytes that all groups may take together.
     """
 
     widths: Mapping[str, Method]
@@ -46,16 +47,16 @@ class Budget:
 
     @property
     def largest(self) -> int:
-        """The most bytes that can be written."""
+        """The most bytes that an allocation within the budget writes."""
         return self.fixed + min(self.nbytes, sum(max(own.values()) for own in self.sizes.values()))
 
     def bits(self, nbytes: int) -> float:
-        """Bits per weight."""
+        """Bits per weight of groups that take `nbytes` together."""
         return 8 * nbytes / self.weights
 
 
 def widths(recipe: Recipe) -> dict[str, Method]:
-    """What a group can get. Raises `UserError` for what the scheme does not have or the target does not run."""
+    """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
     among = recipe.bits.among
     if among is None:
@@ -78,10 +79,10 @@ def _default(recipe: Recipe) -> tuple[int | str, ...]:
 
 
 def _width(recipe: Recipe, width: int | str) -> Method:
-    options = recipe.options
+    options: Any = recipe.options
     if isinstance(width, int):
-        if not hasattr(options, "bits"):
-            schemes = ", ".join(name for name in SCHEMES.names() if hasattr(SCHEMES.get(name).Options(), "bits"))
+        if options.bits is None:
+            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).Options().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
             return Method(recipe.method, dataclasses.replace(options, bits=width))
@@ -89,7 +90,7 @@ def _width(recipe: Recipe, width: int | str) -> Method:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
     module = SCHEMES.get("none" if width == "bf16" else width)
     own = module.Options()
-    if hasattr(own, "balance") and hasattr(options, "balance"):
+    if own.balance is not None and options.balance is not None:
         own = dataclasses.replace(own, balance=options.balance)
     return Method(module, own)
 
@@ -101,17 +102,17 @@ def budget_of(
     written: Mapping[str, Spec],
     table: Mapping[str, Method] | None = None,
 ) -> Budget:
-    """What a recipe's `bits` leave to share out.
+    """Compute the budget that a recipe's `bits` leave.
 
     Args:
-        recipe: with `bits`; without them everything fits.
+        recipe: the recipe; without `bits` the budget is unlimited.
         source: the model, from its headers.
-        groups: the decoder's, without what is skipped.
+        groups: the decoder's groups of layers, without skipped layers.
         written: every tensor that would be written without an allocation, as `sizes.output_tensors` names them.
-        table: widths by name; by default those of the recipe.
+        table: widths by name; None: those of the recipe.
 
     Raises:
-        UserError: a width that can't be, or a budget that can't be met.
+        UserError: a width is not possible, or the budget cannot be met.
     """
     table = widths(recipe) if table is None else table
     if any(method.by_block or method.joint for method in table.values()):

@@ -1,7 +1,7 @@
-"""Does a recipe work out for a model on a machine in an engine? Found out in seconds, from headers and tables.
+"""Check whether a recipe works for a model on a machine in an engine, in seconds, from headers and tables.
 
-`findings` looks at everything instead of stopping at the first refusal. Facts about vLLM are in `vlmcompress.targets`; about
-the other engines, read from their sources (none of them was run here):
+`findings` checks everything instead of stopping at the first refusal. Facts about vLLM are in `vlmcompress.targets`. Facts
+about the other engines are read from their sources (none of them was run here):
 
 * transformers 5.17 with compressed-tensors loads every format and computes in 16 bits: for evaluation, not for speed.
 * SGLang 0.5: compressed-tensors W4A16 and W8A16 by Marlin and INT8 W8A8 from compute capability 8.0, FP8 from 8.9.
@@ -25,14 +25,14 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
 ENGINES = ("vllm", "transformers", "sglang", "lmdeploy", "tensorrt-llm")
-MEMORY_SHARE = 0.92  # of device memory that vLLM takes by default
+MEMORY_SHARE = 0.92  # share of device memory that vLLM takes by default
 
 
 def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
-    """Everything that speaks for or against a recipe whose target has not refused it yet.
+    """List everything that speaks for or against a recipe whose target has not refused it yet.
 
     Args:
-        recipe: resolved without its target (`recipe.resolve` refuses early), or with one that does not refuse.
+        recipe: a recipe resolved with `refuse=False`, or one that its target does not refuse.
         engine: one of `ENGINES`; None: the recipe's.
     """
     engine = engine or recipe.engine
@@ -171,7 +171,7 @@ def _processor(model: Path) -> Finding:
 
 
 def _reducer(plan: Plan, engine: str) -> list[Finding]:
-    """What is to know of a reducer; what stands in its way is among the plan's problems."""
+    """Findings about a reducer, without reasons against it, which are among the plan's problems."""
     if plan.visual_tokens is None or plan.problems:
         return []
     title = f"{engine}: visual tokens"

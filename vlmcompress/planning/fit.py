@@ -1,4 +1,4 @@
-"""Whether a linear layer can have a scheme: in the files that are written, and in the kernels of a target."""
+"""Check that linear layers can have a scheme, in the files that are written and in the kernels of a target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmcompress.numerics import Scheme
 
 
 def label(scheme: Scheme | None) -> str:
-    """A scheme in a few characters, e.g. `w4a16 int g128 asym`."""
+    """Name a scheme in a few characters, e.g. `w4a16 int g128 asym`."""
     if scheme is None:
         return "bf16"
     fmt, act = scheme.weights, scheme.activations
@@ -23,7 +23,7 @@ def label(scheme: Scheme | None) -> str:
 
 
 def format_problems(scheme: Scheme, exporter: ModuleType) -> list[str]:
-    """Why no file of the exporter's format can hold the scheme."""
+    """Reasons why the exporter's format cannot hold the scheme; empty if it can."""
     try:
         exporter.storage(scheme)
     except UserError as error:
@@ -34,7 +34,7 @@ def format_problems(scheme: Scheme, exporter: ModuleType) -> list[str]:
 def shape_problems(
     source: Source, group: Group, scheme: Scheme | None, exporter: ModuleType, target: str | None
 ) -> Iterator[str]:
-    """Why layers of a group cannot have the scheme, in the exporter's files or on the target."""
+    """Reasons why layers of a group cannot have the scheme, in the exporter's files or on the target; empty if they can."""
     if scheme is None:
         return
     size = scheme.weights.group

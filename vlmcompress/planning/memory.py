@@ -1,6 +1,6 @@
-"""How much memory a run takes, estimated from shapes alone.
+"""Estimate the memory that a run takes, from shapes alone.
 
-Peak memory adds up what the pipeline holds at once, for s samples of t tokens, hidden size h, groups of i input features
+Peak memory is the sum of what a run holds at once, for s samples of t tokens, hidden size h, groups of i input features
 in a block:
 
     runtime + weights + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
@@ -27,13 +27,13 @@ def peak_bytes(
     tokens: int,
     grams: bool | None = None,
 ) -> int:
-    """Peak memory, estimated as the module's docstring says.
+    """Estimate peak memory in bytes by the formula of the module's docstring.
 
     Args:
         weights: bytes of the source's weights.
         blocks: for each decoder block, for each group, `(out, in)` of its linear layers.
         config: config.json.
-        samples, tokens: of the calibration set; 0 samples for a scheme without data.
+        samples, tokens: number of calibration samples, and tokens in each; 0 samples for a scheme without data.
         grams: whether Gram matrices are in memory; None: when there are samples.
     """
     block = max((sum(out * columns for group in groups for out, columns in group) for groups in blocks), default=0)

@@ -1,4 +1,4 @@
-"""What a recipe will do to a model, and why it can't where it can't, from config.json and the weight files' headers alone."""
+"""Plan what a recipe will do to a model, with every reason why it cannot, from config.json and the weight files' headers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 
 Others = Mapping[tuple[int, str], Method]
-VISION_MULTIPLE = 16  # what 8-bit matrix kernels want of both sides; tower layers with others stay as they are
+VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the plan: equal groups, of how many blocks."""
+    """One line of the plan's table: groups of layers that are alike, and the number of blocks that have them."""
 
     part: str
     group: str
@@ -41,21 +41,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done.
+    """A plan: what a recipe will do to a model.
 
     Attributes:
         source: the model, from its headers.
-        method: what is done to the decoder; `blocks`: to which groups of each of its blocks.
-        vision_method: what is done to the vision tower; `vision_groups`: to which groups.
-        targets: schemes with what config.json says they apply to.
-        rows: the same for people.
-        bytes_before, bytes_after: of weights; exact.
-        peak_bytes: of memory; an estimate.
-        problems: why it can't be done, each one line; empty when it can.
-        statistics: what the decoder is solved from instead of running it.
-        budget: what the recipe's `bits` leave to share out; sizes are the largest possible ones until it is.
-        allocation: how it was shared out, as the manifest keeps it.
-        visual_tokens: what the recipe's reducer means for the run; None without one.
+        method: method of the decoder; `blocks`: the groups of layers in each of its blocks that get it.
+        vision_method: method of the vision tower; `vision_groups`: the groups of layers that get it.
+        targets: schemes with the names in config.json of the layers that they apply to.
+        rows: table of groups and their schemes, for people.
+        bytes_before, bytes_after: bytes of all weights; exact.
+        peak_bytes: peak memory of the run; an estimate.
+        problems: reasons why the recipe cannot be carried out, a line each; empty when it can.
+        statistics: statistics that the decoder is solved from instead of running it.
+        budget: the budget that the recipe's `bits` leave; until it is shared out, sizes are the largest possible ones.
+        allocation: how the budget was shared out, as the manifest keeps it.
+        visual_tokens: what the recipe's reducer needs and does in the run; None without one.
     """
 
     recipe: Recipe
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def undecided(self) -> bool:
-        """Whether the widths of groups hang on statistics that have not been looked at."""
+        """Whether the widths of groups still depend on an allocation that has not been made."""
         return self.budget is not None and self.allocation is None
 
     @property
@@ -88,13 +88,13 @@ class Plan:
 
     @property
     def prefix(self) -> str | None:
-        """Behind which blocks a block's input is observed: `float` ones, `quantized` ones, or None for not at all."""
+        """The blocks behind which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
         if self.statistics:
             return "float"
         return "quantized" if self.needs_data or self.recipe.calibrate.data else None
 
     def to_dict(self) -> dict:
-        """For JSON."""
+        """The plan as JSON data."""
         return {
             "family": self.source.spec.family,
             "recipe": self.recipe.plain(),
@@ -107,13 +107,13 @@ class Plan:
             "needs_calibration_data": self.needs_data,
             "prefix": self.prefix,
             "allocation": self.allocation,
-            "visual_tokens": self.visual_tokens and self.visual_tokens.example,
+            "visual_tokens": self.visual_tokens.example if self.visual_tokens else None,
             "problems": self.problems,
         }
 
 
 def build(recipe: Recipe, others: Others | None = None, source: Source | None = None) -> Plan:
-    """The plan of a recipe. Raises `UserError` for the first thing that stands in its way. Arguments as in `survey`."""
+    """Plan a recipe. Raises `UserError` for the first problem. Arguments as in `survey`."""
     plan = survey(recipe, others, source=source)
     if plan.problems:
         raise UserError(plan.problems[0])
@@ -126,12 +126,12 @@ def survey(
     table: Mapping[str, Method] | None = None,
     source: Source | None = None,
 ) -> Plan:
-    """The plan of a recipe with everything that stands in its way. Raises `UserError` for an unusable model.
+    """Plan a recipe and list all of its problems. Raises `UserError` for an unusable model.
 
     Args:
-        others: (block, group name) -> what is done to that group instead of what the recipe's scheme does.
-        table: methods by name, of which groups may get any: the plan's `budget` is that of these.
-        source: the recipe's model, where its headers have been read already.
+        others: (block, group name) -> method of a group that does not get the recipe's scheme.
+        table: widths by name, for a plan's `budget` with other widths than the recipe's.
+        source: the recipe's model, if its headers have been read already.
     """
     source = source or Source.of(recipe.model)
     models.refuse_quantized(source.config)
@@ -214,7 +214,7 @@ def _peak(
 
 
 def _budget(recipe: Recipe, problems: list[str], *shapes: Any) -> Budget | None:
-    """What the recipe's `bits` leave to share out."""
+    """The budget that the recipe's `bits` leave; a budget that cannot be met is added to `problems`."""
     try:
         return budget_of(recipe, *shapes)
     except UserError as error:
@@ -223,7 +223,7 @@ def _budget(recipe: Recipe, problems: list[str], *shapes: Any) -> Budget | None:
 
 
 def _once(problems: list[str]) -> list[str]:
-    """One of the problems that differ only in the number of the block."""
+    """Keep one of several problems that differ only in the number of the block."""
     return list({re.sub(r"\.\d+\.", ".*.", problem): problem for problem in reversed(problems)}.values())[::-1]
 
 
@@ -232,7 +232,7 @@ def _skipped(recipe: Recipe, name: str) -> bool:
 
 
 def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[Group]:
-    """The decoder's groups without what is skipped. The rest of a group can still be smoothed only if none is skipped."""
+    """The decoder's groups without skipped layers. A group with a skipped layer cannot be smoothed any more."""
     groups = []
     for group in (group for block in source.blocks for group in block):
         kept = tuple(name for name in group.linears if not _skipped(recipe, name))
@@ -251,12 +251,12 @@ def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list
 
 
 def _schemes(method: Method, groups: list[Group]) -> dict[str, Scheme]:
-    """Linear layer -> its number formats."""
+    """Map the linear layers of groups to their number formats."""
     return {name: scheme for group in groups for name in group.linears if (scheme := method.of(group).scheme)}
 
 
 def _statistics(recipe: Recipe, method: Method, blocks: list[list[Group]], problems: list[str]) -> Statistics | None:
-    """The statistics that the recipe names, looked at."""
+    """Open the statistics that the recipe names; reasons against their use are added to `problems`."""
     if recipe.calibrate.stats is None:
         return None
     try:
@@ -276,7 +276,7 @@ def _vision_method(recipe: Recipe) -> Method | None:
 
 
 def _vision_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[Group]:
-    """The tower's groups whose sides divide, each as a whole: an engine may fuse its layers."""
+    """The vision tower's groups in which every layer's sides divide as kernels need it; an engine may fuse a group."""
     wanted = [
         group
         for group in models.vision_linears(source.skeleton, source.spec)
@@ -292,7 +292,7 @@ def _vision_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[
 
 
 def _rows(source: Source, part: str, groups: list[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:
-    """The groups, equal ones of different blocks in one row; without schemes these are still to be allocated."""
+    """Rows of the plan's table, with like groups of several blocks in one row; `schemes` None: not allocated yet."""
     counts: dict[Row, int] = {}
     for group in groups:
         linears = tuple(name.split(".")[-1] for name in group.linears)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vlmcompress import reduction
@@ -12,7 +13,7 @@ from vlmcompress.engines.vllm.plugin import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction import cost
 
 TYPICAL = (1024, 768)
@@ -31,14 +32,14 @@ class VisualTokens:
             cannot say.
     """
 
-    reducer: Chosen
+    reducer: ReducerChoice
     counted: bool
     example: dict[str, Any] | None
 
     @property
     def learns(self) -> bool:
         """Whether calibration images have to be looked at first, for thresholds or counts."""
-        return self.counted or getattr(self.reducer.options, "thresholds", ()) is None
+        return self.counted or self.reducer.options.unlearnt
 
     @property
     def text(self) -> str:
@@ -52,10 +53,10 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
     if reducer is None:
         return None
     counted = recipe.engine == "vllm" and reducer.takes_count
-    return VisualTokens(reducer, counted, _example(recipe) if example else None)
+    return VisualTokens(reducer, counted, _example(recipe.model, reducer) if example else None)
 
 
-def tokens_text(reducer: Chosen, example: Mapping[str, Any] | None) -> str:
+def tokens_text(reducer: ReducerChoice, example: Mapping[str, Any] | None) -> str:
     """What a reducer does to an image, in words; `example` as in `VisualTokens`."""
     if example is None:
         return reducer.label
@@ -65,9 +66,9 @@ def tokens_text(reducer: Chosen, example: Mapping[str, Any] | None) -> str:
     return f"{reducer.label}: {before} -> {example['after']:,} visual tokens of a {image} image"
 
 
-def _example(recipe: Recipe) -> dict[str, Any] | None:
+def _example(model: Path, reducer: ReducerChoice) -> dict[str, Any] | None:
     try:
-        found = cost.plan(recipe.model, [TYPICAL], "", [recipe.reduce])
+        found = cost.plan(model, [TYPICAL], "", [reducer])
     except UserError:  # about the processor, which `check` and calibration look at
         return None
     (reduced,) = found.reduced.values()
@@ -86,7 +87,7 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
         if before is None:
             return []
         return [f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another"]
-    if getattr(recipe.reduce.options, "vtu", False):
+    if recipe.reduce.options.vtu:
         return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
         reduction.check(source.vlm, recipe.reduce.method, recipe.reduce.options)
@@ -97,7 +98,8 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
 
 def unserved(recipe: Recipe, config: Mapping[str, Any]) -> str | None:
     """Why the recipe's engine cannot serve its reducer, and what it could serve instead; None when it can."""
-    if recipe.engine != "vllm":
+    reducer = recipe.reduce
+    if recipe.engine != "vllm" or reducer is None:
         return None
-    reasons = [reason for name in config.get("architectures") or [] if (reason := refusal(name, recipe.reduce))]
-    return f"reduce {recipe.reduce}: {reasons[0]}; or --set engine=transformers" if reasons else None
+    reasons = [reason for name in config.get("architectures") or [] if (reason := refusal(name, reducer))]
+    return f"reduce {reducer}: {reasons[0]}; or --set engine=transformers" if reasons else None

@@ -1,4 +1,4 @@
-"""Whether a recipe may use statistics that are on disk: whether they are of its model, data, software and reducer."""
+"""Check whether a recipe may use statistics on disk: whether they are of its model, data, software and reducer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vlmcompress.recipe.reducer import calibrated, same
 
 
 def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
-    """Why a recipe can't use the statistics, from descriptions alone; a line each.
+    """Reasons why a recipe cannot use the statistics, from descriptions alone, a line each.
 
     Args:
-        method: what is done to the decoder; `blocks`: to which groups of each of its blocks.
+        method: method of the decoder; `blocks`: the groups of layers in each of its blocks that get it.
     """
     return [
         *known.other_model(recipe.model),
@@ -31,7 +31,7 @@ def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence
 
 
 def _other_software(known: Statistics) -> list[str]:
-    """Another transformers may name modules and compute activations in other ways."""
+    """Find a difference of transformers' version, as another may name modules and compute activations in other ways."""
     was, now = (versions.get("transformers") for versions in (known.facts["created_by"], identity.versions()))
     if was == now:
         return []
@@ -65,7 +65,7 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
 
 
 def _other_settings(known: Statistics, asked: Calibrate) -> list[str]:
-    """Settings of the calibration that were given again, and differ."""
+    """Find settings of the calibration that the recipe gives again with other values."""
     was = {key: value for key, value in known.facts["settings"].items() if key in Calibrate.model_fields}
     return [
         f"calibrate.{key} is {getattr(asked, key)} and statistics {known.folder} were collected with {value}; leave it out"
@@ -75,7 +75,7 @@ def _other_settings(known: Statistics, asked: Calibrate) -> list[str]:
 
 
 def _other_reducer(known: Statistics, recipe: Recipe) -> list[str]:
-    """Behind another reducer, or none, the decoder sees other tokens."""
+    """Find a difference of the reducer, as behind another one, or none, the decoder sees other tokens."""
     was, now = known.reducer, calibrated(recipe.reduce)
     if same(was, now):
         return []
@@ -86,10 +86,10 @@ def _other_reducer(known: Statistics, recipe: Recipe) -> list[str]:
 
 
 def verify(known: Statistics, recipe: Recipe) -> None:
-    """Compare everything by its hash: the files, the model's weights and, if it is named again, the data.
+    """Compare hashes of the statistics' files, the model's weights and, if the recipe names them, the data.
 
     Raises:
-        UserError: something is not what it was.
+        UserError: one of them has changed.
     """
     for name, file in known.facts["files"].items():
         if identity.sha256(known.folder / name) != file["sha256"]:

@@ -3,7 +3,10 @@
 A scheme is pure mathematics over weights and calibration statistics: no model, no IO. It works on *groups*, linear
 layers that read the same input (q/k/v; gate/up; ...). A module of this folder has
 
-    Options                                   frozen dataclass: the recipe's `options`, checked when made (ValueError)
+    Options                                   frozen dataclass that extends `QuantizerOptions`: the recipe's `options`, checked
+                                              when made (ValueError). What the package asks of options (the width, the
+                                              balance) it asks of that base: a field or property of the same name answers
+                                              instead. Every field has a default
     NEEDS: frozenset[str]                     statistics it needs (see `vlmcompress.statistics.inputs`); empty: needs no data
     scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
     quantize(weight, stats, options, scale_dtype, prepared) -> QTensor
@@ -15,12 +18,12 @@ and, where the method has such a step,
     prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`; its
                                                                   `warnings`, if it has any, are told to the user
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
-    JOINT = True                                                  what it is told by options of each group comes from a
-                                                                  search over several blocks (`calibration.block_clip`)
-    sketch(weight, stats, options, scale_dtype, prepared)         about the error of `quantize` on rows, but cheap
+    JOINT = True                                                  the options of each group come from a search over
+        several blocks (`calibration.block_clip`)
+    sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 
-`smooth` and `solve` below run these for a group whatever a module has. A module whose Options have a `balance` (see
+`smooth` and `solve` below run these for a group whatever a module has. A scheme whose options have a `balance` (see
 `statistics.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
 """
 
@@ -28,31 +31,25 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmcompress.common.registry import Registry
-from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.numerics import QTensor
+from vlmcompress.quantizers._base import Quantizer, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
+
+__all__ = ["REGISTRY", "Quantizer", "QuantizerOptions", "Solution", "sketch", "smooth", "solve"]
 
 REGISTRY = Registry("vlmcompress.quantizers", "scheme")
 
 
-class Quantizer(Protocol):
-    """The part of the protocol that every module of the folder has; the module itself is the object."""
-
-    NEEDS: frozenset[str]
-    Options: type
-
-    def scheme(self, options: Any) -> Scheme | None: ...
-
-
 @dataclass(frozen=True)
 class Solution:
-    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and what went
-    otherwise than asked for: (what, details)."""
+    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and
+    `warnings`: (what happened otherwise than asked for, details)."""
 
     weights: list[QTensor]
     input_scale: Tensor | None = None
@@ -61,10 +58,10 @@ class Solution:
 
 @torch.no_grad()
 def smooth(
-    method: Any,
+    method: Quantizer,
     weights: list[Tensor],
     stats: GroupStats | None,
-    options: Any,
+    options: QuantizerOptions,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor | None:
     """The method's smoothing scale `s [in]`, float32, for the weights `[out_i, in]` of a group; None: leave them."""
@@ -74,7 +71,11 @@ def smooth(
 
 @torch.no_grad()
 def solve(
-    method: Any, weights: list[Tensor], stats: GroupStats | None, options: Any, scale_dtype: torch.dtype
+    method: Quantizer,
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: QuantizerOptions,
+    scale_dtype: torch.dtype,
 ) -> Solution:
     """Quantize the weights `[out_i, in]` of one group with the statistics of their input.
 
@@ -94,17 +95,17 @@ def solve(
 
 @torch.no_grad()
 def sketch(
-    method: Any,
+    method: Quantizer,
     weights: list[Tensor],
     stats: GroupStats | None,
-    options: Any,
+    options: QuantizerOptions,
     scale_dtype: torch.dtype,
     prepared: MutableMapping[Any, Any],
 ) -> list[Tensor]:
-    """About the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
+    """Estimate the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
 
     Args:
-        prepared: what methods prepared for this group before, and will; only for statistics that are always the same.
+        prepared: cache of what methods prepare for this group; pass the same one only with the same statistics.
     """
     stats = _balanced(stats, options)
     prepare, cheap = getattr(method, "prepare", None), getattr(method, "sketch", None)
@@ -123,5 +124,5 @@ def sketch(
     return [q.dequantize(torch.float32).sub_(weight) for q, weight in zip(found, weights, strict=True)]
 
 
-def _balanced(stats: GroupStats | None, options: Any) -> GroupStats | None:
-    return None if stats is None else stats.balanced(getattr(options, "balance", "off"))
+def _balanced(stats: GroupStats | None, options: QuantizerOptions) -> GroupStats | None:
+    return None if stats is None else stats.balanced(options.balance or "off")

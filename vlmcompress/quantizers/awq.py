@@ -34,17 +34,18 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, fake_quantize, find_params, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
 NEEDS = frozenset({"gram", "absmean"})
-SMALLEST_RATIO = 0.5  # of the range that clipping may keep, as in the paper's code
+SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
 _SAMPLE = 256  # rows that scales are compared on
-_ROWS = 512  # whose ranges are searched at a time, so that temporaries stay in cache
+_ROWS = 512  # rows whose ranges are searched at a time, so that temporaries stay in cache
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
     `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"; `balance`: see
     `vlmcompress.statistics.balance`."""
@@ -76,7 +77,7 @@ class Options:
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights, 16-bit activations."""
+    """Number formats: integer weights, 16-bit activations."""
     return weight_only(options.bits, options.group_size, options.symmetric)
 
 
@@ -90,7 +91,7 @@ def smooth(
 def least_error(
     weights: list[Tensor], scales: list[Tensor], gram: Tensor, fmt: Format, scale_dtype: torch.dtype
 ) -> Tensor | None:
-    """The one of `scales`, each `[in]`, under which the weights `[out_i, in]` err least; None when 1 does."""
+    """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
     together = tried.split(max(1, _SAMPLE // len(rows)))  # one product for several candidates of few rows
@@ -99,7 +100,7 @@ def least_error(
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:
-    """Evenly spaced rows of all weights, about `_SAMPLE` together, in float32."""
+    """Take evenly spaced rows of all weights, about `_SAMPLE` together, in float32."""
     step = max(1, round(sum(map(len, weights)) / _SAMPLE))
     return [weight[step // 2 :: step].float() for weight in weights]
 
@@ -124,7 +125,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tenso
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
 ) -> QTensor:
-    """`weight [out, in]` and `stats`, both smoothed already: rounded to nearest in clipped or full ranges."""
+    """Round `weight [out, in]` to nearest in clipped or full ranges; it and `stats` are smoothed already."""
     fmt = scheme(options).weights
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
@@ -142,12 +143,12 @@ def quantize(
 def _rounded(
     w: Tensor, fmt: Format, scale_dtype: torch.dtype, importance: Tensor, ratio: float | Tensor = 1.0
 ) -> Tensor:
-    """`Q(w)` as float32 values, `[out, in]`; arguments as of `find_params`."""
+    """Round `w` to nearest and return its float32 values, `[out, in]`; arguments as of `find_params`."""
     return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance), fmt)
 
 
 def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
-    """`tr(D G D^T)` for `D = Q(W s) / s - W` of each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
+    """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
     s = scales[:, None]
     importance = (gram.diagonal() / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
     d = _rounded((w * s).flatten(0, 1), fmt, scale_dtype, importance).view(-1, *w.shape).div_(s).sub_(w)
@@ -155,7 +156,7 @@ def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: t
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
-    """Mean over all rows of `|W|` relative to the largest of its group: `[in]`, in 0 to 1."""
+    """The mean over all rows of `|W|` relative to the largest of its group: `[in]`, in 0 to 1."""
     total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
     for weight in weights:
         groups = weight.float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))

@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """No options."""
 
 
 def scheme(options: Options) -> Scheme:
-    """Float8 weights per row, float8 activations per token."""
+    """Number formats: float8 weights with a scale per row, float8 activations with one per token."""
     return Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest."""
+    """Round `weight [out, in]` to nearest."""
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)

@@ -29,13 +29,14 @@ from vlmcompress.numerics import (
     quantize_with,
     round_to_nearest,
 )
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"absmax"})
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`weights`: "tensor" (one scale per group of matrices) or "channel" (one per row)."""
 
     weights: str = "tensor"
@@ -46,7 +47,7 @@ class Options:
 
 
 def scheme(options: Options) -> Scheme:
-    """Float8 weights, float8 activations with a fixed scale."""
+    """Number formats: float8 weights, float8 activations with a fixed scale."""
     return Scheme(Format("float", 8, 0 if options.weights == "tensor" else -1), ActFormat("float", 8, dynamic=False))
 
 
@@ -60,7 +61,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Tenso
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest, on the scale of its group when `prepared` gives one."""
+    """Round `weight [out, in]` to nearest, on the scale of its group when `prepared` gives one."""
     fmt = scheme(options).weights
     if prepared is None:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)

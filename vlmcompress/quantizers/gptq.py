@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, decode, encode, find_params, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -39,7 +40,7 @@ PREPARED_BY = ("damp", "actorder", "balance")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
     update; `actorder`: "static" or null; `balance`: see `statistics.balance`; `tokens`: "off"
     or "vlmq"."""
@@ -71,8 +72,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Shared by a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column j < i;
-    the rest of it is not read. `warnings`: what the matrix lacked, with details."""
+    """Error feedback of a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column
+    j < i, whose rest is not read. `warnings`: defects of the Gram matrix, with details."""
 
     order: Tensor
     matrix: Tensor
@@ -80,7 +81,7 @@ class Feedback:
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights, 16-bit activations."""
+    """Number formats: integer weights, 16-bit activations."""
     return weight_only(options.bits, options.group_size, options.symmetric)
 
 
@@ -108,7 +109,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
 
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
-    """What to tell of a Gram matrix of so many tokens over so many inputs that are not always zero."""
+    """Warn of a Gram matrix that is singular or needed more damping; `inputs`: those that are not always zero."""
     found = []
     if tokens < inputs:
         what = "GPTQ saw fewer tokens than a layer has inputs: its Gram matrix is singular, and damped; take more --samples"
@@ -123,7 +124,7 @@ def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
 ) -> QTensor:
-    """`weight [out, in]` with errors fed forward. Works on W^T, where a column is contiguous memory."""
+    """Round `weight [out, in]` column by column, feeding errors forward. Works on W^T, where columns are contiguous."""
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     scale, zero_point = find_params(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
@@ -149,11 +150,12 @@ def quantize(
 def sketch(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
 ) -> Tensor:
-    """About the error `q - w` that `quantize` makes, without visiting columns one by one: `[out, in]`.
+    """Estimate the error `q - w [out, in]` that `quantize` makes, without visiting columns one by one.
 
-    With what a column is off its target, `r = Q(t) - t`, the errors d fulfil `d_i + sum_{j<i} d_j R_ji / R_ii = r_i`, one
-    triangular system for all rows. The targets are not known, but their residuals are like those of the weights
-    themselves, which are put in for r. Rounding errors beyond the range are then missed, and at 2 bits there are many.
+    With the residual of each column to its target, `r = Q(t) - t`, the errors d fulfil `d_i + sum_{j<i} d_j R_ji / R_ii
+    = r_i`, one triangular system for all rows. The targets are not known, but their residuals are like those of the
+    weights themselves, which are put in for r. Rounding errors beyond the range are then missed, and at 2 bits there
+    are many.
     """
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
@@ -166,7 +168,7 @@ def sketch(
 
 
 def _factor(h: Tensor) -> Tensor | None:
-    """`R`, upper triangular, with `R R^T` = `h` with its rows and columns reversed; None if that is not definite.
+    """Factor `h`, rows and columns reversed, as `R R^T`, `R` upper triangular; None if it is not definite.
 
     Overwrites `h`, which may be the largest tensor of the run. LAPACK's order is by columns, hence the transposed view.
     """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -28,7 +29,7 @@ _LARGEST = 1e5
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers;
     `balance`: see `vlmcompress.statistics.balance`."""
 
@@ -42,15 +43,15 @@ class Options:
 
 
 def scheme(options: Options) -> Scheme:
-    """Symmetric 8-bit integer weights per row, 8-bit integer activations per token."""
+    """Number formats: symmetric 8-bit integer weights with a scale per row, 8-bit integer activations with one per token."""
     return Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
 
 
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero gets the
-    largest, so that an input of no use sets no token's step."""
+    """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero
+    gets the largest, so that an input of no use sets no token's step."""
     x = stats.absmax()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
     s = x.pow(options.alpha) / w.pow(1 - options.alpha)
@@ -60,6 +61,6 @@ def smooth(
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]`, smoothed already, rounded to nearest."""
+    """Round `weight [out, in]`, smoothed already, to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -34,13 +34,14 @@ from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.quantizers import awq
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram", "absmean"})
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`activations`: bits, 16 or 8; `bits`, `group_size`, `symmetric` of the weights as in rtn (by default 4, 128 and false; at
     8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "gram", "mae" or "mse" (by default gram;
     mae at 8-bit activations)."""
@@ -74,7 +75,7 @@ class Options:
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights; 16-bit activations or 8-bit ones, scaled per token."""
+    """Number formats: integer weights; 16-bit activations or 8-bit ones, scaled per token."""
     if options.activations == 8:
         return Scheme(Format("int", options.bits, -1), ActFormat("int", 8, dynamic=True))
     assert options.group_size is not None and options.symmetric is not None
@@ -112,7 +113,7 @@ def loss(objective: str, sums: Mapping[str, float], counts: Mapping[str, int], r
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor | None:
-    """The `gram` form: the best scale `[in]` for the weights `[out_i, in]`; None when none beats leaving them."""
+    """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; None when none beats leaving them."""
     _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
     return awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype)
 
@@ -120,6 +121,6 @@ def smooth(
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]`, smoothed already, rounded to nearest."""
+    """Round `weight [out, in]`, smoothed already, to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmcompress.quantizers._base import QuantizerOptions
+
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """No options."""
 
 
 def scheme(options: Options) -> None:
-    """No number format: nothing is quantized."""
+    """Return None, as nothing is quantized."""
     return None

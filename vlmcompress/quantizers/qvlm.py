@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram"})
@@ -37,7 +38,7 @@ JOINT = True  # ranges come from a search over runs of blocks
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `depth`: most blocks of a run; `grid`: candidates, from 1 down to the
     percentile `lowest`; `sweeps`: most turns over the layers of a run."""
 
@@ -58,35 +59,40 @@ class Options:
         if isinstance(self.lowest, bool) or not isinstance(self.lowest, int | float) or not 0.5 <= self.lowest < 1:
             raise ValueError(f"lowest must be a number of at least 0.5 and below 1, got {self.lowest!r}")
 
+    @property
+    def percentile(self) -> float:
+        """Share of magnitudes that the ranges cover: all, before the search."""
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Ranged(Options):
-    """Options of a group whose ranges are known: they cover the `percentile` of magnitudes."""
+    """Options of a group whose ranges have been searched: they cover the `percentile` of magnitudes."""
 
     percentile: float = 1.0
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights, 16-bit activations."""
+    """Number formats: integer weights, 16-bit activations."""
     return weight_only(options.bits, options.group_size, options.symmetric)
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest in its ranges; full ones where none were searched."""
+    """Round `weight [out, in]` to nearest in its ranges; full ones where none were searched."""
     fmt = scheme(options).weights
-    ratio = cover(weight, fmt, getattr(options, "percentile", 1.0))
+    ratio = cover(weight, fmt, options.percentile)
     return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
 
 
 def percentiles(options: Options) -> list[float]:
-    """The candidates, from the full range down."""
+    """The candidate percentiles, from the full range down."""
     return [1 - k * (1 - options.lowest) / (options.grid - 1) for k in range(options.grid)]
 
 
 def cover(weight: Tensor, fmt: Format, percentile: float) -> Tensor:
-    """Share of each piece's largest magnitude that covers the percentile of its magnitudes: `[out, n_groups]`.
+    """The share of each piece's largest magnitude that covers the percentile of its magnitudes: `[out, n_groups]`.
 
     Between two magnitudes the percentile is interpolated linearly.
     """
@@ -99,11 +105,11 @@ def cover(weight: Tensor, fmt: Format, percentile: float) -> Tensor:
 
 
 def partition(entropies: Sequence[float], depth: int) -> list[list[int]]:
-    """Runs of neighbouring blocks: a block joins the one before while its entropy given that one is at least the mean.
+    """Cut blocks into runs of neighbours: one joins the block before while its entropy given that is at least the mean.
 
     Args:
-        entropies: of each block's input given that of the block before, in bits; the first is not looked at.
-        depth: most blocks of a run.
+        entropies: entropy of each block's input given that of the block before, in bits; the first is not looked at.
+        depth: the most blocks in a run.
     """
     mean = sum(entropies[1:]) / max(1, len(entropies) - 1)
     runs: list[list[int]] = []

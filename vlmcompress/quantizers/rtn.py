@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`bits` per weight, `group_size` columns that share a scale (-1: a whole row), `symmetric`: no zero points."""
 
     bits: int = 4
@@ -31,13 +32,13 @@ class Options:
 
 
 def scheme(options: Options) -> Scheme:
-    """Integer weights, 16-bit activations."""
+    """Number formats: integer weights, 16-bit activations."""
     return weight_only(options.bits, options.group_size, options.symmetric)
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest."""
+    """Round `weight [out, in]` to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
+from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(QuantizerOptions):
     """`group_size`: columns that share a scale; -1 (default): one scale per row."""
 
     group_size: int = -1
@@ -30,13 +31,13 @@ class Options:
 
 
 def scheme(options: Options) -> Scheme:
-    """Symmetric 8-bit integer weights."""
+    """Number formats: symmetric 8-bit integer weights, 16-bit activations."""
     return weight_only(8, options.group_size)
 
 
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """`weight [out, in]` rounded to nearest."""
+    """Round `weight [out, in]` to nearest."""
     importance = None if stats is None else stats.importance()
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -1,4 +1,4 @@
-"""What is asked for, as data."""
+"""A recipe is everything that decides what is written, as data: where its values come from, and checking them."""
 
 from vlmcompress.recipe.recipe import DEFAULT, FORMATS, SCHEMES, Calibrate, Recipe, Resolved, resolve
 

@@ -16,15 +16,15 @@ DEFAULT = (2, 3, 4, 8)
 
 
 class Bits(BaseModel):
-    """One of `budget` and `max_size`.
+    """A budget of bits: either `budget` or `max_size` is given.
 
     Attributes:
-        budget: bits per weight of the decoder's quantized layers, with what is stored along: scales and zero points.
+        budget: bits per weight of the decoder's quantized layers, scales and zero points included.
         max_size: bytes of all weights that are written, like 2.4GB.
-        among: what each group can get: bits of the recipe's own scheme, `fp8`, `int8` (weights and activations) or `bf16` (left
-            as it is); None: of 2, 3, 4 and 8 bits what the target runs, 8 bits being the target's 8-bit scheme where it runs
-            no 8-bit weights with 16-bit activations.
-        by: name of a module in `vlmcompress.allocation`.
+        among: the widths that a group of layers can get: bits of the recipe's own scheme, `fp8`, `int8` (weights and
+            activations) or `bf16` (left as it is); None: those of 2, 3, 4 and 8 bits that the target runs, where 8 bits are the
+            target's 8-bit scheme if it runs no 8-bit weights with 16-bit activations.
+        by: the rule that shares the budget out: name of a module in `vlmcompress.allocation`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

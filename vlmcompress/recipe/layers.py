@@ -1,4 +1,4 @@
-"""Settings before they are checked: where they come from, and how those of several places become one recipe's."""
+"""Settings that are not checked yet: where they are read, and how those of several places are merged into one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError, did_you_mean
 
 Layer = tuple[str, Mapping[str, Any]]
-"""Where settings come from, as messages name it, and the nested settings themselves."""
+"""A place that settings come from, as messages name it, and the nested settings themselves."""
 
 
 def merge(layers: Iterable[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge nested mappings, the first that gives a key wins; also dotted key -> name of the layer it came from."""
+    """Merge nested mappings, where the first that gives a key wins; also return dotted key -> name of its layer."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
@@ -46,18 +46,18 @@ def assign(values: dict[str, Any], setting: str) -> None:
 
 
 def folders() -> list[Path]:
-    """Where bundled recipes are: in the package when installed, beside it in a checkout."""
+    """Folders of the bundled recipes: in the package when installed, beside it in a checkout."""
     here = Path(__file__).parents[1]
     return [folder for folder in (here / "recipes", here.parent / "recipes") if folder.is_dir()]
 
 
 def bundled() -> dict[str, Path]:
-    """Name -> file of the bundled recipes."""
+    """Map the names of the bundled recipes to their files."""
     return {path.stem: path for folder in folders() for path in sorted(folder.glob("*.yaml"))}
 
 
 def find(name: str | Path) -> Path:
-    """The file of a recipe: a path, or the name of a bundled recipe."""
+    """Find the file of a recipe, which is given as a path or as the name of a bundled recipe."""
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         if not path.exists():

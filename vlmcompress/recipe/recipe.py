@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
@@ -27,11 +27,18 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
 
+if TYPE_CHECKING:
+    from vlmcompress.numerics import Scheme
+    from vlmcompress.quantizers import Quantizer, QuantizerOptions
+    from vlmcompress.recipe.reducer import ReducerChoice
+else:  # pydantic reads annotations when the class is made, and these bring torch along; `resolve` checks the values
+    ReducerChoice = QuantizerOptions = Any
+
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
 FORMATS = Registry("vlmcompress.exporters", "format")
 DEFAULT = "default"
 MOST = 10**9
-"""Samples of a calibration, and tokens of one."""
+"""The most samples of a calibration, and the most tokens of a sample."""
 
 
 class _Frozen(BaseModel):
@@ -39,16 +46,16 @@ class _Frozen(BaseModel):
 
 
 class Calibrate(_Frozen):
-    """Where statistics come from.
+    """The calibration data, or statistics that were collected from them before.
 
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
             bundled with a demo model.
-        text: file of samples without images that are mixed in, one for each of the data.
-        samples: how many; with `text` both together.
+        text: file of samples without images, of which one is mixed in for each sample of `data`.
+        samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
-        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; data that is named,
-            too, must be what they came from.
+        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is given,
+            too, the statistics must come from it.
     """
 
     data: str | None = None
@@ -65,18 +72,18 @@ class Recipe(_Frozen):
         model: folder of the source checkpoint.
         out: folder to write; None only for plans and checks.
         target: machine to serve on; None: do not check.
-        goal: what the target's default scheme is chosen for.
-        scheme: name of a module in `vlmcompress.quantizers`; `options` is its `Options`.
-        vision: what becomes of the vision tower's linear layers.
+        goal: purpose that the target's default scheme is chosen for.
+        scheme: name of a module in `vlmcompress.quantizers`; `options` holds its `Options`.
+        vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
-        calibrate: the data that statistics come from.
+        calibrate: the calibration data, or statistics collected before.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
-        reduce: the visual-token reducer (`chosen.Chosen`) that the checkpoint carries; None: all tokens are kept.
-        engine: what is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
-        seed: of everything random.
-        shard_size: largest file of weights.
+        reduce: the visual-token reducer (`recipe.reducer`) that the checkpoint carries; None: all tokens are kept.
+        engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
+        seed: seed of every random choice.
+        shard_size: size of the largest file of weights.
         format: name of a module in `vlmcompress.exporters`.
     """
 
@@ -85,13 +92,13 @@ class Recipe(_Frozen):
     target: str | None = None
     goal: Literal["memory", "throughput"] | None = None
     scheme: str
-    options: Any = None
+    options: QuantizerOptions = None  # type: ignore[assignment]  # until `resolve` has made them
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
     kv_cache: Literal["fp8"] | None = None
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
     bits: Bits | None = None
-    reduce: Any = None
+    reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -115,7 +122,7 @@ class Recipe(_Frozen):
 
     @staticmethod
     def of(model: str | Path, out: str | Path | None = None, *, file: str | Path | None = None, **keys: Any) -> Recipe:
-        """A checked recipe from Python values.
+        """Make a checked recipe from Python values.
 
         Args:
             model: the source checkpoint.
@@ -124,24 +131,24 @@ class Recipe(_Frozen):
             keys: any keys of a recipe, nested as in a file: `scheme="awq"`, `calibrate={"data": "images", "samples": 64}`.
 
         Raises:
-            UserError: a key or value that is none.
+            UserError: there is no such key, or its value is not right.
         """
         given = {"model": str(model), **({"out": str(out)} if out is not None else {}), **keys}
         return resolve(given, file).recipe
 
     @property
-    def method(self) -> ModuleType:
-        """The module of the scheme."""
+    def method(self) -> Quantizer:
+        """The scheme's module in `vlmcompress.quantizers`."""
         return SCHEMES.get(self.scheme)
 
     @property
-    def number_formats(self) -> Any:
-        """The scheme's `numerics.Scheme`; None when it quantizes nothing."""
+    def number_formats(self) -> Scheme | None:
+        """The number formats of the decoder; None when nothing is quantized."""
         return self.method.scheme(self.options)
 
     @property
-    def vision_formats(self) -> Any:
-        """The same for the vision tower."""
+    def vision_formats(self) -> Scheme | None:
+        """The number formats of the vision tower; None when it stays in 16 bits."""
         if self.vision == "bf16":
             return None
         module = SCHEMES.get(self.vision)
@@ -149,7 +156,7 @@ class Recipe(_Frozen):
 
     @property
     def exporter(self) -> ModuleType:
-        """The module of the format that is written."""
+        """The module in `vlmcompress.exporters` of the format that is written."""
         return FORMATS.get(self.format)
 
     def plain(self) -> dict[str, Any]:
@@ -161,13 +168,13 @@ class Recipe(_Frozen):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe and, for each dotted key that was given somewhere, where from."""
+    """A recipe and, for each dotted key that was given, the place that it came from."""
 
     recipe: Recipe
     origins: Mapping[str, str]
 
     def origin(self, key: str) -> str:
-        """Where the value of a key came from."""
+        """The place that the value of a key came from; `default` for a key that was not given."""
         return self.origins.get(key, DEFAULT)
 
 
@@ -178,13 +185,13 @@ def resolve(
     refuse: bool = True,
     weights: Literal["values", "headers"] = "values",
 ) -> Resolved:
-    """The recipe that the command line (or a caller) and a recipe file ask for.
+    """Resolve the recipe that the command line (or a caller) and a recipe file ask for.
 
     Args:
-        given: nested values that were given; a key that is absent was not given, a value that is falsy was.
+        given: nested values of the command line or caller; a key that is absent was not given, a falsy value was.
         file: a recipe file, or the name of a bundled one.
         refuse: raise `UserError` for what the target cannot run.
-        weights: what of a model on the Hub is fetched; see `hub.local`.
+        weights: which part of the weight files is fetched of a model on the Hub; see `hub.local`.
     """
     layers: list[Layer] = [("command line", given)]
     if file is not None:
@@ -219,8 +226,8 @@ def resolve(
     return Resolved(recipe.model_copy(update={"model": model}), origins)
 
 
-def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
-    """The `recipe.reducer.Chosen` that merged settings name, None for none."""
+def _reducer(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+    """The `recipe.reducer.ReducerChoice` that the merged settings name; None where they name none."""
     if given is None:
         return None
     from vlmcompress.recipe.reducer import merged  # which brings torch along
@@ -229,7 +236,7 @@ def _reducer(given: Any, origins: Mapping[str, str]) -> Any:
 
 
 def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
-    """What the target decides: the scheme."""
+    """The settings that a target gives: its default scheme."""
     target, goal = values.get("target"), values.get("goal")
     if not isinstance(target, str):
         return "target", {}
@@ -263,7 +270,7 @@ def _validate(model: type[Recipe], values: dict[str, Any], origins: Mapping[str,
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
 
 
-def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> Any:
+def _options(scheme: str, given: Any, origins: Mapping[str, str]) -> QuantizerOptions:
     """The scheme's `Options` with the given values, each checked against the type of its field."""
     cls = SCHEMES.get(scheme).Options
     if not isinstance(given, Mapping):

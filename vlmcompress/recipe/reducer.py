@@ -1,4 +1,4 @@
-"""A reducer with its options, as it is written on the command line and in recipes.
+"""The choice of a reducer with its options, in the forms of the command line and of recipes.
 
     --reduce dart:0.25                      the share that is kept
     --reduce dart:0.25,pivots=8             and other options
@@ -27,76 +27,76 @@ from vlmcompress import reducers
 from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.layers import Layer
-from vlmcompress.reducers import REGISTRY, Grid
+from vlmcompress.reducers import REGISTRY, Grid, ReducerOptions
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A method and its `Options`."""
+class ReducerChoice:
+    """A reducer that was chosen: the name of its method and its `Options`."""
 
     method: str
-    options: Any
+    options: ReducerOptions
 
     @property
     def module(self) -> ModuleType:
-        """The method's module."""
+        """The method's module in `vlmcompress.reducers`."""
         return REGISTRY.get(self.method)
 
     @property
     def asks(self) -> bool:
-        """Whether it has to be shown the question."""
-        return "query" in self.module.NEEDS or bool(getattr(self.options, "text_pivots", 0))
+        """Whether the method looks at the question."""
+        return "query" in self.module.NEEDS or self.options.text_pivots > 0
 
     @property
     def takes_count(self) -> bool:
-        """Whether it keeps as many tokens of an image as it is told, instead of as many as the image asks for."""
+        """Whether the number of tokens that the method keeps depends on the image, but can be given to it instead."""
         return hasattr(self.module, "merge") and self.module.COUNT == "adaptive"
 
     @property
     def learnt(self) -> bool:
-        """Whether its options hold numbers that were learnt."""
-        return isinstance(getattr(self.options, "thresholds", None), tuple)
+        """Whether the options hold numbers that were learnt."""
+        return self.options.learnt
 
     @property
-    def asked_for(self) -> Chosen:
-        """The same as one asks for it, without what it has learnt since."""
-        return (
-            dataclasses.replace(self, options=dataclasses.replace(self.options, thresholds=None))
-            if self.learnt
-            else self
-        )
+    def asked_for(self) -> ReducerChoice:
+        """The reducer as it was asked for, without the numbers that it has learnt since."""
+        return self.with_thresholds(None) if self.learnt else self
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> ReducerChoice:
+        """This method with these thresholds; None: without any. Itself where the method learns none."""
+        return ReducerChoice(self.method, self.options.with_thresholds(thresholds))
 
     @property
     def label(self) -> str:
-        """As the command line has it, without the numbers that it has learnt."""
+        """The reducer in the command line's form, without the numbers that it has learnt."""
         return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
 
     def plain(self) -> dict[str, Any]:
-        """As a recipe has it, with every option."""
+        """The reducer as a recipe's mapping, with every option."""
         return {"method": self.method, **dataclasses.asdict(self.options)}
 
     def __str__(self) -> str:
-        """As the command line has it; only the share and what differs from the defaults."""
+        """Write the reducer in the command line's form: the share, and options that differ from their defaults."""
         default = type(self.options)()
         given = {name: value for name, value in dataclasses.asdict(self.options).items() if name != "keep"}
-        parts = [_share(self.options.keep)] if hasattr(self.options, "keep") else []
+        parts = [] if self.options.keep is None else [_share(self.options.keep)]
         parts += [f"{name}={_yaml_text(value)}" for name, value in given.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
     def too_small(self, grid: Grid) -> bool:
-        """Whether the share of such a grid would be no token, so that it is kept whole."""
+        """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
         return reducers.too_small(self.module, grid, self.options)
 
 
-def parse(text: str) -> Chosen:
-    """What `--reduce` says. UserError for a method or option that is none, or a value that is wrong."""
+def parse(text: str) -> ReducerChoice:
+    """Read the reducer from the value of `--reduce`. UserError for an unknown method or option, or a wrong value."""
     where = f"--reduce {text}"
     values = split(text, where)
     return choose(values.pop("method"), values, where)
 
 
 def split(text: str, where: str) -> dict[str, Any]:
-    """`dart:0.25,pivots=8` as a recipe's mapping, its values not checked. `where` begins the message of UserErrors."""
+    """Read `dart:0.25,pivots=8` as a recipe's mapping, values unchecked. `where` begins the message of UserErrors."""
     method, _, rest = text.partition(":")
     values: dict[str, Any] = {"method": method.strip()}
     for number, part in enumerate(re.split(r",(?![^\[]*\])", rest) if rest else []):
@@ -111,8 +111,8 @@ def split(text: str, where: str) -> dict[str, Any]:
     return values
 
 
-def read(given: Any, where: str = "reduce") -> Chosen:
-    """What a recipe's `reduce` says: a mapping with `method` and options, or the command line's form."""
+def read(given: Any, where: str = "reduce") -> ReducerChoice:
+    """Read the reducer from a recipe's `reduce`: a mapping with `method` and options, or the command line's form."""
     if isinstance(given, str):
         return parse(given)
     if not isinstance(given, Mapping) or not isinstance(given.get("method"), str):
@@ -120,13 +120,14 @@ def read(given: Any, where: str = "reduce") -> Chosen:
     return choose(given["method"], {key: value for key, value in given.items() if key != "method"}, where)
 
 
-def choose(method: str, values: Mapping[str, Any], where: str) -> Chosen:
-    """The method with these options. `where` begins the message of the UserError that anything wrong raises."""
+def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
+    """Check a method and its options. `where` begins the message of the UserError that anything wrong raises."""
     try:
         cls = REGISTRY.get(method).Options
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    hints, checked = typing.get_type_hints(cls), {}
+    types = typing.get_type_hints(cls)
+    hints, checked = {field.name: types[field.name] for field in dataclasses.fields(cls)}, {}
     for key, value in values.items():
         if key not in hints:
             share = key == "keep"
@@ -137,13 +138,13 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> Chosen:
             continue
         checked[key] = _typed(value, hints[key], f"{where}: '{method}': {key}")
     try:
-        return Chosen(method, cls(**checked))
+        return ReducerChoice(method, cls(**checked))
     except ValueError as error:
         raise UserError(f"{where}: '{method}': {error}") from error
 
 
 def layered(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers of a recipe, first one strongest, with `reduce` as a mapping in each, ready to be merged.
+    """Prepare the layers of a recipe, first one strongest, for merging, with `reduce` as a mapping in each.
 
     A layer that names a method starts anew: options of weaker layers belong to another reducer and are left out.
     """
@@ -162,8 +163,8 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
     return found
 
 
-def merged(given: Any, origins: Mapping[str, str]) -> Chosen | None:
-    """The reducer that merged settings name; None for none. UserError for one that is none, or an option that is wrong.
+def merged(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:
+    """The reducer that merged settings name; None where they name none. UserError for an unknown method or wrong option.
 
     Args:
         given: the merged value of `reduce`.
@@ -175,26 +176,23 @@ def merged(given: Any, origins: Mapping[str, str]) -> Chosen | None:
     return read(given, f"{origin}: reduce")
 
 
-def calibrated(reducer: Chosen | None) -> Chosen | None:
-    """The reducer that a calibration runs behind: None where there is none, or one within the language model.
+def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
+    """The reducer that calibration runs behind: the given one if it acts before the language model, else None.
 
-    Of the latter every block sees the same kinds of tokens as without it, those behind its layer fewer of them.
+    Behind a reducer within the language model the blocks see the same kinds of tokens as without it, only fewer.
     """
     return reducer if reducer and reducer.module.STAGE != "llm" else None
 
 
-def same(known: Chosen | None, asked: Chosen | None) -> bool:
-    """Whether a reducer is the one that is asked for, apart from what it has learnt or will read from a file."""
-    if known is None or asked is None or known.method != asked.method:
-        return known is asked
-    mine, wanted = known.plain(), asked.plain()
-    if not isinstance(wanted.get("thresholds"), tuple | list):
-        wanted["thresholds"] = mine.get("thresholds")
-    return {**mine, "thresholds": mine.get("thresholds")} == wanted
+def same(known: ReducerChoice | None, asked: ReducerChoice | None) -> bool:
+    """Whether a known reducer is the one asked for, apart from numbers that were learnt or will be read from a file."""
+    if known is None or asked is None or asked.learnt:
+        return known == asked
+    return known.with_thresholds(None) == asked.with_thresholds(None)
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the option's type; fractions become numbers."""
+    """Convert `value` to the option's type; fractions like `1/3` become numbers."""
     try:
         if hint is float and isinstance(value, str) and (found := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip())):
             value = int(found[1]) / int(found[2])
@@ -207,7 +205,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def _share(keep: float) -> str:
-    """`0.25`, or a fraction where only that says it in a few digits: `1/3`."""
+    """Write a share as `0.25`, or as a fraction like `1/3` where a decimal of few digits would not be exact."""
     close = Fraction(keep).limit_denominator(100)
     fraction = f"{close.numerator}/{close.denominator}"
     return next((text for text in (f"{keep:g}", fraction) if float(Fraction(text)) == keep), repr(keep))

@@ -1,16 +1,18 @@
 """Visual-token reducers, one method a file; the file's name is `reduce.method` of a recipe.
 
-A reducer is pure: signals of one image in, what becomes of each of its tokens out (`Reduction`). It knows no model and no
-other image. A module of this folder has
+A reducer is pure: it takes the signals of one image and returns what becomes of each of its tokens, a `Reduction`. It knows
+no model and no other image. A module of this folder has
 
     STAGE       where its signals come from: "pixels" (before the encoder), "encoder" (in or right after it, before the
                 projector), "projected" (the rows that the language model would get), "llm" (within the language model)
     NEEDS       fields of `Signals` that it cannot do without; OPTIONAL, where there are any: fields used when they are given
-    COUNT       "fixed": an image of one size always keeps the same number of tokens; "adaptive": it depends on the image
+    COUNT       "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image
     MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
-    Options     frozen dataclass: the recipe's options, checked when made (ValueError)
+    Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError). What the
+                package asks of options (the share, the layer, whether there is something to learn) it asks of that base: a
+                field or property of the same name answers instead. Every field has a default
     budget(grid, options) -> int | None     exactly how many tokens an image keeps; None when COUNT is adaptive
 
 and one of
@@ -21,16 +23,16 @@ and one of
                                     of the grid, `count` how many tokens are left behind the last (None: as `options` say)
 
 A method that restricts attention and keeps all tokens has, besides a `reduce` that is the identity, a `mask` (see `pevlm`).
-`reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index), computes in
-float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same input gives the same
-bits in every call. An image of which the share `keep` would be no token is kept whole (of a video `evs`
-always keeps the first frame). To add a reducer, add a file.
+`reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index),
+computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
+input gives the same bits in every call. An image is kept whole where the share `keep` of it rounds to no token (of
+a video `evs` always keeps the first frame). To add a reducer, add a file.
 """
 
 from __future__ import annotations
 
 from vlmcompress.common.registry import Registry
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 from vlmcompress.reducers._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reducers._layerwise import Merger
 from vlmcompress.reducers._run import merge, missing, reduce, too_small
@@ -39,6 +41,7 @@ __all__ = [
     "REGISTRY",
     "Grid",
     "Merger",
+    "ReducerOptions",
     "Reduction",
     "Signals",
     "TokenCounter",

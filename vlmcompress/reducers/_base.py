@@ -1,9 +1,8 @@
-"""What all reducers share: the signals that they read, the reduction that they decide on, and exact arithmetic of
-budgets.
+"""Signals that reducers read, the reduction that they decide on, and exact arithmetic of budgets.
 
-Deciding is apart from applying: a method looks at the signals of one image and says for each of its `n` tokens which
-output row it goes to; `Reduction.apply` then does that to any tensor with a row a token (features, deepstack levels,
-positions). Tokens of an image stand in raster order of their grid `(t, h, w)`, and so do the outputs.
+Deciding is separate from applying: a method reads the signals of one image and chooses an output row for each of its `n`
+tokens; `Reduction.apply` then applies that to any tensor with a row a token (features, deepstack levels, positions).
+Tokens of an image stand in raster order of their grid `(t, h, w)`, and so do the outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """What becomes of the `n` tokens of one image: `m` outputs in raster order.
+    """The reduction of the `n` tokens of one image to `m` outputs in raster order.
 
     target: `[n]` int64, output row of each token, -1 for a dropped one.
     anchor: `[m]` int64, strictly ascending; the token whose position the output keeps, one of its sources.
-    weight: `[n]` float32, positive; what a token counts in the mean that its output is.
+    weight: `[n]` float32, positive; weight of a token in the mean that its output is.
     scale:  `[m]` float32 or None; outputs are that multiple of their mean (VisionZip's sums), None: the mean itself.
     """
 
@@ -39,7 +38,7 @@ class Reduction:
 
     @staticmethod
     def identity(n: int, device: Any = None) -> Reduction:
-        """Every token is kept."""
+        """Make the reduction that keeps every token."""
         rows = torch.arange(n, device=device)
         return Reduction(rows, rows, torch.ones(n, device=device))
 
@@ -55,20 +54,20 @@ class Reduction:
     def join(parent: Tensor, weight: Tensor | None = None) -> Reduction:
         """Merge each token into the token `parent [n]`; one that is its own parent is kept, -1 drops a token.
 
-        `weight [n]` is what tokens count in the means; default 1 each.
+        `weight [n]` is the weight of tokens in the means; default 1 each.
         """
         n = len(parent)
         kept = parent == torch.arange(n, device=parent.device)
         if not kept[parent[parent >= 0]].all():
             raise ValueError("a token is merged into one that is not kept")
-        row = kept.cumsum(0) - 1  # of the kept tokens
+        row = kept.cumsum(0) - 1  # output row of each kept token
         target = torch.where(parent < 0, parent, row[parent.clamp(min=0)])
         weight = torch.ones(n, device=parent.device) if weight is None else weight.float()
         return Reduction(target, kept.nonzero().squeeze(1), weight)
 
     @staticmethod
     def concat(parts: Sequence[Reduction]) -> Reduction:
-        """Side by side: of a whole prompt, from those of its images and identities for the text between."""
+        """Join reductions side by side, for a whole prompt: those of its images, and identities for the text between."""
         rows = tokens = 0
         target, anchor = [], []
         for part in parts:
@@ -82,11 +81,11 @@ class Reduction:
 
     @property
     def sizes(self) -> Tensor:
-        """`[m]` int64: how many tokens each output stands for."""
+        """Number of tokens that each output stands for, `[m]` int64."""
         return self._sum(torch.ones_like(self.target))
 
     def apply(self, x: Tensor) -> Tensor:
-        """`[n, ...] -> [m, ...]` in `x`'s dtype, computed in float32 (float64 stays). What was not merged is bit for bit."""
+        """Reduce `x [n, ...]` to `[m, ...]` in its dtype, computed in float32 (float64 stays). Unmerged rows keep all bits."""
         if len(x) != len(self.target):
             raise ValueError(f"the reduction is of {len(self.target)} tokens, not of {len(x)}")
         anchor = self.anchor.to(x.device)
@@ -104,21 +103,21 @@ class Reduction:
         return out
 
     def expand(self, x: Tensor) -> Tensor:
-        """`[m, ...] -> [n, ...]`: every token gets its output's row, DyMU's virtual unmerging. Nothing may be dropped."""
+        """Expand `[m, ...]` to `[n, ...]`: each token gets its output's row, DyMU's virtual unmerging. None may be dropped."""
         if (self.target < 0).any():
             raise ValueError("a reduction that drops tokens cannot be undone")
         return x[self.target.to(x.device)]
 
     @property
     def coefficients(self) -> Tensor:
-        """`[n]` float32: output row r is the sum of `coefficients_i x_i` over the tokens i whose target is r."""
+        """Coefficients `[n]` float32: output row r is the sum of `coefficients_i x_i` over the tokens i whose target is r."""
         safe = self.target.clamp(min=0)
         factor = self.weight / self._sum(self.weight)[safe]
         factor = factor if self.scale is None else factor * self.scale[safe]
         return factor.masked_fill(self.target < 0, 0.0)
 
     def then(self, other: Reduction) -> Reduction:
-        """First this reduction, then `other` on its outputs: one reduction of the original tokens."""
+        """Chain this reduction and `other`, which acts on its outputs, into one reduction of the original tokens."""
         if len(other.target) != len(self.anchor):
             raise ValueError(
                 f"the second reduction is of {len(other.target)} tokens, the first leaves {len(self.anchor)}"
@@ -135,7 +134,7 @@ class Reduction:
         return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
 
     def check(self) -> Reduction:
-        """Itself, or ValueError saying what is wrong with it."""
+        """Return the reduction itself, or raise ValueError that says what is wrong with it."""
         n, m = len(self.target), len(self.anchor)
         rows = torch.arange(m, device=self.target.device)
         for right, text in (
@@ -162,7 +161,7 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """What a method may look at, of one image; tensors `[n, ...]` have a row for each token (see `merged`).
+    """Signals of one image that a method may read; tensors `[n, ...]` have a row for each token (see `merged`).
 
     grid:       `(t, h, w)`, with `t * h * w` tokens in raster order.
     features:   `[n, d]`, the tokens themselves at the method's stage.
@@ -170,11 +169,11 @@ class Signals:
                 encoder, after it in the language model, as in the methods' own code.
     saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the last
                 token (language model).
-    windowed:   `[n]`, the same in a shallow layer of the encoder (VScan's local scan).
+    windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
     pixels:     `[n, ...]`, pixels of each token, in units of the method's tolerance.
     ahead:      the signals of the language model's first layers, run ahead on this image and the question (`surrogate`).
-    merged:     what earlier layers made of the grid's tokens; rows are then its outputs.
+    merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
     """
 
     grid: Grid
@@ -207,24 +206,87 @@ class Signals:
 
     @property
     def n(self) -> int:
-        """Rows of the signals: the grid's tokens, or what is left of them."""
+        """Number of rows of the signals: the grid's tokens, or those left of them."""
         return math.prod(self.grid) if self.merged is None else len(self.merged.anchor)
 
     @property
     def device(self) -> torch.device:
-        """Where the signals are."""
+        """The device that the signals are on."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Base of every method's `Options`: what the package asks of options, whatever the method is.
+
+    The answers here are those of a method that has no such option. A field or property of a subclass takes the place of the
+    one whose name it has. Every field has a default, as `Options()` is what a method does unless told otherwise.
+    """
+
+    @property
+    def keep(self) -> float | None:
+        """Share of the tokens that are kept; None where the method takes no share."""
+        return None
+
+    @property
+    def layer(self) -> int | None:
+        """Block of the language model, from 0, before which the method decides; None where it reads no such block."""
+        return None
+
+    @property
+    def states(self) -> bool:
+        """Whether a method that needs `Signals.ahead` reads what block `layer` - 1 puts out, not only its attention."""
+        return True
+
+    @property
+    def shallow(self) -> int | None:
+        """Block of the encoder, from 0, whose attention is `Signals.windowed`; None where the method reads none."""
+        return None
+
+    @property
+    def text_pivots(self) -> int:
+        """How many tokens of the question are pivots; above 0 the method has to be shown the question, whatever it NEEDS."""
+        return 0
+
+    @property
+    def vtu(self) -> bool:
+        """Whether the language model attends to all tokens all the same; for evaluation, so no checkpoint carries it."""
+        return False
+
+    @property
+    def learns(self) -> bool:
+        """Whether the method goes by thresholds that are learnt from images; `thresholds` then is one of its options."""
+        return False
+
+    @property
+    def thresholds(self) -> tuple[float, ...] | str | None:
+        """One for each layer that merges, or the file that has them; None: not learnt yet, or nothing to learn."""
+        return None
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the thresholds are here."""
+        return isinstance(self.thresholds, tuple)
+
+    @property
+    def unlearnt(self) -> bool:
+        """Whether thresholds are needed and neither here nor in a file."""
+        return self.learns and self.thresholds is None
+
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
+        """The options with these thresholds; themselves where the method learns none."""
+        return self
+
+
 LEAST_SHARE = 1e-6
-"""The smallest `keep`: of every image with fewer than half a million tokens a smaller share would be none."""
+"""The smallest `keep`: a smaller share of any image with fewer than half a million tokens would be no token."""
 MOST = 2**63 - 1
 """The largest whole number that an option can be: what torch and JSON readers of other languages hold."""
 
 
 def check_keep(keep: Any) -> None:
-    """ValueError unless `keep` is a number above 0, not too small for any image, and at most 1."""
+    """Raise ValueError unless `keep` is a number from `LEAST_SHARE` to 1."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep must be a number above 0 and at most 1, got {reprlib.repr(keep)}")
     if keep < LEAST_SHARE:
@@ -232,7 +294,7 @@ def check_keep(keep: Any) -> None:
 
 
 def check_whole(name: str, value: Any, least: int = 0) -> None:
-    """ValueError unless `value` is a whole number from `least` to `MOST`."""
+    """Raise ValueError unless `value` is a whole number from `least` to `MOST`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")
     if value > MOST:
@@ -240,22 +302,22 @@ def check_whole(name: str, value: Any, least: int = 0) -> None:
 
 
 def rounded(grid: Grid, keep: float) -> int:
-    """Tokens that a share `keep` of the grid comes to, rounded half up, which may be none."""
+    """Number of tokens in a share `keep` of the grid, rounded half up, which may be none."""
     return math.floor(keep * math.prod(grid) + 0.5)
 
 
 def share(grid: Grid, keep: float) -> int:
-    """Tokens that a share `keep` of the grid comes to, rounded half up; all, when that would be none."""
+    """Number of tokens in a share `keep` of the grid, rounded half up; all, when that would be none."""
     return rounded(grid, keep) or math.prod(grid)
 
 
 def top(scores: Tensor, k: int) -> Tensor:
-    """`[k]` indices of the highest scores, best first; among equals the lower index comes first, on every device."""
+    """Indices `[k]` of the highest scores, best first; among equals the lower index comes first, on every device."""
     return scores.sort(descending=True, stable=True).indices[:k]
 
 
 def unit(x: Tensor) -> Tensor:
-    """Rows of `x [n, d]` with length 1, float32, zero rows staying zero. The largest entry is divided out first.
+    """Scale the rows of `x [n, d]` to length 1, float32; zero rows stay zero. The largest entry is divided out first.
 
     So tiny and huge rows are exact too, and a scale of 2^k changes no bit.
     """
@@ -265,9 +327,9 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
-    """`[n, ...] -> [m, ...]`: rows summed by target, in the order of the tokens; a target of -1 is left out.
+    """Sum rows by target, `[n, ...]` to `[m, ...]`, in the order of the tokens; rows of target -1 are left out.
 
-    The same bits in every call, with any number of threads.
+    The result has the same bits in every call, with any number of threads.
     """
     out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
     rows = target % (m + 1)  # -1 becomes the row behind the last

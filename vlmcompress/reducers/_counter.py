@@ -1,15 +1,15 @@
-"""How many tokens an image keeps, said from its pixels before any encoder runs.
+"""Predict from an image's pixels how many tokens it keeps, before any encoder runs.
 
 An engine reserves an image's tokens before it encodes it, and DyMU knows their number only behind the encoder. A ridge
-regression on cheap statistics of the pixels, fitted on calibration images to DyMU's own counts, says it beforehand; rounded up
-to a bucket, it is the exact count that the encoder then merges to (`reducers.merge` with a count). What is too much costs
-tokens, what is too little costs detail, so predictions are moved up by `margin`, the residual that a share of the calibration
-images stays under.
+regression on cheap statistics of the pixels, fitted on calibration images to DyMU's own counts, predicts it; rounded up
+to a bucket, it is the exact count that the encoder then merges to (`reducers.merge` with a count). Too high a count
+costs tokens, too low a one costs detail, so predictions are moved up by `margin`, the residual that a share of the
+calibration images stays under.
 
-Statistics are of the processor's output rounded to bfloat16, so that every engine and type sees the same: what patches show
-(standard deviation, and which of them are flat), how they differ from the patches beside and below, and slopes.
+Statistics are computed from the processor's output rounded to bfloat16, so that every engine and type gets the same:
+standard deviation of patches, and shares of flat ones, differences to the patches beside and below, and slopes.
 
-In a checkpoint (`carried`):
+A checkpoint has (see `checkpoint.reducer_block`)
 
     "count": {"patch": 14, "buckets": [36, 72, ...], "weights": [...], "mean": [...], "scale": [...], "bias": 210, "margin": 12}
 """
@@ -27,20 +27,20 @@ from torch import Tensor
 from vlmcompress.errors import UserError
 
 STEPS = 16
-WIDTH = 14  # statistics of an image
-_LIMIT = 1e6  # of a number in a checkpoint; and of a bucket
-_FLAT = (0.05, 0.15, 0.4)  # of standard deviations, in the processor's units
+WIDTH = 14  # number of statistics of an image
+_LIMIT = 1e6  # the largest number, or bucket, in a checkpoint
+_FLAT = (0.05, 0.15, 0.4)  # standard deviations below which a patch is flat, in the processor's units
 
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """A fitted regression.
+    """A fitted regression from an image's pixels to the number of tokens that it keeps.
 
     Attributes:
         patch: side of a patch, in pixels.
-        buckets: counts that are ever given, ascending.
-        weights: of each statistic, after `mean` is taken away and `scale` divided out; `bias` is added.
-        margin: tokens added to what the regression says, before rounding up.
+        buckets: counts that can be given, ascending.
+        weights: weight of each statistic, after `mean` is subtracted and `scale` divided out; `bias` is added.
+        margin: tokens added to the prediction before rounding up.
     """
 
     patch: int
@@ -52,22 +52,22 @@ class TokenCounter:
     margin: float = 0.0
 
     def predict(self, pixels: Tensor) -> float:
-        """What the regression says of an image `[3, height, width]` from the model's processor."""
+        """Predict the count of an image `[3, height, width]` from the model's processor, not rounded."""
         x = (features(pixels, self.patch) - torch.tensor(self.mean).double()) / torch.tensor(self.scale).double()
         return float(x @ torch.tensor(self.weights).double()) + self.bias
 
     def count(self, pixels: Tensor) -> int:
-        """How many tokens the image is to keep: the lowest bucket that is enough, or the highest."""
+        """The count that the image is to keep: the lowest bucket that is enough, or the highest."""
         wanted = self.predict(pixels) + self.margin
         return next((bucket for bucket in self.buckets if bucket >= wanted), self.buckets[-1])
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The counter as JSON data."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
 def features(pixels: Tensor, patch: int) -> Tensor:
-    """`[14]` float64: statistics of an image `[3, height, width]` of at least 2 x 2 patches."""
+    """Compute the statistics `[14]` float64 of an image `[3, height, width]` of at least 2 x 2 patches."""
     image = pixels.detach().cpu().to(torch.bfloat16).double()
     rows, columns = image.shape[1] // patch, image.shape[2] // patch
     image = image[:, : rows * patch, : columns * patch]
@@ -101,13 +101,13 @@ def fit_counter(
     penalty: float = 1.0,
     within: float = 0.75,
 ) -> TokenCounter:
-    """The regression from pictures `[3, height, width]` to how many tokens each keeps.
+    """Fit the regression from pictures `[3, height, width]` to the numbers of tokens that they keep.
 
     Args:
         patch: side of a patch, in pixels.
-        tokens: of an image that keeps all; buckets are sixteenths of it.
-        least: tokens that an image cannot go below.
-        penalty: of the squared weights of standardized statistics, beside the sum of squared errors.
+        tokens: number of tokens of an image that keeps all; buckets are sixteenths of it.
+        least: number of tokens that an image cannot go below.
+        penalty: factor of the squared weights of standardized statistics, added to the sum of squared errors.
         within: share of these pictures that are to get no fewer tokens than they keep.
     """
     if len(pictures) != len(counts) or not pictures:
@@ -131,7 +131,7 @@ def fit_counter(
 
 
 def read_counter(given: Any, where: str) -> TokenCounter:
-    """The counter of a checkpoint. `where` begins the message of the UserError that anything wrong raises."""
+    """Read the counter of a checkpoint. `where` begins the message of the UserError that anything wrong raises."""
     names = list(TokenCounter.__dataclass_fields__)
     if not isinstance(given, Mapping) or set(given) != set(names):
         raise UserError(f"{where} should be a mapping of {', '.join(names)}; export it again")

@@ -1,4 +1,4 @@
-"""An encoder whose layers merge: what each layer has left of each image, for methods that have `merge`.
+"""Merging in the layers of an encoder, for methods that have `merge`: the rows that each layer leaves of each image.
 
 An engine calls `bias` before a layer's attention and `merge` between that and the MLP, in each layer that merges:
 
@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 from vlmcompress.reducers._run import merge
 
 
 class Merger:
-    """The images of one run of the encoder.
+    """The merging of the images of one run of the encoder.
 
-    merged: of each image, what the layers so far have made of its grid.
-    counts: how many tokens each image is to keep behind the last layer; None where the method says it.
+    merged: for each image, the reduction of its grid by the layers so far.
+    counts: number of tokens that each image is to keep behind the last layer; None where the method decides it.
     """
 
     def __init__(
         self,
         method: ModuleType,
-        options: Any,
+        options: ReducerOptions,
         grids: Sequence[Grid],
         layers: int,
         aside: int = 0,
@@ -45,19 +45,19 @@ class Merger:
         """
         Args:
             method: a reducer with `merge`.
-            grids: of each image.
-            layers: how many layers merge.
-            aside: rows before the grid's that are no tokens and stay, such as CLS.
-            counts: see above; default: the method says all.
+            grids: grid of each image.
+            layers: number of layers that merge.
+            aside: number of rows before the grid's that are no tokens and stay, such as CLS.
+            counts: see above; None: the method decides them all.
         """
         self.method, self.options, self.grids, self.layers, self.aside = method, options, grids, layers, aside
         self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
         self.merged = [Reduction.identity(rows * columns * t, device) for t, rows, columns in grids]
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """`[images, 1, 1, keys]` to add to the attention's logits: log of each key's size, -inf for padding.
+        """The bias `[images, 1, 1, keys]` to add to the attention's logits: log of each key's size, -inf for padding.
 
-        None while each row is one token.
+        It is None while each row is one token.
         """
         if all(len(one.anchor) == len(one.target) for one in self.merged):
             return None
@@ -66,11 +66,11 @@ class Merger:
         return pad_sequence(sizes, batch_first=True).log().to(dtype)[:, None, None]
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
-        """The rows `[images, rows, d]` with this layer's merges done; the same tensor when there are none.
+        """Do this layer's merges on the rows `[images, rows, d]`; returns the same tensor when there are none.
 
         Args:
             states: `[images, rows, d]` behind the layer's attention, residual added.
-            keys: `[images, rows, dk]`, of that attention, heads concatenated.
+            keys: `[images, rows, dk]`, keys of that attention, heads concatenated.
         """
         parts, before = [], [len(one.anchor) for one in self.merged]
         for image, count in enumerate(self.counts):

@@ -1,32 +1,32 @@
-"""Methods checked and run: that signals are there before, that a reduction is one and meets its budget after."""
+"""Run methods, after checking that their signals are there, and check that the reduction is valid and meets its budget."""
 
 from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, rounded
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, rounded
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
-    """Fields of `signals` that the method needs and that are not there, sorted."""
+    """Names of the fields of `signals` that the method needs and that are missing, sorted."""
     return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
 
 
-def too_small(method: ModuleType, grid: Grid, options: Any) -> bool:
+def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
     """Whether the share of such a grid's tokens would be none, so that it is kept whole."""
     if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
         return False
-    return rounded(grid, getattr(options, "keep", 1)) == 0 and method.budget(grid, options) == math.prod(grid)
+    keep = 1.0 if options.keep is None else options.keep
+    return rounded(grid, keep) == 0 and method.budget(grid, options) == math.prod(grid)
 
 
 @torch.no_grad()
-def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
+def reduce(method: ModuleType, signals: Signals, options: ReducerOptions) -> Reduction:
     """What the method does with the tokens of one image. ValueError if a signal that it needs is missing."""
-    if getattr(options, "keep", None) == 1:
+    if options.keep == 1:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options))
@@ -34,15 +34,15 @@ def reduce(method: ModuleType, signals: Signals, options: Any) -> Reduction:
 
 @torch.no_grad()
 def merge(
-    method: ModuleType, signals: Signals, options: Any, layer: int, layers: int, count: int | None = None
+    method: ModuleType, signals: Signals, options: ReducerOptions, layer: int, layers: int, count: int | None = None
 ) -> Reduction:
-    """What a method that merges layer by layer does with the rows that the layers before have left.
+    """Decide the merges of one layer, by a method that merges layer by layer, on the rows that earlier layers have left.
 
     The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
-    if getattr(options, "keep", None) == 1 and count is None:
+    if options.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)

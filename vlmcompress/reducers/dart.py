@@ -21,7 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top, unit
+from vlmcompress.reducers._base import (
+    Grid,
+    ReducerOptions,
+    Reduction,
+    Signals,
+    check_keep,
+    check_whole,
+    share,
+    top,
+    unit,
+)
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -31,7 +41,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text, when it is given."""
 
     keep: float = 0.5
@@ -45,12 +55,12 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Pivots by the L1 norm of the features."""
+    """Keep pivots, the tokens of largest L1 norm of the features, and those least like them."""
     assert signals.features is not None
     query = signals.features[:0] if signals.query is None else signals.query
     lead = top(_size(signals.features), options.pivots)
@@ -59,13 +69,13 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tensor:
-    """`count` indices of tokens.
+    """Select `count` tokens; returns their indices.
 
     Args:
         features: `[n, d]` tokens of the image.
         query: `[q, d]` text pivots in the order of their turns.
         pivots: `[p]` indices of the image's pivots in the order of their turns.
-        count: how many to keep; with fewer than `p`, the first pivots.
+        count: number of tokens to keep; with fewer than `p`, the first pivots.
     """
     pivots = pivots[:count]
     rows = unit(features)

@@ -34,12 +34,12 @@ class Options(_Options):
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Pivots by the L1 norm of the keys, image and text."""
+    """Keep pivots, the tokens of largest L1 norm of the keys in image and text, and the image's tokens least like them."""
     assert signals.features is not None and signals.query is not None
     assert signals.keys is not None and signals.query_keys is not None
     lead = top(signals.keys.float().abs().sum(-1), options.pivots)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -23,7 +23,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens."""
 
     keep: float = 0.5
@@ -33,7 +33,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -44,11 +44,11 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def select(features: Tensor, count: int) -> Tensor:
-    """`[count]` indices in the order in which they are chosen, of rows `[n, d]`."""
+    """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
     distance = 1 - rows @ rows.T
     alone = distance.clone().fill_diagonal_(torch.inf)
-    nearest = alone.amin(0).nan_to_num(posinf=0.0)  # of a single token there is no neighbour
+    nearest = alone.amin(0).nan_to_num(posinf=0.0)  # a single token has no neighbour
     chosen = torch.empty(count, dtype=torch.int64, device=features.device)
     taken = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
     for i in range(count):

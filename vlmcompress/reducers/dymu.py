@@ -14,12 +14,13 @@ with its output's row (`expand`), and the means of what they get (`apply`) go on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, top
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, top
 from vlmcompress.reducers.tome import join, match
 
 STAGE = "encoder"
@@ -29,7 +30,7 @@ SERVED = True  # to an exact count, said from the pixels before the encoder runs
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens kept on average, for learning; `thresholds`: one for each layer that merges, once learnt.
 
     Or the name of a file with them, which must have been read before anything merges. `vtu`: virtual token unmerging.
@@ -38,6 +39,7 @@ class Options:
     keep: float = 1 / 3
     thresholds: tuple[float, ...] | str | None = None
     vtu: bool = False
+    learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
@@ -46,17 +48,22 @@ class Options:
             if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):
                 raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
 
+    def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
+        """The options with these thresholds; with None they have to be learnt."""
+        return replace(self, thresholds=thresholds)
+
 
 def budget(grid: Grid, options: Options) -> None:
-    """Not known beforehand."""
+    """Return None, as the number of kept tokens is not known beforehand."""
     return None
 
 
 def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
     """Merge the pairs whose cosine is above the layer's threshold.
 
-    With a `count`, no more than leave that many, and as many as the layers behind, each of which at most halves, cannot make
-    up for. So the last layer merges exactly what is still too many, best pairs first, whatever its threshold.
+    With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers behind,
+    each of which at most halves the tokens, cannot make up for. So the last layer merges exactly the tokens that are
+    still too many, best pairs first, whatever its threshold.
     """
     assert signals.keys is not None and signals.heads is not None
     if options.thresholds is None or isinstance(options.thresholds, str):
@@ -75,19 +82,19 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
 
 
 def best(signals: Signals) -> Tensor:
-    """`[a]`: the cosine of each possible pair of an image in one layer; what thresholds are learnt from."""
+    """The cosines `[a]` of the possible pairs of an image in one layer, which thresholds are learnt from."""
     assert signals.keys is not None and signals.heads is not None
     return match(signals.keys, signals.heads)[0]
 
 
 def threshold(scores: Sequence[Tensor], r: float) -> float:
-    """The threshold of one layer for a batch, such that `r` pairs an image merge on average: the highest cosine that does not.
+    """The threshold of one layer for a batch, at which `r` pairs an image merge on average: the highest cosine that does not.
 
     Args:
-        scores: for each image of the batch, what `best` gave in this layer.
-        r: pairs an image, at least 0; may be a fraction.
+        scores: for each image of the batch, the result of `best` in this layer.
+        r: number of pairs an image, at least 0; may be a fraction.
 
-    Never below 0, so that tokens that point away from each other stay apart however many are asked for.
+    The threshold is never below 0, so that tokens that point away from each other stay apart however many pairs are asked for.
     """
     falling = torch.cat(list(scores)).float().sort(descending=True).values
     pairs = round(r * len(scores))
@@ -95,7 +102,7 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
 
 
 def average(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The thresholds of all layers, for `Options.thresholds`, from those of each batch: their means.
+    """Average the thresholds of each batch, layer by layer, for `Options.thresholds`.
 
     In finding them, a batch must go through each layer with its own threshold, for the layers behind see what that left.
     """

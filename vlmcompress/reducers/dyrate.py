@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole, top
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_whole, top
 
 STAGE = "llm"
 NEEDS = frozenset({"saliency"})
@@ -27,7 +27,7 @@ WHY_NOT = "it drops tokens while generating, from caches that engines do not ope
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`factor`: share of the tokens for each unit of attention on them; `least`: share that always stays; `layer`: number
     of the decoder block, from 0, whose input is reduced."""
 
@@ -44,12 +44,12 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> None:
-    """Not known beforehand."""
+    """Return None, as the number of kept tokens is not known beforehand."""
     return None
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """What stays after this step, of the tokens left before it."""
+    """Keep the most attended of the tokens left before this step."""
     assert signals.saliency is not None
     rate = min(1.0, max(options.least, options.factor * signals.saliency.double().sum().item()))
     return Reduction.keep(top(signals.saliency, math.ceil(rate * math.prod(signals.grid))), signals.n)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, rounded, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, rounded, top, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -23,7 +23,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of a video's tokens."""
 
     keep: float = 0.5
@@ -33,12 +33,12 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, and at least the first frame."""
+    """Number of tokens to keep: the share `keep`, and at least the first frame."""
     return max(math.prod(grid[1:]), rounded(grid, options.keep))
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """The first frame, and what changes most."""
+    """Keep the first frame and the tokens that change most."""
     assert signals.features is not None
     frames = unit(signals.features).reshape(signals.grid[0], -1, signals.features.shape[1])
     change = 1 - (frames[1:] * frames[:-1]).sum(-1)

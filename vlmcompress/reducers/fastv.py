@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, check_whole, share, top
 
 STAGE = "llm"
 NEEDS = frozenset({"saliency"})
@@ -19,7 +19,7 @@ WHY_NOT = "it drops tokens within the language model, and engines keep one token
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `layer`: K, number of the decoder block, from 0, whose input is reduced."""
 
     keep: float = 0.5
@@ -31,7 +31,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "pixels"
 NEEDS = frozenset({"features", "query"})
@@ -29,7 +29,7 @@ WHY_NOT = "a view that is left out keeps no token, and engines refuse an image w
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the views; `lexical`: what a name that matches in full adds to the cosine."""
 
     keep: float = 0.5
@@ -42,7 +42,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep` of the views."""
+    """Number of views to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -58,7 +58,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def matches(names: Sequence[str], question: str) -> Tensor:
-    """`[views]`: the share of each name's words that occur in the question, whatever their case; 0 for a name without words."""
+    """The share of each name's words that occur in the question, whatever their case, `[views]`; 0 for a name without words."""
     asked = set(re.findall(r"\w+", question.lower()))
     words = [re.findall(r"[^\W_]+", name.lower()) for name in names]
     return torch.tensor([sum(word in asked for word in own) / len(own) if own else 0.0 for own in words])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_whole
 
 STAGE = "llm"
 NEEDS: frozenset[str] = frozenset()
@@ -26,7 +26,7 @@ WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`sink`: frames that all see; `frames`: in a block."""
 
     sink: int = 1
@@ -38,17 +38,17 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """All."""
+    """Number of tokens to keep: all."""
     return math.prod(grid)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """All tokens stay."""
+    """Keep all tokens."""
     return Reduction.identity(signals.n, signals.device)
 
 
 def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
-    """Lengths for `mask` of one video between `before` and `after` tokens of text: the sink, each block, the question."""
+    """Lengths of sink, blocks and question, for `mask`, of one video between `before` and `after` tokens of text."""
     frames, tokens = grid[0], grid[1] * grid[2]
     sink = min(options.sink, frames)
     starts = range(sink, frames, options.frames)
@@ -56,11 +56,11 @@ def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
 
 
 def parts(images: Sequence[tuple[int, int]], length: int, options: Options) -> list[int]:
-    """Lengths for `mask` of several images, each a frame: text between two belongs to the block of the second.
+    """Lengths of sink, blocks and question, for `mask`, of several images, each a frame; text belongs to the image behind it.
 
     Args:
         images: first token and number of tokens of each, ascending; at least one.
-        length: of the sequence; what is behind the last image is the question.
+        length: length of the sequence; the text behind the last image is the question.
     """
     ends = [first + tokens for first, tokens in images]
     sink = min(options.sink, len(ends))
@@ -70,7 +70,7 @@ def parts(images: Sequence[tuple[int, int]], length: int, options: Options) -> l
 
 
 def mask(lengths: Sequence[int]) -> Tensor:
-    """`[s, s]` bool, true where the row's token may attend to the column's.
+    """Make the mask `[s, s]` bool, true where the row's token may attend to the column's.
 
     Args:
         lengths: tokens of the sink, of each block, and of the question, in the order of the sequence; their sum is `s`.

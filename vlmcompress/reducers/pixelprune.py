@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 
 STAGE = "pixels"
 NEEDS = frozenset({"pixels"})
@@ -28,7 +28,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`tolerance`: largest difference of a pixel that goes unnoticed, in the units of the pixels; 0 drops exact copies only."""
 
     tolerance: float = 0.0
@@ -40,12 +40,12 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> None:
-    """Not known without the pixels."""
+    """Return None, as the number of kept tokens depends on the pixels."""
     return None
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep what cannot be predicted, and the first token of each frame."""
+    """Keep tokens that cannot be predicted, and the first token of each frame."""
     assert signals.pixels is not None
     frames, rows, columns = signals.grid
     seen = signals.pixels.float().reshape(frames, rows, columns, -1).clone()  # each token as it would be reconstructed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, check_whole, share, top
 
 STAGE = "projected"
 NEEDS: frozenset[str] = frozenset()
@@ -20,7 +20,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `seed`: which choice."""
 
     keep: float = 0.5
@@ -32,7 +32,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 

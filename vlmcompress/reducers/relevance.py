@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features", "query"})
@@ -30,7 +30,7 @@ _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one tok
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `sharpness`: the most relevant region is worth exp(sharpness) times the least."""
 
     keep: float = 0.5
@@ -44,7 +44,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, all levels together."""
+    """Number of tokens of all levels together: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -72,7 +72,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def _steps(cells: list[Tensor], worth: list[float]) -> list[tuple[int, int, list[int]]]:
-    """Region, level and cells set apart (one token more each), in the order in which the budget should pay for them."""
+    """List steps (region, level, cells set apart, one token more each) in the order in which the budget should pay for them."""
     steps = []
     for region, value in enumerate(worth):
         tokens, price = (cells[0] == region).nonzero().squeeze(1), math.inf
@@ -87,7 +87,7 @@ def _steps(cells: list[Tensor], worth: list[float]) -> list[tuple[int, int, list
 
 
 def _worth(signals: Signals, regions: Tensor, sharpness: float) -> list[float]:
-    """Of each region, from 1 to exp(sharpness)."""
+    """Worth of each region, from 1 to exp(sharpness)."""
     assert signals.features is not None and signals.query is not None
     if len(signals.query) == 0:
         return [1.0] * (int(regions.max()) + 1)
@@ -98,7 +98,7 @@ def _worth(signals: Signals, regions: Tensor, sharpness: float) -> list[float]:
 
 
 def _cells(grid: Grid, rows: int, columns: int) -> Tensor:
-    """`[n]`: number of each token's cell of `rows x columns` tokens; cells lie within regions, also in a last, smaller one."""
+    """Number of each token's cell of `rows x columns` tokens, `[n]`; cells lie within regions, also in a last, smaller one."""
     frames, height, width = (torch.arange(length) for length in grid)
     across = -(-grid[2] // columns)
     flat = (height // rows)[:, None] * across + width // columns
@@ -106,7 +106,7 @@ def _cells(grid: Grid, rows: int, columns: int) -> Tensor:
 
 
 def _split(coarse: Tensor, fine: Tensor) -> list[int]:
-    """The fine cells to set apart so that a region goes from coarse to fine ones: all but the last of each coarse cell."""
+    """Fine cells to set apart so that a region goes from coarse to fine ones: all but the last of each coarse cell."""
     last = {parent: child for parent, child in zip(coarse.tolist(), fine.tolist(), strict=True)}
     return sorted(set(fine.tolist()) - set(last.values()))
 

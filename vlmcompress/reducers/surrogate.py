@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmcompress.reducers import dart_llm, fastv
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, check_whole, share
 
 STAGE = "projected"
 NEEDS = frozenset({"ahead", "query"})
@@ -26,7 +26,7 @@ RULES = {"fastv": fastv, "dart": dart_llm}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `rule`: `fastv` or `dart`, which decides on what block `layer` - 1 tells, from 0.
 
     `pivots`, `text_pivots`: of the rule `dart`, as of `dart-llm`.
@@ -53,12 +53,12 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """What the rule keeps of the tokens as the first layers left them."""
+    """Keep tokens by the rule, from the signals of the first layers."""
     assert signals.ahead is not None
     rule = RULES[options.rule]
     given = {field: getattr(options, field) for field in rule.Options.__dataclass_fields__}

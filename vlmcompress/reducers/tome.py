@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})
@@ -26,7 +26,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens behind the last layer."""
 
     keep: float = 0.5
@@ -36,7 +36,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -50,9 +50,9 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
 
 
 def schedule(n: int, count: int, layers: int) -> list[int]:
-    """How many pairs each of `layers` merges so that `n` tokens become `count`.
+    """Number of pairs that each of `layers` merges so that `n` tokens become `count`.
 
-    ValueError where there are fewer tokens than that, or where halving them each time won't do.
+    Raises ValueError where `n` is less than `count`, or where halving in each layer is not enough.
     """
     if count > n:
         raise ValueError(f"{n} tokens cannot be merged into {count}, which is more")
@@ -69,7 +69,7 @@ def schedule(n: int, count: int, layers: int) -> list[int]:
 
 
 def match(keys: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Best cosine `[a]` of each even row of `keys [n, dk]` to an odd one, and that one's row number `[a]`."""
+    """Match each even row of `keys [n, dk]` to the most similar odd one: cosines `[a]`, and row numbers `[a]`."""
     rows = unit(keys.float().view(len(keys), heads, -1).mean(1))
     if len(rows) < 2:
         return rows.new_full((len(rows),), -torch.inf), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share
 
 STAGE = "projected"
 NEEDS: frozenset[str] = frozenset()
@@ -20,7 +20,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens."""
 
     keep: float = 0.5
@@ -30,7 +30,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`."""
+    """Number of tokens to keep: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -47,10 +47,10 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def _spread(total: int, parts: int) -> list[int]:
-    """`total` in whole numbers that differ by at most one, the larger ones spread evenly."""
+    """Split `total` into whole numbers that differ by at most one, the larger ones spread evenly."""
     return [((i + 1) * total + parts // 2) // parts - (i * total + parts // 2) // parts for i in range(parts)]
 
 
 def _centres(count: int, cells: int) -> list[int]:
-    """`count` of `cells` places, in the middle of equal parts."""
+    """Choose `count` of `cells` places, in the middle of equal parts."""
     return [(2 * i + 1) * cells // (2 * count) for i in range(count)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
 
 STAGE = "encoder"
 NEEDS = frozenset({"saliency", "keys", "heads"})
@@ -26,7 +26,7 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `contextual`: share of those kept that are merged ones (10 of 64); `merge`: "sum" or
     "mean"."""
 
@@ -44,12 +44,12 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, dominant and contextual together."""
+    """Number of dominant and contextual tokens together: the share `keep`."""
     return share(grid, options.keep)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Dominant tokens as they are, the rest merged or, without contextual tokens, dropped."""
+    """Keep dominant tokens as they are, and merge the rest or, without contextual tokens, drop it."""
     assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
     n, device = signals.n, signals.saliency.device
     count = budget(signals.grid, options)

@@ -24,17 +24,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_keep, check_whole, share, top, unit
+from vlmcompress.reducers._base import (
+    Grid,
+    ReducerOptions,
+    Reduction,
+    Signals,
+    check_keep,
+    check_whole,
+    share,
+    top,
+    unit,
+)
 
 STAGE = "projected"
 NEEDS = frozenset({"features", "saliency", "windowed"})
 COUNT = "fixed"
 SERVED = True
-SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of 32 blocks, LLaVA-1.5-7B; 14 of 28 in Qwen2.5-VL
+SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of the 32 blocks of LLaVA-1.5-7B; in Qwen2.5-VL 14 of 28
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ReducerOptions):
     """`keep`: share of the tokens; `window`: side of a window in tokens (6 for LLaVA's 24 x 24, 4 for Qwen2.5-VL); `shallow`:
     number of the encoder's block, from 0, whose attention is `windowed` (Qwen2.5-VL: its first block with full attention)."""
 
@@ -49,7 +59,7 @@ class Options:
 
 
 def budget(grid: Grid, options: Options) -> int:
-    """The share `keep`, local and global together."""
+    """Number of local and global tokens together: the share `keep`."""
     return share(grid, options.keep)
 
 
@@ -67,7 +77,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def windows(grid: Grid, side: int) -> Tensor:
-    """`[n]`: number of each token's window, tiles of `side x side` from the upper left corner of each frame.
+    """Number of each token's window, `[n]`; windows are tiles of `side x side` from the upper left corner of each frame.
 
     The last ones of a row and of a column are larger by what does not divide, so every window has at least `side x side`
     tokens; a frame that is narrower has one window across.
@@ -79,17 +89,17 @@ def windows(grid: Grid, side: int) -> Tensor:
 
 
 def local(scores: Tensor, window: Tensor, count: int) -> Tensor:
-    """`[count]` indices: the highest scores, of each window at most `count / windows`, rounded up.
+    """Indices `[count]` of the highest scores, at most `count / windows`, rounded up, from each window.
 
     Args:
-        scores: `[n]`, and
+        scores: `[n]`, score of each token.
         window: `[n]`, number of each token's window, from 0.
     """
     order = top(scores, len(scores))
     owner = window.to(order.device)[order]
     by_window = owner.sort(stable=True)
     first = torch.searchsorted(by_window.values, by_window.values)  # where the window's own run begins
-    rank = torch.empty_like(order)  # within the window
+    rank = torch.empty_like(order)  # rank of a token within its window
     rank[by_window.indices] = torch.arange(len(order), device=order.device) - first
     quota = -(-count // (int(window.max()) + 1))
     return order[(rank >= quota).sort(stable=True).indices[:count]]  # those beyond the quota stand last

@@ -2,7 +2,7 @@
 
     with attach(vlm, "dart", {"keep": 0.25}) as attached:
         vlm.model.generate(**inputs)
-    attached.images()    # what became of the tokens of each image
+    attached.images()    # the reduction of each image
 
 `vlmcompress.reducers` decides, this package applies, by hooks: whatever calls the model (`forward`, `generate`) gets the
 reduced one until `detach`. The language model really gets fewer rows. Tokens that are kept stay where they were: positions
@@ -15,14 +15,14 @@ of it in both directions.
 Logits and hidden states have the reduced length. A batch is padded on the left, on the right if it was. Each image, or tile
 where a family cuts images into tiles, is reduced on its own; videos are not. The caches hold what is kept, and a model
 continues them only while the reducer that filled them is attached. Methods that look at the text see all of the prompt's
-words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer too.
+words: a prompt that holds an answer (teacher forcing, or generation without a cache) shows them the answer, too.
 """
 
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction._attach import Attachment, KeptWhole
 from vlmcompress.reduction.attaching import attach
 from vlmcompress.reduction.carrying import attach_carried
 from vlmcompress.reduction.support import check, refusal
 from vlmcompress.reduction.units import Reduced
 
-__all__ = ["Attachment", "Chosen", "KeptWhole", "Reduced", "attach", "attach_carried", "check", "refusal"]
+__all__ = ["Attachment", "ReducerChoice", "KeptWhole", "Reduced", "attach", "attach_carried", "check", "refusal"]

@@ -1,4 +1,4 @@
-"""What all stages share: hooks on the model, the call in progress, and what has been left out of which cache."""
+"""Attachments of all stages: hooks on the model, the call in progress, and the tokens left out of each cache."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from torch import Tensor, nn
 from vlmcompress import reducers
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction, Signals
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Call, Reduced, Unit, prompt_text, units, whole
 
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class KeptWhole(UserWarning):
-    """An image is so small that the share of its tokens would be none."""
+    """Warning that an image is kept whole, as the kept share of its tokens would round to none."""
 
 
 class Attachment:
-    """A reducer on a model. Use as a context manager, or call `detach`.
+    """A reducer attached to a model. Use it as a context manager, or call `detach`.
 
-    `seen`: the units of the latest call with images, with what became of their tokens.
+    `seen`: the units of the latest call with images, with their reductions.
     """
 
     def __init__(self, vlm: VLM, module: ModuleType, options: Any):
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
         self.vlm, self.module, self.options = vlm, module, options
-        self._told = False  # that an image is kept whole
+        self._told = False  # whether the warning `KeptWhole` was given
         self.seen: list[Reduced] = []
         self._call: Call | None = None
-        self._new: Layout | None = None  # of the cache, once this call is done
-        self._caches: weakref.WeakKeyDictionary[Any, Layout] = weakref.WeakKeyDictionary()
+        self._new: Slots | None = None  # slots of the cache, once this call is done
+        self._caches: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
         base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
@@ -57,20 +57,20 @@ class Attachment:
             raise
 
     @property
-    def chosen(self) -> Chosen:
-        """The reducer with its options."""
-        return Chosen(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
+    def chosen(self) -> ReducerChoice:
+        """The attached reducer with its options."""
+        return ReducerChoice(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
 
     def detach(self) -> None:
-        """Take all hooks away. The model is what it was; caches filled with the reducer on cannot be continued."""
+        """Remove all hooks. The model is as it was; caches filled with the reducer on cannot be continued."""
         while self._undo:
             self._undo.pop()()
         _ATTACHED.discard(self.vlm.model)
 
     def images(self) -> list[Reduction]:
-        """What became of the tokens of each image of the latest call, newlines among them, which are kept; on the CPU.
+        """The reduction of each image of the latest call, on the CPU; newlines are among its tokens, and kept.
 
-        Of families that cut images into tiles (`visual_grid` "tiles"), of each tile.
+        For families that cut images into tiles (`visual_grid` "tiles") there is one for each tile.
         """
         grouped: dict[int, list[Reduced]] = {}
         for unit in self.seen:
@@ -84,10 +84,10 @@ class Attachment:
         self.detach()
 
     def _hook(self) -> None:
-        """More hooks of a stage."""
+        """Set the further hooks of a stage."""
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
-        """The language model's arguments, reduced. `past`: layout of the cache, None when nothing has been left out of it."""
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        """Reduce the language model's arguments. `past`: slots of the cache, None when nothing has been left out of it."""
         raise NotImplementedError
 
     def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
@@ -101,7 +101,7 @@ class Attachment:
             raise UserError("labels do not fit a reduced prompt; take the loss of the answer's tokens from the logits")
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Before the model runs; its arguments, where they change."""
+        """Hook before the model runs; returns its arguments where they change."""
         call = Call.of(module, args, kwargs)
         if call.get("pixel_values_videos") is not None:
             raise UserError("visual tokens of videos are not reduced yet; give images, or detach the reducer")
@@ -112,7 +112,7 @@ class Attachment:
         self._call = None
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Before the language model runs."""
+        """Hook before the language model runs; returns its reduced arguments."""
         self._new = None
         if self._call is None:
             return None
@@ -133,14 +133,14 @@ class Attachment:
         return args, kwargs if reduced is given else reduced
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """After the language model: remember what its cache lacks."""
+        """Hook after the language model: remember which tokens its cache lacks."""
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self._new is not None:
             self._caches[cache] = self._new
         self._new = None
 
     def _check_window(self, slots: int) -> None:
-        """A window counts slots, so as soon as it matters, dropped tokens would widen it."""
+        """Refuse prompts longer than a sliding window: it counts slots, so that dropped tokens would widen it."""
         config: Any = self.text.config
         window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
         slides = kinds is None or "sliding_attention" in kinds
@@ -154,7 +154,7 @@ class Attachment:
         return units(self.vlm, self._call)
 
     def _decide(self, unit: Unit, signals: Signals) -> Reduction:
-        """What becomes of one unit; remembered in `seen`."""
+        """Decide the reduction of one unit, and add it to `seen`."""
         if not self._told and reducers.too_small(self.module, unit.grid, self.options):
             self._told = True
             grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
@@ -165,13 +165,13 @@ class Attachment:
         return result
 
     def _words(self, mask: Tensor) -> Tensor:
-        """`[b, s]` bool: words of the prompt, where `mask [b, s]` is of this call's tokens."""
+        """Mark the words of the prompt, `[b, s]` bool; `mask [b, s]` is of this call's tokens."""
         assert self._call is not None
         return prompt_text(self.vlm, self._call.get("input_ids"), mask)
 
 
 def full_mask(kwargs: dict[str, Any], before: int) -> Tensor:
-    """`[b, before + s]`: the mask of the whole sequence, ones where none is given."""
+    """The mask of the whole sequence, `[b, before + s]`; ones where none is given."""
     embeds = kwargs["inputs_embeds"]
     shape = (embeds.shape[0], before + embeds.shape[1])
     mask = kwargs.get("attention_mask")

@@ -1,4 +1,4 @@
-"""Methods that restrict which tokens see each other in the prompt, and drop none."""
+"""Apply methods that restrict which tokens of the prompt attend to each other, and drop none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Reduced, Unit
 
 
@@ -27,7 +27,7 @@ class Blocks(Attachment):
                 f"attention '{kernel}' takes no mask of blocks; load the model with attn_implementation='sdpa'"
             )
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         cache = kwargs.get("past_key_values")
         before = cache.get_seq_length() if cache is not None else 0
         mask = full_mask(kwargs, before).bool()

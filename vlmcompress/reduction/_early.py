@@ -1,4 +1,4 @@
-"""Reducers of stages "encoder" and "projected": the language model never sees what they drop."""
+"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction import ahead as _ahead
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.support import feature_layers, needs_encoder
 from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
 
 
 class Early(Attachment):
-    """Shortens what goes into the language model: embeddings, mask, positions, and deepstack features."""
+    """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features."""
 
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
-        self._merged: list[Reduction] = []  # what was decided before the projector
+        self._merged: list[Reduction] = []  # reductions decided before the projector
         self._levels: list[Tensor] = []  # this call's features for the first layers
         if not needs_encoder(self.module):
             return
@@ -30,7 +30,7 @@ class Early(Attachment):
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1
         self._undo.append(tap(layers[last].self_attn, self._last))
-        shallow = getattr(self.options, "shallow", None)
+        shallow = self.options.shallow
         if shallow is not None and shallow != last:
             self._undo.append(tap(layers[shallow].self_attn, self._shallow))
         self._same = shallow == last
@@ -48,7 +48,7 @@ class Early(Attachment):
         self._encoder, self._merged, self._levels = {}, [], []
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """In the layer whose output is used: what CLS, the first token, attends to, and the patches' keys."""
+        """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
         saliency = received(query[:, :, 0], key, scale)[:, 1:]
         self._encoder |= {"saliency": saliency, "keys": joined(key)[:, 1:], "heads": key.shape[1]}
         if self._same:
@@ -58,7 +58,7 @@ class Early(Attachment):
         self._encoder["windowed"] = received(query[:, :, 0], key, scale)[:, 1:]
 
     def _merge(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Before the projector: its input `[images, n, c]` with merged rows."""
+        """Hook before the projector: merge the rows of its input `[images, n, c]`."""
         found = self._units() if self._call is not None else []
         if not found:
             return None
@@ -71,7 +71,7 @@ class Early(Attachment):
         return (torch.stack(rows), *args[1:]), kwargs
 
     def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Behind the projector: its rows back at their anchors, so that they go where the placeholders are."""
+        """Hook behind the projector: put its rows back at their anchors, so that they go where the placeholders are."""
         if not self._merged or not isinstance(output, Tensor):
             return None
         full = output.new_zeros(len(output), len(self._merged[0].target), *output.shape[2:])
@@ -79,11 +79,11 @@ class Early(Attachment):
             image[result.anchor] = rows
         return full
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")
         rows, tokens = embeds.shape[:2]
         slots = cache.get_seq_length() if cache is not None else 0
-        held = past or Layout.identity(rows, slots, embeds.device)
+        held = past or Slots.identity(rows, slots, embeds.device)
         if slots < held.width:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         before = held.full(slots)
@@ -98,7 +98,7 @@ class Early(Attachment):
         dropped = not keep.all()
         if not dropped and past is None:
             return kwargs
-        new = Layout.of(keep, real) if dropped else Layout.identity(rows, tokens, embeds.device)
+        new = Slots.of(keep, real) if dropped else Slots.identity(rows, tokens, embeds.device)
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else past
         positions = self._positions(kwargs, before, slots)
@@ -113,10 +113,10 @@ class Early(Attachment):
             }
         )
 
-    def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Layout) -> Any:
-        """The language model's mask: `mask [b, slots]`, or what a model makes of it whose images see all of themselves.
+    def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Slots) -> Any:
+        """The language model's mask: `mask [b, slots]`, or Gemma 3's form of it, in which an image's tokens see each other.
 
-        Gemma 3 calls an image what `token_type_ids` say. What is left of one stands together, so it stays one.
+        Gemma 3 knows images by `token_type_ids`. The tokens left of an image stand together, so they stay one image.
         """
         assert self._call is not None
         kinds, model = self._call.get("token_type_ids"), self.vlm.model
@@ -127,7 +127,7 @@ class Early(Attachment):
         return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
 
     def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
-        """`embeds [b, s, d]` with merged rows at the anchors, and for each unit what is kept."""
+        """Put merged rows into `embeds [b, s, d]` at their anchors; returns it and the reduction of each unit."""
         if not units:
             return embeds, []
         if self.module.STAGE != "projected":  # applied already
@@ -145,7 +145,7 @@ class Early(Attachment):
         return out, changes
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
-        """Of the unit that is the encoder's image `number`."""
+        """Signals of the unit that is the encoder's image `number`."""
         found = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
         query = None if query is None else query.detach()
         if "ahead" in self.module.NEEDS:
@@ -153,14 +153,14 @@ class Early(Attachment):
         return Signals(unit.grid, features=features.detach(), query=query, **found)
 
     def _run_ahead(self, unit: Unit, features: Tensor, query: Tensor | None) -> Signals:
-        """What the first layers tell of the unit and the question."""
+        """Run the first layers on a unit and the question; returns their signals."""
         assert query is not None
         levels = [level[unit.row, unit.columns] for level in self._levels]
         rotated = self.vlm.spec.visual_grid == "thw"
         return _ahead.run(self.text, features, query, unit.grid, self.options, rotated, levels)
 
     def _deepstack_rows(self, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Qwen3-VL's features for the first layers, `[b, s, d]` of each, zeros where text is; none in other families."""
+        """Qwen3-VL's features for the first layers, `[b, s, d]` for each, zeros where text is; empty in other families."""
         where, found = kwargs.get("visual_pos_masks"), []
         if where is None:
             return []
@@ -170,7 +170,7 @@ class Early(Attachment):
         return found
 
     def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
-        """`[..., b or 1, s]`: positions of this call's tokens in the full sequence."""
+        """Positions of this call's tokens in the full sequence, `[..., b or 1, s]`."""
         tokens, device = kwargs["inputs_embeds"].shape[1], kwargs["inputs_embeds"].device
         given = kwargs.get("position_ids")
         if given is None:
@@ -181,8 +181,8 @@ class Early(Attachment):
         # The model counted them itself: from the mask of the full sequence, or from its cache, which is shorter.
         return given[..., -tokens:] if given.shape[-1] > tokens else given + (before - slots)
 
-    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Layout) -> dict[str, Any]:
-        """The same features as the model takes them, `[visual tokens, d]` of each layer, reduced as the embeddings are."""
+    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
+        """Deepstack features in the model's form, `[visual tokens, d]` for each layer, reduced as the embeddings are."""
         if not self._levels:
             return {}
         kept = new.pick(kwargs["visual_pos_masks"]) & new.valid

@@ -1,8 +1,8 @@
-"""Reducers that drop visual tokens while the answer grows: from the caches of decoder block K and all behind, after each step.
+"""Apply reducers that drop visual tokens while the answer grows, from the caches of decoder block K and all behind it.
 
-The prompt runs in full. What its last token, and then each new one, attends to in block K - 1 decides what stays; block
-K - 1 itself and those before keep everything. Each image is judged by the attention on it alone. Without a cache nothing is
-dropped.
+The prompt runs in full. The attention of its last token, and then of each new one, in block K - 1 decides which tokens
+stay; block K - 1 itself and those before keep everything. Each image is judged by the attention on it alone. Without a
+cache nothing is dropped.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from vlmcompress.errors import UserError
 from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction._attach import full_mask
 from vlmcompress.reduction._inside import Inside
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Reduced, Unit
 
 _Left = list[tuple[int, Reduced]]
-"""What is left of the images in a cache, each behind the column of the full sequence at which its call began."""
+"""The reduced images in a cache, each behind the column of the full sequence at which its call began."""
 
 
 class Generating(Inside):
-    """Shortens caches behind each call. The calls that come use them as those of `Inside`."""
+    """Shortens caches after each call. Later calls use them as those of `Inside`."""
 
     def _hook(self) -> None:
         super()._hook()
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
-        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # of block K, as last seen
-        self._step: tuple[list[Unit], Tensor, Layout | None, int] | None = None
+        self._keys: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # cache -> block K's
+        self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
         self._heard: tuple[Tensor, Tensor, float] | None = None
 
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
         if self._step is not None:
             self._heard = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
-        """The arguments as they are; what is needed behind the call is kept."""
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        """Return the arguments as they are, and keep what is needed after the call."""
         cache: Any = kwargs.get("past_key_values")
         if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
             raise UserError(
@@ -53,7 +53,7 @@ class Generating(Inside):
         return super()._reduce(kwargs, [], past)
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Behind the language model: drop."""
+        """Hook after the language model: drop tokens from the caches."""
         cache, step, heard = getattr(output, "past_key_values", None), self._step, self._heard
         self._step = self._heard = self._new = None
         if cache is None or step is None or heard is None:
@@ -65,13 +65,13 @@ class Generating(Inside):
         attention = self._attention(heard, mask, before)
         left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
         self.seen = [unit for start, unit in left if start == left[-1][0]]
-        layout = past or Layout.identity(len(mask), 0, mask.device)
-        layout = layout.then(mask.shape[1] - layout.length, Layout.identity(len(mask), 0, mask.device))
+        layout = past or Slots.identity(len(mask), 0, mask.device)
+        layout = layout.then(mask.shape[1] - layout.length, Slots.identity(len(mask), 0, mask.device))
         if _count(left) < _count(old):
             keep = torch.ones_like(mask)
             for start, unit in left:
                 keep[unit.row, start + unit.columns] = unit.reduction.target >= 0
-            fewer = Layout.of(keep, mask)
+            fewer = Slots.of(keep, mask)
             self._cut(cache, layout.slots(fewer), layout.width)
             layout = fewer
         self._left[cache], self._caches[cache] = left, layout
@@ -82,13 +82,13 @@ class Generating(Inside):
         self._step = self._heard = None
 
     def _fewer(self, unit: Reduced, attention: Tensor) -> Reduced:
-        """What is left of an image, when the newest token pays its tokens this `attention [n]`."""
+        """Reduce an image further, by the newest token's `attention [n]` on its tokens."""
         done = unit.reduction
         signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
         return replace(unit, reduction=done.then(reducers.reduce(self.module, signals, self.options)))
 
     def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
-        """Leave `slots [b, m]`, of `width`, of the caches of block K and those behind."""
+        """Cut the caches of block K and those behind it from `width` slots to `slots [b, m]`."""
         layers: Any = cache.layers[self.options.layer :]
         known = all(isinstance(layer, DynamicLayer) for layer in layers)
         if not known or any(layer.keys.shape[2] != width for layer in layers):

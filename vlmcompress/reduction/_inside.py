@@ -1,4 +1,4 @@
-"""Reducers of stage "llm": from decoder block K on, the language model goes on with fewer rows and shorter caches."""
+"""Apply reducers of stage "llm": from decoder block K on the language model has fewer rows and shorter caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 from vlmcompress.errors import UserError
 from vlmcompress.reducers import Signals
 from vlmcompress.reduction._attach import Attachment, full_mask
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
 
@@ -21,10 +21,10 @@ class Inside(Attachment):
     """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind."""
 
     def _hook(self) -> None:
-        self._pending: tuple[list[Unit], Tensor, Layout, int] | None = None  # of this call, until block K
+        self._pending: tuple[list[Unit], Tensor, Slots, int] | None = None  # state of this call, until block K
         self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
-        self._rows: Layout | None = None  # of this call's tokens, from block K on
-        self._mask: Any = None  # of these blocks
+        self._rows: Slots | None = None  # slots of this call's tokens, from block K on
+        self._mask: Any = None  # mask of block K and those behind it
         blocks: Any = self.text.get_submodule("layers")
         first = self.options.layer
         self._undo.append(tap(blocks[first - 1].self_attn, self._listen))
@@ -43,11 +43,11 @@ class Inside(Attachment):
         if self._pending is not None and self._pending[0]:
             self._states = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
-        """Nothing yet: the first blocks get everything. What block K needs to know is kept."""
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        """Return the arguments as they are, for the first blocks, and keep what block K needs."""
         cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
-        before = cache.get_seq_length() if cache is not None else 0  # of block 0, which lacks nothing
-        held = past or Layout.identity(len(embeds), before, embeds.device)
+        before = cache.get_seq_length() if cache is not None else 0  # length of block 0's cache, which lacks nothing
+        held = past or Slots.identity(len(embeds), before, embeds.device)
         if before < held.length:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         self._pending = units, full_mask(kwargs, before), held, before
@@ -57,7 +57,7 @@ class Inside(Attachment):
     def _shorten(
         self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
-        """Before block K and each behind it."""
+        """Hook before block K and each behind it: shorten its arguments."""
         if first and self._pending is not None:
             args, kwargs = self._decide_all(args, kwargs)
         if self._rows is None:
@@ -70,7 +70,7 @@ class Inside(Attachment):
         return args, kwargs | changed
 
     def _decide_all(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Block K's arguments with the rows of its hidden states `[b, s, d]` that are kept."""
+        """Decide all reductions; returns block K's arguments with the rows of its hidden states `[b, s, d]` that are kept."""
         assert self._pending is not None
         (units, mask, held, before), hidden = self._pending, args[0]
         config: Any = self.text.config
@@ -88,7 +88,7 @@ class Inside(Attachment):
         dropped = not keep.all()
         if not dropped and self._new is None:
             return args, kwargs
-        new = Layout.of(keep, real) if dropped else Layout.identity(hidden.shape[0], hidden.shape[1], hidden.device)
+        new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else self._new
         self._rows, hidden = new, new.pick(hidden)
@@ -102,7 +102,7 @@ class Inside(Attachment):
         return (hidden, *args[1:]), kwargs
 
     def _signals(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> list[Signals]:
-        """What the methods of this stage look at, from the block before: attention, keys, and states through the final norm."""
+        """Signals of this stage, from block K - 1: attention, keys, and states through the final norm."""
         assert self._states is not None
         key, tokens = self._states[1], hidden.shape[1]
         saliency = self._attention(self._states, mask, before)[:, before:]
@@ -123,7 +123,7 @@ class Inside(Attachment):
         return found
 
     def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
-        """`[b, before + s]`: what the last real token attends to, of the full sequence that `mask` is of."""
+        """Attention `[b, before + s]` of the last real token on the full sequence, which `mask` is of."""
         query, key, scale = states
         rows = torch.arange(len(query), device=query.device)
         last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)

@@ -1,4 +1,4 @@
-"""Reducers that merge within the encoder's layers: each layer goes on with the rows that the one before has left.
+"""Apply reducers that merge within the encoder's layers: each layer goes on with the rows that the one before has left.
 
 Between a layer's attention and its MLP the rows that merge are joined; keys of later layers count by their size (their
 logits get its log). Behind the projector every patch gets its row back, so that the model's own code places the rows in the
@@ -21,7 +21,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reducers import Merger, Reduction, TokenCounter
 from vlmcompress.reduction._early import Early
-from vlmcompress.reduction.slots import Layout
+from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.support import feature_layers
 from vlmcompress.reduction.tap import joined, tap
 from vlmcompress.reduction.units import Reduced, Unit
@@ -33,12 +33,13 @@ class Layers:
     """Hooks on the encoder's layers up to the one whose output is used.
 
     Args:
-        start: gives what merges in this run of the encoder, whose first layer gets `states [images, rows, d]`; or None.
+        start: function that gives the merger for a run of the encoder, whose first layer gets `states [images, rows, d]`; or
+            None to merge nothing.
     """
 
     def __init__(self, vlm: VLM, start: Callable[[Tensor], Merger | None]):
         self._start = start
-        self.merger: Merger | None = None  # of the latest run
+        self.merger: Merger | None = None  # merger of the latest run
         self._undo: list[Callable[[], None]] = []
         layers: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
         kernel = layers[0].self_attn.config._attn_implementation
@@ -52,12 +53,12 @@ class Layers:
             self._undo.append(layer.layer_norm2.register_forward_pre_hook(join).remove)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._undo:
             self._undo.pop()()
 
     def _attend(self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-        """Before a layer: its mask."""
+        """Hook before a layer: set its mask."""
         states = args[0]
         if first:
             self.merger = self._start(states)
@@ -69,13 +70,13 @@ class Layers:
         self._keys, self._heads = joined(key), key.shape[1]
 
     def _join(self, number: int, module: nn.Module, args: tuple) -> None:
-        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
+        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
         if self.merger is not None:
             args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
 
 
 def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, options: Any, kind: type[M]) -> M:
-    """What merges the rows `states [images, rows, d]` of pictures `pixels [..., height, width]`."""
+    """Make the merger for rows `states [images, rows, d]` of pictures `pixels [..., height, width]`."""
     config = vlm.model.config
     height, width = (side // config.vision_config.patch_size for side in pixels.shape[-2:])
     aside = int(config.vision_feature_select_strategy == "default")  # CLS
@@ -86,7 +87,7 @@ def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, opti
 
 
 def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
-    """`[images, 3, height, width]` that the encoder is given for inputs of the model: images, or all their tiles."""
+    """Pictures `[images, 3, height, width]` that the encoder gets for inputs of the model: images, or all their tiles."""
     pixels = inputs["pixel_values"]
     if pixels.ndim == 4:
         return pixels
@@ -95,9 +96,9 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
 
 
 class Merging(Early):
-    """Shortens the encoder's rows from layer to layer, and what goes into the language model.
+    """Shortens the encoder's rows from layer to layer, and the inputs of the language model.
 
-    counter: says how many tokens each image is to keep, where the method leaves that open; None: the method says it.
+    counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
 
     With virtual token unmerging the language model is not shortened: all tokens of an image stand in the prompt with their
     row's features, and behind each attention those of a row get the mean of what they got. (So they stay alike, which is
@@ -110,7 +111,7 @@ class Merging(Early):
 
     def _hook(self) -> None:
         self._groups: list[tuple[Unit, Reduction]] = []  # whose attention is averaged
-        if getattr(self.options, "vtu", False):
+        if self.options.vtu:
             blocks: Any = self.text.get_submodule("layers")
             for block in blocks:
                 self._after(block.self_attn, self._average)
@@ -137,14 +138,14 @@ class Merging(Early):
             merger.counts = [self.counter.count(one) for one in pictures(self.vlm, self._call.arguments)]
         return merger
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Layout | None) -> dict[str, Any]:
-        if not getattr(self.options, "vtu", False):
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+        if not self.options.vtu:
             return super()._reduce(kwargs, units, past)
         self._groups = list(zip(units, self._merged, strict=True))
         return kwargs
 
     def _average(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Behind an attention of the language model: `[b, s, d]` with the mean of each row's tokens at all of them."""
+        """Hook behind an attention of the language model: give all tokens of a row their mean in its output `[b, s, d]`."""
         if not self._groups or output is None:
             return None
         states = output[0].clone()
@@ -153,7 +154,7 @@ class Merging(Early):
         return (states, *output[1:])
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before the projector: which patches of each unit have become one row."""
+        """Hook before the projector: note which patches of each unit have become one row."""
         if self._layers.merger is None:
             return
         found = self._units()
@@ -163,7 +164,7 @@ class Merging(Early):
             self.seen.append(Reduced(**vars(unit), reduction=self._merged[-1]))
 
     def _labels(self, units: list[Unit]) -> list[Tensor]:
-        """Of each unit, for each of its tokens `[n]`: its row, a number of its own; plus a half for the row's anchor."""
+        """Label the tokens `[n]` of each unit by a number of their row; the row's anchor has a half more."""
         assert self._layers.merger is not None
         merged, start = self._layers.merger.merged, 0
         rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)
@@ -177,7 +178,7 @@ class Merging(Early):
         return [packed[unit.image][unit.columns.cpu() - unit.span[0]] for unit in units]
 
     def _packed(self, rows: Tensor) -> list[Tensor]:
-        """`rows [tiles, n, 1]` where the model puts the tiles' features in each image's tokens, -1 for newlines."""
+        """Arrange `rows [tiles, n, 1]` as the model arranges the tiles' features in each image's tokens; newlines are -1."""
         assert self._call is not None
         config, sizes = self.vlm.model.config, self._call.get("image_sizes")
         base: Any = self.vlm.model.get_submodule(self.vlm.spec.layers.split(".")[0])
@@ -187,7 +188,7 @@ class Merging(Early):
         return [image[:, 0] for image in images]
 
     def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Behind the projector: `[images, rows, d]` as `[images, patches, d]`."""
+        """Hook behind the projector: spread `[images, rows, d]` to `[images, patches, d]`."""
         if self._layers.merger is None or not isinstance(output, Tensor):
             return None
         merged = self._layers.merger.merged
@@ -195,7 +196,7 @@ class Merging(Early):
 
 
 def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:
-    """How many tiles each image of `sizes [images, 2]` is cut into, the whole of it as one more."""
+    """Number of tiles of each image of `sizes [images, 2]`, the whole image as one more."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     config = vlm.model.config
@@ -204,7 +205,7 @@ def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:
 
 
 def _reduction(labels: Tensor) -> Reduction:
-    """Of tokens `labels [n]` (see `Merging._labels`)."""
+    """Make the reduction of tokens from their `labels [n]` (see `Merging._labels`)."""
     rows, group = labels.floor().unique(return_inverse=True)
     n = len(labels)
     tokens = torch.arange(n)

@@ -1,8 +1,8 @@
-"""Reducers that choose among the images of a prompt before the encoder: views that go are not encoded, and have no tokens.
+"""Apply reducers that choose among the images of a prompt before the encoder: dropped views are not encoded at all.
 
 An image is known by its name: the words before it, of the same line ("front camera: <image>"). They are embedded by the
 language model's own table, as are the words of the question, those behind the last image (all words, where none are).
-An image without a name matches nothing. What surrounds the tokens of an image that goes (names, marks) stays.
+An image without a name matches nothing. Names and marks around the tokens of a dropped image stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vlmcompress.reduction.units import Call, Reduced, Unit
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """Columns of a prompt's words: the name of each of its images, and the question."""
+    """Columns of a prompt's words: those of each image's name, and those of the question."""
 
     names: list[list[int]]
     question: list[int]
@@ -46,7 +46,7 @@ class Views(Pixels):
 
     @property
     def _text(self) -> int:
-        """A token that is no image's."""
+        """Id of a token that is no placeholder."""
         return int(getattr(self.vlm.model.config, self.vlm.spec.image_token) == 0)
 
     def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
@@ -74,7 +74,7 @@ class Views(Pixels):
         return self.vlm.processor.tokenizer
 
     def _signals_of(self, ids: Tensor, words: Words) -> Signals:
-        """Of the images of one prompt `ids [s]`."""
+        """Signals of the images of one prompt `ids [s]`."""
         embed = self.vlm.model.get_input_embeddings()
         query = embed(ids[words.question])
         rows = [embed(ids[name]).mean(0) if name else query.new_zeros(query.shape[1]) for name in words.names]
@@ -84,10 +84,10 @@ class Views(Pixels):
 
 
 def find(tokenizer: Any, ids: Tensor, words: Tensor, units: list[Unit]) -> Words:
-    """Names of the images and the question of one prompt.
+    """Find the names of the images and the question of one prompt.
 
     Args:
-        ids: `[s]`; words: `[s]` bool, which of them are words (no mark, no placeholder).
+        ids: `[s]` token ids; words: `[s]` bool, true for words (no mark, no placeholder).
         units: one for each image, in the order of the prompt.
     """
     names = []

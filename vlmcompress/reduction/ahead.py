@@ -1,4 +1,4 @@
-"""The language model's first layers run ahead on one image and the question, for reducers that decide on what they tell.
+"""Run the language model's first layers ahead on one image and the question, for reducers that need their signals.
 
 Both engines put the image's tokens first, the question's words behind them, and start at position 0: an image has the
 positions of its grid where the family has M-RoPE, else those of a row.
@@ -19,11 +19,11 @@ from vlmcompress.reduction.tap import joined, received, tap
 
 
 class Enough(Exception):
-    """What was asked for is there; the rest of the model need not run."""
+    """Raised to end a forward pass when all signals are there and the rest of the model need not run."""
 
 
 def positions(grid: Grid, words: int, rotated: bool, device: Any = None) -> Tensor:
-    """`[3, n + words]`, M-RoPE's rows, equal ones unless the model has it (`rotated`), of an image and words behind it."""
+    """Positions `[3, n + words]` of an image and words behind it; three equal rows unless the model has M-RoPE (`rotated`)."""
     tokens = math.prod(grid)
     if not rotated:
         return torch.arange(tokens + words, device=device).expand(3, -1)
@@ -33,12 +33,12 @@ def positions(grid: Grid, words: int, rotated: bool, device: Any = None) -> Tens
 
 
 def signals(grid: Grid, saliency: Tensor, keys: Tensor, heads: int, states: Tensor | None) -> Signals:
-    """What a reducer within the language model would see.
+    """Make the signals that a reducer within the language model would get.
 
     Args:
-        grid: of the image, whose tokens stand first.
+        grid: grid of the image, whose tokens stand first.
         saliency: `[s]`, attention of the last token in block K - 1.
-        keys: `[s, heads * d]` there, with positions.
+        keys: `[s, heads * d]`, the keys in block K - 1, with positions.
         states: `[s, d]`, the output of block K - 1 through the final norm, where it is read.
     """
     n = math.prod(grid)
@@ -57,9 +57,9 @@ def run(
     Args:
         rows: `[n, d]`, the image's tokens as the language model gets them.
         query: `[q, d]`, embeddings of the question's words.
-        options: of the reducer, `layer` is K, `states` whether the output of block K - 1 is read.
+        options: options of the reducer: `layer` is K, `states` tells whether the output of block K - 1 is read.
         rotated: whether the model has M-RoPE.
-        levels: `[n, d]` each, what deepstack adds to the image's tokens behind the first blocks, where a family does so.
+        levels: `[n, d]` each, features that deepstack adds to the image's tokens behind the first blocks, in families with it.
     """
     blocks: Any = text.get_submodule("layers")
     where = positions(grid, len(query), rotated, rows.device)[:, None]

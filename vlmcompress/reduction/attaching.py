@@ -1,4 +1,4 @@
-"""Attach a reducer to a model: which kind of attachment a method wants."""
+"""Attach a reducer to a model, with the kind of attachment that its method needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen, choose
+from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.reducers import REGISTRY, TokenCounter
 from vlmcompress.reduction import threshold_file
 from vlmcompress.reduction._attach import Attachment
@@ -20,21 +20,23 @@ from vlmcompress.reduction.pixels import Pixels
 from vlmcompress.reduction.support import check, check_counter
 
 
-def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: TokenCounter | None = None) -> Attachment:
+def attach(
+    vlm: VLM, method: str | ReducerChoice, options: Any = None, counter: TokenCounter | None = None
+) -> Attachment:
     """Reduce the visual tokens of `vlm` from now on.
 
     Args:
         vlm: the model; one reducer at a time (ValueError).
         method: name of a reducer, or one with its options (`vlmcompress.recipe.reducer`).
         options: its `Options`, or a mapping of them; default: its defaults.
-        counter: says how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
+        counter: computes how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
 
-    UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image of which
-    the share is no token is kept whole, with one warning (`KeptWhole`) for all such images.
+    Raises UserError when this model and this method do not go together (see `refusal`) or an option is wrong. An image
+    whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)
-        method = Chosen(method, options) if ready else choose(method, options or {}, "reduce")
+        method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
     method = threshold_file.known(vlm, method)
     if counter:
@@ -44,7 +46,7 @@ def attach(vlm: VLM, method: str | Chosen, options: Any = None, counter: TokenCo
 
 
 def _kind(module: ModuleType) -> type[Attachment]:
-    """How a method is applied."""
+    """The class of attachment that applies a method."""
     if hasattr(module, "merge"):
         return Merging
     if hasattr(module, "mask"):

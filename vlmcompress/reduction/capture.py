@@ -1,4 +1,4 @@
-"""What a reducer does with the images of one prompt, seen on the model itself."""
+"""Capture a reducer's decisions on the images of one prompt by running the model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction import KeptWhole, attach, refusal
 
 
 @torch.no_grad()
-def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chosen: Chosen) -> list[Reduction]:
-    """What becomes of the tokens of each image.
+def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chosen: ReducerChoice) -> list[Reduction]:
+    """Decide the reduction of each image.
 
     Args:
-        inputs: of one prompt, from the model's processor.
-        layouts: of its images, in the order of the prompt.
-        chosen: the reducer. It is attached while the prompt runs.
+        inputs: inputs of one prompt, from the model's processor.
+        layouts: layouts of its images, in the order of the prompt.
+        chosen: the reducer, which is attached while the prompt runs.
     """
     if reason := refusal(vlm.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     with warnings.catch_warnings(), attach(vlm, chosen) as attached:
-        warnings.simplefilter("ignore", KeptWhole)  # `planning.too_small` says so, of each image
+        warnings.simplefilter("ignore", KeptWhole)  # `cost.too_small` tells it of each image
         vlm.model(**_typed(vlm, inputs), logits_to_keep=1)
     parts = attached.images()  # or tiles, of which an image has several
     found = []
@@ -42,6 +42,6 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
 
 
 def _typed(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs where the model is, in its type."""
+    """Move inputs to the model's device, in its type."""
     device, dtype = vlm.model.device, vlm.model.dtype
     return {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}

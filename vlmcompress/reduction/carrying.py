@@ -1,4 +1,4 @@
-"""Reducers of checkpoints: attach what a folder's config.json carries to the model that was loaded from it.
+"""Attach the reducer that a checkpoint's config.json carries to the model that was loaded from it.
 
     model = AutoModelForImageTextToText.from_pretrained("OUT", dtype="auto")
     processor = AutoProcessor.from_pretrained("OUT")
@@ -14,18 +14,20 @@ from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, read_json, spec_for
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction.attaching import attach
 
 
-def attach_carried(model: Any, processor: Any, folder: str | Path, reducer: Chosen | None = None) -> Attachment | None:
+def attach_carried(
+    model: Any, processor: Any, folder: str | Path, reducer: ReducerChoice | None = None
+) -> Attachment | None:
     """Reduce the visual tokens of a transformers model from now on, as its checkpoint says.
 
     Args:
-        model, processor: what `from_pretrained(folder)` gave.
-        folder: the checkpoint.
-        reducer: this one instead of what the checkpoint carries.
+        model, processor: the results of `from_pretrained(folder)`.
+        folder: folder of the checkpoint.
+        reducer: a reducer to attach instead of the one that the checkpoint carries.
 
     Returns:
         The attached reducer, None for a checkpoint without one, whose model stays as it is.

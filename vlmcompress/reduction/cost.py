@@ -1,4 +1,4 @@
-"""What images cost a model, before and after a reducer, from its config and processor alone: no weights are read.
+"""Cost of images for a model, before and after a reducer, from its config and processor alone: no weights are read.
 
 Visual tokens are those that the processor puts into a prompt with images of these sizes. The cost is that of the language
 model's prefill and cache; the encoder's is not in it, for none of these methods lowers that.
@@ -23,7 +23,7 @@ from vlmcompress.data.encode import encode_prompt
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction.support import check, chooses_images
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one prompt. `visual`: tokens behind the last stage that drops any; `kv_bytes` of the visual tokens alone."""
+    """Cost of one prompt. `visual`: tokens behind the last stage that drops any; `kv_bytes`: of visual tokens alone."""
 
     visual: int
     prompt: int
@@ -52,7 +52,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Planned:
-    """Costs of one prompt. `reduced`: by reducer, None for one whose count depends on what the image shows."""
+    """Costs of one prompt. `reduced`: cost by reducer, None for one whose count depends on the image's content."""
 
     family: str
     layouts: tuple[Layout, ...]
@@ -64,7 +64,7 @@ class Planned:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The costs as JSON data."""
         images = [{"tokens": one.tokens, "pieces": [[p.rows, p.columns] for p in one.pieces]} for one in self.layouts]
         costs = {name: cost and asdict(cost) for name, cost in self.reduced.items()}
         rest = {"family": self.family, "images": images, "text": self.text, "context": self.context}
@@ -79,16 +79,16 @@ def plan(
     path: str | Path,
     sizes: Sequence[tuple[int, int]],
     question: str,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[ReducerChoice],
     kv_bytes: int | None = None,
 ) -> Planned:
-    """Costs of one prompt with images of these sizes.
+    """Compute the costs of one prompt with images of these sizes.
 
     Args:
         path: folder with config.json and the processor's files.
         sizes: `(width, height)` of each image.
         question: text behind the images; the chat template adds its own.
-        kv_bytes: of one number in the cache; None: as many as the model's own type has.
+        kv_bytes: bytes of one number in the cache; None: those of the model's own type.
     """
     spec = spec_for(read_config(path, weights=False))
     model, processor = skeleton(path, weights=False), load_processor(path)
@@ -117,8 +117,8 @@ def plan(
     return Planned(spec.family, layouts, text, context, without, full, costs, tuple(notes))
 
 
-def too_small(chosen: Chosen, layout: Layout) -> list[str]:
-    """Which grids of an image are kept whole because the share of them would be no token."""
+def too_small(chosen: ReducerChoice, layout: Layout) -> list[str]:
+    """List the grids of an image that are kept whole because the kept share of them would round to no token."""
     grids = sorted({grid[1:] for grid, _ in layout.grids() if chosen.too_small(grid)})
     return [
         f"the share is less than one token of a {rows}x{columns} grid, which is kept whole" for rows, columns in grids
@@ -126,7 +126,7 @@ def too_small(chosen: Chosen, layout: Layout) -> list[str]:
 
 
 def blocks(vlm: VLM) -> list[Block]:
-    """The decoder's blocks."""
+    """Describe the decoder's blocks."""
     config = vlm.model.config.get_text_config()
     names = decoder_layers(vlm.model, vlm.spec)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(names)
@@ -142,7 +142,7 @@ def blocks(vlm: VLM) -> list[Block]:
 
 
 def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int) -> Cost:
-    """Of a prompt with `text` tokens, and as many visual ones as `visual` says for each block."""
+    """Compute the cost of a prompt with `text` text tokens and, in each block, `visual` visual ones."""
     work = cache = of_text = 0
     for block, count in zip(found, visual, strict=True):
         n = count + text
@@ -154,10 +154,10 @@ def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int
 
 
 def _reduced(
-    found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: Chosen, itemsize: int
+    found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: ReducerChoice, itemsize: int
 ) -> Cost | None:
-    """None when the counts are not known beforehand."""
-    layer = chosen.options.layer if chosen.module.STAGE == "llm" and hasattr(chosen.options, "layer") else 0
+    """Compute the cost with a reducer; None when its counts are not known beforehand."""
+    layer = (chosen.options.layer or 0) if chosen.module.STAGE == "llm" else 0
     full = sum(layout.tokens for layout in layouts)
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in layouts}) > 1:
@@ -185,7 +185,7 @@ def _layout(vlm: VLM, size: tuple[int, int], images: int) -> Layout:
 
 
 def _prompt_tokens(vlm: VLM, sizes: Sequence[tuple[int, int]], question: str) -> int:
-    """Of a prompt with blank images."""
+    """Count the tokens of a prompt with blank images."""
     blank = [Image.new("RGB", size, "gray") for size in sizes]
     inputs = encode_prompt(Sample("prompt", blank, question, origin="the prompt"), vlm)["input_ids"][0]
     visual = int((inputs == getattr(vlm.model.config, vlm.spec.image_token)).sum())

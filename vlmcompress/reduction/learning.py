@@ -1,15 +1,14 @@
-"""DyMU's thresholds and counts: learning them from a model's encoder.
+"""Learn DyMU's thresholds and counts from a model's encoder.
 
-Images go through the encoder in batches of 64. In each layer a batch gets the threshold with which it merges as many pairs
-as bring `keep` of the tokens to the end when spread evenly over the layers (`tome.schedule`), goes on with what that
-leaves, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones fewer.
+Images go through the encoder in batches of 64. In each layer a batch gets the threshold at which it merges its part of the
+pairs, of which all layers together leave a share `keep` of the tokens (`tome.schedule`); the batch goes on with the merged
+rows, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones fewer.
 Families that cut images into tiles learn from the tiles.
 
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,21 +19,22 @@ from torch import Tensor
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals, TokenCounter, fit_counter
 from vlmcompress.reduction._merging import Layers, M, merger_of, pictures
 from vlmcompress.reduction.support import merged_counts
-from vlmcompress.reduction.threshold_file import METHOD, resolve, tower, with_thresholds
+from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
 
 BATCH = 64
 
 
 class _Learning(Merger):
-    """Merges each layer with the batch's own threshold, and keeps that in `found`."""
+    """Merger that merges in each layer by the batch's own threshold, and keeps that in `found`."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.found: list[float] = []
+        assert self.options.keep is not None
         self._pairs = _schedule(self.grids[0], self.options.keep, self.layers)
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
@@ -44,13 +44,15 @@ class _Learning(Merger):
             scores.append(dymu.best(Signals(self.grids[image], keys=rows, heads=heads, merged=merged)))
         self.found.append(dymu.threshold(scores, self._pairs[layer]))
         rest = (1.0,) * (self.layers - len(self.found))
-        self.options = dataclasses.replace(self.options, thresholds=(*self.found, *rest))
+        self.options = self.options.with_thresholds((*self.found, *rest))
         return super().merge(layer, states, keys, heads)
 
 
 @torch.no_grad()
-def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, progress: Progress = silent) -> Chosen:
-    """The reducer with thresholds for this model, learnt from the images of `batches` where it names none.
+def learn(
+    vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice, progress: Progress = silent
+) -> ReducerChoice:
+    """Return the reducer with thresholds for this model, learnt from the images of `batches` if it names no file.
 
     Args:
         batches: inputs from the model's processor; those without images are left out.
@@ -63,19 +65,19 @@ def learn(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen, pro
     for part in parts:
         found.append(_run(vlm, part, chosen.options, _Learning).found)
         progress("thresholds", len(found), len(parts))
-    return with_thresholds(chosen, REGISTRY.get(METHOD).average(found))
+    return chosen.with_thresholds(REGISTRY.get(METHOD).average(found))
 
 
 @torch.no_grad()
-def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> list[int]:
-    """How many tokens each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
+def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
+    """Count the tokens that each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
     return [
         len(one.anchor) for part in _pictures(vlm, batches) for one in _run(vlm, part, chosen.options, Merger).merged
     ]
 
 
-def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Chosen) -> TokenCounter:
-    """What says from pixels how many tokens a picture keeps, fitted to what the pictures of `batches` keep."""
+def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> TokenCounter:
+    """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
     own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
     least, tokens = merged_counts(vlm.model.config)
     patch = vlm.model.config.vision_config.patch_size
@@ -91,7 +93,7 @@ def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
 
 
 def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Those of all batches, `[images, 3, height, width]`, in parts of about `BATCH`, in the model's type."""
+    """Yield the pictures of all batches, `[images, 3, height, width]`, in parts of about `BATCH`, in the model's type."""
     found = [pictures(vlm, inputs) for inputs in batches if inputs.get("pixel_values") is not None]
     if not found:
         raise UserError("thresholds are learnt from images, and the calibration data have none; name some with --calib")
@@ -100,7 +102,7 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]
 
 
 def _run(vlm: VLM, pixels: Tensor, options: Any, kind: type[M]) -> M:
-    """What has merged in the encoder's layers, of pictures `[images, 3, height, width]`."""
+    """Run the encoder on pictures `[images, 3, height, width]` with merging; returns the merger."""
     method = REGISTRY.get(METHOD)
     layers = Layers(vlm, lambda states: merger_of(vlm, states, pixels, method, options, kind))
     try:

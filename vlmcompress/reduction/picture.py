@@ -1,4 +1,4 @@
-"""Draw what a reducer does with an image: kept parts as they are, merged ones tinted, dropped ones gray and dark."""
+"""Draw the effect of a reducer on an image: kept parts as they are, merged ones tinted, dropped ones gray and dark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Counts:
-    """Of `tokens`: how many stay as they are, how many are `merged` and `into` how many, how many are `dropped`."""
+    """Counts of an image's `tokens`: how many stay as they are, are `merged` (`into` how many), or are `dropped`."""
 
     tokens: int
     kept: int
@@ -29,7 +29,7 @@ class Counts:
 
     @staticmethod
     def of(reduction: Reduction) -> Counts:
-        """Of one image."""
+        """Count the tokens of one image."""
         sizes = reduction.sizes
         kept, into = int((sizes == 1).sum()), int((sizes > 1).sum())
         dropped = int((reduction.target < 0).sum())
@@ -38,7 +38,7 @@ class Counts:
 
     @property
     def left(self) -> int:
-        """Rows that the language model works on."""
+        """Number of rows that the language model gets."""
         return self.kept + self.into
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Counts:
 def sheet(
     images: Sequence[Image.Image], layouts: Sequence[Layout], columns: Sequence[tuple[str, Sequence[Reduction]]]
 ) -> Image.Image:
-    """One picture: a row for each image; the image, then a panel for each of `columns` (caption, reduction of each image).
+    """Draw one picture: for each image a row with the image and a panel for each of `columns` (caption, reductions).
 
     Where a family shows the model both tiles and the whole image, they are drawn one below the other.
     """
@@ -69,12 +69,12 @@ def sheet(
 
 
 def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: Reduction) -> list[Image.Image]:
-    """The drawings of one image: one for each set of pieces that do not overlap.
+    """Draw one image, once for each set of pieces that do not overlap.
 
     Args:
-        large: the image as it is drawn.
-        size: of the original, whose pixels the layout is in.
-        reduction: of all the layout's tokens.
+        large: the image in the size of the drawing.
+        size: size of the original, whose pixels the layout is in.
+        reduction: reduction of all the layout's tokens.
     """
     gray = ImageOps.grayscale(large).point(lambda level: level * 0.3).convert("RGB")
     sizes, anchors = reduction.sizes.tolist(), set(reduction.anchor.tolist())
@@ -82,7 +82,7 @@ def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: 
     for pieces in _layers(layout):
         tokens = range(start, start + sum(layout.pieces[number].tokens for number in pieces))
         start = tokens.stop
-        canvas = Image.new("RGB", large.size, EDGE)  # what no token shows
+        canvas = Image.new("RGB", large.size, EDGE)  # edges show where no token is
         draw = ImageDraw.Draw(canvas)
         for token in tokens:
             cell = cells[token]
@@ -101,13 +101,13 @@ def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: 
 
 
 def color_of(row: int) -> Color:
-    """The colour of what goes to one output; neighbours' are far apart."""
+    """The colour of tokens that are merged into one output; those of neighbours are far apart."""
     red, green, blue = colorsys.hsv_to_rgb(row * 0.618034 % 1, 0.85, (1.0, 0.75)[row // 7 % 2])
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
 def _layers(layout: Layout) -> list[list[int]]:
-    """Numbers of neighbouring pieces that can be drawn on one image: of those, no two overlap."""
+    """Group the numbers of neighbouring pieces so that no two of a group overlap and they can be drawn on one image."""
     layers: list[list[int]] = []
     for number, piece in enumerate(layout.pieces):
         if layers and not any(_overlap(piece.box, layout.pieces[other].box) for other in layers[-1]):
@@ -123,7 +123,7 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def _scaled(cell: tuple[float, ...], size: tuple[int, int], large: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A cell in pixels of the drawing, cut off at its edges; neighbours' cells meet."""
+    """Scale a cell to pixels of the drawing, cut off at its edges; neighbouring cells meet."""
     x, y = (
         [min(max(round(cell[axis + end] * large[axis] / size[axis]), 0), large[axis]) for end in (0, 2)]
         for axis in (0, 1)
@@ -160,7 +160,7 @@ def _beside(panels: Sequence[Image.Image]) -> Image.Image:
 
 
 def _legend() -> Image.Image:
-    """What the marks mean."""
+    """Draw the legend of the marks."""
     marks: list[tuple[str, str | Color, str | Color]] = [
         ("bright: stays as it is", PAPER, INK),
         ("one colour: merged into one; thick edge: where it is put", color_of(0), color_of(0)),

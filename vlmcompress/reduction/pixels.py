@@ -1,7 +1,8 @@
-"""Reducers that look at pixels: what they drop never enters the encoder. For Qwen towers, which take patches one by one.
+"""Apply reducers by pixels, whose dropped tokens never enter the encoder, to Qwen towers, which take patches one by one.
 
-What such a tower derives from an image's grid (rotary and learnt positions, windows, the lengths of attention) it takes as
-arguments, too. Of the full grid it is computed by transformers' own functions, and the kept patches' part is handed in.
+Such a tower also takes as arguments what it derives from an image's grid (rotary and learnt positions, windows, the
+lengths of attention). It is computed for the full grid by transformers' own functions, and the part of the kept patches
+is handed in.
 Behind the merger the rows go back to where the placeholders are, for `Early` to leave out the others.
 """
 
@@ -21,7 +22,7 @@ from vlmcompress.reduction.units import Call, Unit
 
 
 class Pixels(Early):
-    """Shortens what goes into the tower, and then what goes into the language model."""
+    """Shortens the inputs of the tower, and then those of the language model."""
 
     def _hook(self) -> None:
         super()._hook()
@@ -39,19 +40,19 @@ class Pixels(Early):
         return None
 
     def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
-        """What becomes of each unit, from the pixels of this call alone."""
+        """Decide the reduction of each unit, from the pixels of this call alone."""
         looks = signals(self.vlm.processor.image_processor, call.get("pixel_values"), call.get("image_grid_thw"))
         return [self._decide(unit, one) for unit, one in zip(units, looks, strict=True)]
 
     def _kept(self) -> Tensor | None:
-        """`[tokens of all images]` bool, None when none is dropped."""
+        """Mark the kept tokens, `[tokens of all images]` bool; None when none is dropped."""
         if not self._merged:
             return None
         kept = torch.cat([one.target >= 0 for one in self._merged])
         return None if kept.all() else kept
 
     def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Before the tower: the kept tokens' patches, of `[patches, d]`, those of a token next to each other."""
+        """Hook before the tower: leave in `[patches, d]` the patches of kept tokens; those of a token are adjacent."""
         if (kept := self._kept()) is None:
             return None
         call = Call.of(module, args, kwargs)
@@ -61,7 +62,7 @@ class Pixels(Early):
         return (patches[rows],), kwargs | {"grid_thw": grid} | geometry(module, grid, kept)
 
     def _put_back(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Behind the tower: rows, deepstack's too, at the places that they have in the full grid."""
+        """Hook behind the tower: put rows, deepstack's too, at their places in the full grid."""
         if (kept := self._kept()) is None or output is None:
             return
         output.pooler_output = _spread(output.pooler_output, kept)
@@ -70,14 +71,14 @@ class Pixels(Early):
 
 
 def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> list[Signals]:
-    """Of each image the pixels of its tokens, in levels 0 to 255.
+    """Compute for each image the pixels of its tokens, in levels 0 to 255.
 
     Exact of whole numbers, float32 and float16, and of bfloat16 with mean and std 0.5 (Qwen3-VL). With those of CLIP
     (Qwen2-VL, Qwen2.5-VL) bfloat16 has one value for levels 253 and 254 of the third channel: both are 254, so a token
     that differs in nothing else counts as a copy. vLLM 0.32 leaves normalizing to these models, and so gives the levels.
 
     Args:
-        images_of: a Qwen image processor, and what it made of the images:
+        images_of: a Qwen image processor, which made the other two arguments.
         pixel_values: `[patches, d]`, normalized, or whole numbers that are the levels themselves.
         image_grid_thw: `[images, 3]`, frames, rows and columns of patches.
     """
@@ -95,10 +96,10 @@ def signals(images_of: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> lis
 
 
 def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:
-    """What a Qwen tower derives from the grids, of the kept tokens' patches alone.
+    """Compute the arguments that a Qwen tower derives from grids, for the patches of kept tokens alone.
 
     Args:
-        tower: of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
+        tower: the tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
         grid: `[images, 3]`, frames, rows and columns of patches.
         kept: `[tokens]` bool, of all images; at least one of each frame.
     """
@@ -131,13 +132,13 @@ def geometry(tower: Any, grid: Tensor, kept: Tensor) -> dict[str, Tensor]:
 
 
 def _ends(ends: Tensor, kept: Tensor) -> Tensor:
-    """Cumulative lengths `[parts + 1]` of sequences of which only `kept [n]` is left; those with nothing left are gone."""
+    """Cumulative lengths `[parts + 1]` of sequences of which only `kept [n]` is left; empty sequences are dropped."""
     counts = F.pad(kept.cumsum(0), (1, 0))
     return counts[ends.long()].unique_consecutive().to(ends.dtype)
 
 
 def _spread(rows: Tensor, kept: Tensor) -> Tensor:
-    """`[m, d] -> [n, d]`: rows where `kept [n]` is true, zeros elsewhere."""
+    """Spread `[m, d]` to `[n, d]`: rows where `kept [n]` is true, zeros elsewhere."""
     full = rows.new_zeros(len(kept), *rows.shape[1:])
     full[kept.to(rows.device)] = rows
     return full

@@ -1,4 +1,4 @@
-"""What the language model gets of a prompt whose visual tokens are reduced, without running it."""
+"""Compute the inputs of the language model for a prompt whose visual tokens are reduced, without running it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Prefill:
     embeds: `[1, s, d]`.
     mask: `[1, s]`, ones where attention may look.
     positions: `[1, s]` or, with M-RoPE, `[3 or 4, 1, s]`; those of the full prompt.
-    columns: `[s]` int64, which of the prompt's tokens are left, ascending.
-    more: visual features for the first layers, where the family has such.
+    columns: `[s]` int64, columns of the prompt's tokens that are left, ascending.
+    more: visual features for the first layers, in families that have them.
     """
 
     embeds: Tensor
@@ -35,11 +35,11 @@ class Prefill:
 
 @torch.no_grad()
 def prefill(vlm: VLM, attached: Attachment, inputs: Mapping[str, Tensor]) -> Prefill:
-    """Run everything that stands before the language model on one prompt.
+    """Run everything before the language model on one prompt.
 
     Args:
         attached: the reducer on `vlm`, of any stage before the language model.
-        inputs: of the processor, a batch of one, with images or without.
+        inputs: inputs from the processor, a batch of one, with images or without.
     """
     found: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Which reducer goes with which family, and why not."""
+"""Tell which reducers go with which families, and why others do not."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, ModelSpec, all_specs
-from vlmcompress.recipe.reducer import Chosen
-from vlmcompress.reducers import REGISTRY, TokenCounter
+from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.reducers import REGISTRY, ReducerOptions, TokenCounter
 from vlmcompress.reduction.threshold_file import resolve
 
 _MIXED = {
@@ -18,7 +18,7 @@ _MIXED = {
 
 
 def refusal(spec: ModelSpec, method: str) -> str | None:
-    """Why `method` cannot be attached to a model of this family, in one line; None when it can. UserError: no such method."""
+    """The reason why `method` cannot be attached to this family's models, in one line; None when it can. UserError: unknown."""
     module = REGISTRY.get(method)
     if spec.visual_grid is None:
         families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
@@ -32,7 +32,7 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
 
 
 def _fits(spec: ModelSpec, module: ModuleType) -> bool:
-    """Whether encoder and decoder are what the method can work in."""
+    """Whether the method can work in the family's encoder and decoder."""
     if _runs_blocks(module):
         return not spec.mixed_blocks
     if hasattr(module, "merge"):
@@ -45,7 +45,7 @@ def _fits(spec: ModelSpec, module: ModuleType) -> bool:
 
 
 def _unfit(spec: ModelSpec, module: ModuleType) -> str:
-    """Why they are not: what the method does, and what the family has instead."""
+    """Explain why the method cannot work in the family's encoder or decoder."""
     if _runs_blocks(module):
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
     if hasattr(module, "merge"):
@@ -56,35 +56,35 @@ def _unfit(spec: ModelSpec, module: ModuleType) -> str:
 
 
 def needs_encoder(module: ModuleType) -> bool:
-    """Whether the method's signals come from within the encoder."""
+    """Whether the method needs signals from within the encoder."""
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
 
 
 def _runs_blocks(module: ModuleType) -> bool:
-    """Whether the method decides on what decoder blocks tell, in their place or ahead of them."""
+    """Whether the method needs signals of decoder blocks, in place or run ahead."""
     return module.STAGE == "llm" or "ahead" in module.NEEDS
 
 
 def chooses_images(module: ModuleType) -> bool:
-    """Whether what the method keeps or drops is whole images of a prompt."""
+    """Whether the method keeps or drops whole images of a prompt."""
     return module.STAGE == "pixels" and "pixels" not in module.NEEDS
 
 
-def check(vlm: VLM, method: str, options: Any) -> None:
-    """UserError unless this very model can have its tokens reduced so."""
-    if isinstance(getattr(options, "thresholds", None), str) and refusal(vlm.spec, method) is None:
-        options = resolve(vlm, Chosen(method, options)).options
+def check(vlm: VLM, method: str, options: ReducerOptions) -> None:
+    """Raise UserError unless the method with these options can be applied to this very model."""
+    if isinstance(options.thresholds, str) and refusal(vlm.spec, method) is None:
+        options = resolve(vlm, ReducerChoice(method, options)).options
     check_config(vlm.spec, vlm.model.config, method, options)
 
 
-def check_config(spec: ModelSpec, config: Any, method: str, options: Any) -> None:
-    """The same, of a model that is not loaded, from its family and its config."""
+def check_config(spec: ModelSpec, config: Any, method: str, options: ReducerOptions) -> None:
+    """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
     if reason := refusal(spec, method):
         raise UserError(reason)
     if config.vision_config.model_type == "pixtral":
         raise UserError("visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP")
     module = REGISTRY.get(method)
-    if hasattr(options, "layer"):
+    if options.layer is not None:
         _check_layer(config, options.layer)
         if module.STAGE == "llm":
             _check_deepstack(config, options.layer)
@@ -106,7 +106,7 @@ def _check_deepstack(config: Any, layer: int) -> None:
         raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
 
 
-def _check_encoder(config: Any, options: Any) -> None:
+def _check_encoder(config: Any, options: ReducerOptions) -> None:
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         raise UserError(
             "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
@@ -116,19 +116,19 @@ def _check_encoder(config: Any, options: Any) -> None:
             f"the encoder is a {config.vision_config.model_type}, without CLS; attach a reducer of the projected tokens"
         )
     layers = config.vision_config.num_hidden_layers
-    if getattr(options, "shallow", 0) >= layers:
+    if options.shallow is not None and options.shallow >= layers:
         raise UserError(
             f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
         )
 
 
 def feature_layers(config: Any) -> int:
-    """How many of the encoder's layers make the features that are used."""
-    layer = config.vision_feature_layer  # of the hidden states, of which there is one more than layers
+    """Number of the encoder's layers that make the features in use."""
+    layer = config.vision_feature_layer  # index among the hidden states, of which there is one more than layers
     return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
 
 
-def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
+def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> None:
     vision = config.vision_config
     used = (vision.model_type, config.vision_feature_select_strategy)
     if not isinstance(config.vision_feature_layer, int):
@@ -138,7 +138,7 @@ def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
             f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP without CLS ('default') "
             "and a SigLIP ('full'); attach a reducer of the projected tokens"
         )
-    layers, thresholds = feature_layers(config), getattr(options, "thresholds", None)
+    layers, thresholds = feature_layers(config), options.thresholds
     if isinstance(thresholds, tuple) and len(thresholds) != layers:
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
@@ -152,14 +152,14 @@ def _check_merging(config: Any, module: ModuleType, options: Any) -> None:
 
 
 def merged_counts(config: Any) -> tuple[int, int]:
-    """The fewest tokens that an encoder's layers can merge an image or tile into, and all that it has."""
+    """The fewest tokens that an encoder's layers can merge an image or tile into, and the number that it has."""
     vision = config.vision_config
     tokens = (vision.image_size // vision.patch_size) ** 2
     return -(-tokens >> feature_layers(config)), tokens
 
 
-def check_counter(config: Any, chosen: Chosen, counter: TokenCounter) -> None:
-    """UserError unless the counts can be met by this method in the encoder of a model of this config."""
+def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
+    """Raise UserError unless the method can merge to the counter's counts in the encoder of this config."""
     if not chosen.takes_count:
         raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
     least, most = merged_counts(config)

@@ -1,4 +1,4 @@
-"""Queries and keys of an attention module, read as it runs, whatever kernel it runs.
+"""Read queries and keys of an attention module as it runs, whatever kernel it runs.
 
 transformers' attention modules look up their kernel by the name in their config. A tapped module gets a config of its
 own that names a function which hands queries and keys on to us and calls the kernel; detaching gives it its own config
@@ -19,14 +19,14 @@ from transformers import AttentionInterface
 from vlmcompress.errors import UserError
 
 Listener = Callable[[Tensor, Tensor, float], None]
-"""Gets queries `[b, heads, s, d]` and keys `[b, key heads, t, d]`, with positions, and the scale of their products."""
+"""A function of queries `[b, heads, s, d]` and keys `[b, key heads, t, d]`, with positions, and their products' scale."""
 
 _NAME = "vlmcompress_tap"
 _LISTENERS: weakref.WeakKeyDictionary[nn.Module, tuple[Listener, str]] = weakref.WeakKeyDictionary()
 
 
 def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
-    """Call `listener` whenever `attention` runs. Returns what undoes it."""
+    """Call `listener` whenever `attention` runs. Returns a function that undoes it."""
     own: Any = attention.config
     kernel = own._attn_implementation
     if kernel not in AttentionInterface():
@@ -51,13 +51,13 @@ def _run(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Ten
 
 
 def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """`[b, t]`: the attention that keys get from one query each, mean over heads.
+    """Compute the attention that keys get from one query a row, mean over heads: `[b, t]`.
 
     Args:
         query: `[b, heads, d]`, one for each row of the batch.
         key: `[b, key heads, t, d]`; heads share a key head in equal groups.
-        scale: of the products.
-        mask: `[b, t]` bool, keys that can be seen.
+        scale: factor of the products of queries and keys.
+        mask: `[b, t]` bool, true for keys that the query may attend to.
     """
     b, heads, d = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -69,5 +69,5 @@ def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = Non
 
 
 def joined(key: Tensor) -> Tensor:
-    """Keys `[b, heads, t, d]` with heads concatenated: `[b, t, heads * d]`."""
+    """Concatenate the heads of keys `[b, heads, t, d]`: `[b, t, heads * d]`."""
     return key.transpose(1, 2).flatten(2)

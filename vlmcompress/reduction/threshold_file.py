@@ -1,4 +1,4 @@
-"""The file of DyMU's thresholds: written by `vlmcompress thresholds`, read by whatever names it.
+"""The file of DyMU's thresholds, which `vlmcompress thresholds` writes and recipes name.
 
 The file is one JSON object:
 
@@ -6,15 +6,14 @@ The file is one JSON object:
 |---|---|
 | schema_version | 1 |
 | created_by | versions of vlmcompress and of the packages that shape the result |
-| model | family, source name, what its encoder is, and `encoder_sha256`, of the encoder's weights as float32 |
-| calibration | what data |
+| model | family, source name, the encoder's settings, and `encoder_sha256`, of the encoder's weights as float32 |
+| calibration | the data that thresholds were learnt from |
 | reduce | method, keep and thresholds, as a recipe has them |
 | kept | tokens of each picture that were kept: mean, least, most, of how many; of the calibration data |
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from vlmcompress.common import folders, identity, json_files
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe import reducer as choosing
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 METHOD = "dymu"
 
@@ -37,9 +36,9 @@ SCHEMA_VERSION = 1
 COMMAND = "vlmcompress thresholds MODEL --calib DATA -o FILE.json"
 
 
-def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
-    """The reducer with the thresholds of the file that it names, if it names one. UserError if they are not of this model."""
-    name = getattr(chosen.options, "thresholds", None)
+def resolve(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
+    """Return the reducer with the thresholds of the file that it names, if any. UserError if they are not of this model."""
+    name = chosen.options.thresholds
     if not isinstance(name, str):
         return chosen
     path = Path(name)
@@ -52,23 +51,25 @@ def resolve(vlm: VLM, chosen: Chosen) -> Chosen:
     if not _skeleton(vlm) and (digest := encoder_hash(vlm)) != model["encoder_sha256"]:
         what = f"sha256 of its encoder is {model['encoder_sha256'][:12]}, that of '{vlm.path.name}' {digest[:12]}"
         raise _foreign(path, model, what)
-    return with_thresholds(chosen, content["reduce"].options.thresholds)
+    return chosen.with_thresholds(content["reduce"].options.thresholds)
 
 
-def known(vlm: VLM, chosen: Chosen) -> Chosen:
-    """`resolve`, and UserError where thresholds are needed and not there."""
+def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
+    """Resolve the reducer's file, and raise UserError where thresholds are needed and missing."""
     chosen = resolve(vlm, chosen)
-    if getattr(chosen.options, "thresholds", ()) is None:
+    if chosen.options.unlearnt:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
     return chosen
 
 
-def save(path: Path, vlm: VLM, chosen: Chosen, found: Sequence[int], calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the file of a reducer with thresholds, whole or not at all, and return what is in it.
+def save(
+    path: Path, vlm: VLM, chosen: ReducerChoice, found: Sequence[int], calibration: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the file of a reducer with thresholds, whole or not at all, and return its content.
 
     Args:
-        found: how many tokens each picture of the calibration data keeps (`kept`).
-        calibration: what data.
+        found: number of tokens that each picture of the calibration data keeps (`learning.kept`).
+        calibration: description of the calibration data.
     """
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -93,7 +94,7 @@ def save(path: Path, vlm: VLM, chosen: Chosen, found: Sequence[int], calibration
 
 
 def encoder(vlm: VLM) -> dict[str, Any]:
-    """What thresholds must have in common with a model whose weights are not read."""
+    """Facts about an encoder that thresholds must share with a model whose weights are not read."""
     config = vlm.model.config
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
     return {key: getattr(config.vision_config, key) for key in keys} | {"feature_layer": config.vision_feature_layer}
@@ -109,7 +110,7 @@ def encoder_hash(vlm: VLM) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's content, `reduce` as the reducer."""
+    """Read the file's content, with `reduce` as a `ReducerChoice`."""
     try:
         content = json_files.read(path)
     except (OSError, ValueError) as error:
@@ -123,7 +124,7 @@ def read(path: Path) -> dict[str, Any]:
         )
     try:
         found = choosing.read(content["reduce"], f"thresholds {path}: reduce")
-        if found.method != METHOD or not isinstance(found.options.thresholds, tuple):
+        if found.method != METHOD or not found.learnt:
             raise TypeError
         model = content["model"]
         known = {"source": str(model["source"]), "encoder_sha256": str(model["encoder_sha256"])}
@@ -139,14 +140,9 @@ def _foreign(path: Path, model: Mapping[str, Any], what: str) -> UserError:
 
 
 def tower(vlm: VLM) -> nn.Module:
-    """The encoder that thresholds are of."""
+    """The encoder's module, whose thresholds these are."""
     return vlm.model.get_submodule(vlm.spec.vision[0])
 
 
 def _skeleton(vlm: VLM) -> bool:
     return any(weight.is_meta for weight in tower(vlm).parameters())
-
-
-def with_thresholds(chosen: Chosen, thresholds: tuple[float, ...]) -> Chosen:
-    """The reducer with these thresholds."""
-    return dataclasses.replace(chosen, options=dataclasses.replace(chosen.options, thresholds=thresholds))

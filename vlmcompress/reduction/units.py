@@ -1,4 +1,4 @@
-"""Where the visual tokens of a batch stand: one unit for each image, or each tile where a family encodes tiles."""
+"""Units: the places of a batch's visual tokens, one unit for each image, or for each tile where a family encodes tiles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Reduced(Unit):
-    """A unit and what became of its tokens."""
+    """A unit and its reduction."""
 
     reduction: Reduction
 
@@ -47,18 +47,18 @@ class Call:
 
     @staticmethod
     def of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call:
-        """The arguments of `module(*args, **kwargs)`."""
+        """Bind the arguments of `module(*args, **kwargs)` to their names."""
         bound = _signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         del bound["self"]
         return Call({**bound, **bound.pop("kwargs", {})})
 
     def get(self, name: str) -> Any:
-        """The argument, or None."""
+        """The argument of that name, or None."""
         return self.arguments.get(name)
 
     @property
     def has_images(self) -> bool:
-        """Whether this call brings images, not only text or the next token."""
+        """Whether this call has images, not only text or the next token."""
         return self.get("pixel_values") is not None
 
 
@@ -68,7 +68,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def units(vlm: VLM, call: Call) -> list[Unit]:
-    """The units of all rows in the order of the encoder's rows; none for a call without images."""
+    """Find the units of all rows, in the order of the encoder's rows; empty for a call without images."""
     if not call.has_images:
         return []
     ids = call.get("input_ids")
@@ -89,7 +89,7 @@ def units(vlm: VLM, call: Call) -> list[Unit]:
 
 
 _Image = tuple[int, list[tuple[Grid, Any]]]
-"""How many tokens an image has, and the grids among them: shape, and which of the image's tokens (an index)."""
+"""Number of an image's tokens, and the grids among them: shape, and an index of the image's tokens."""
 
 
 def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
@@ -113,7 +113,7 @@ def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
 
 
 def _anyres(vlm: VLM, call: Call) -> list[_Image]:
-    """The whole image, and tiles put together; newlines are in no grid, so they always stay."""
+    """Images of anyres families: the whole image and tiles put together; newlines are in no grid, so they always stay."""
     sizes, counts = call.get("image_sizes").tolist(), call.get("batch_num_images")
     together = [1] * len(sizes) if counts is None else [n for n in counts.tolist() for _ in range(n)]
     layouts = [
@@ -137,7 +137,7 @@ def tile(config: Any) -> Grid:
 
 
 def whole(units: Sequence[Reduced]) -> Reduction:
-    """What became of all tokens of one image, from its units; a token of none of them, a newline, is kept."""
+    """Join the reductions of an image's units into one; tokens of none of them, newlines, are kept."""
     first, tokens = units[0].span
     parent, weight = torch.arange(tokens), torch.ones(tokens)
     scale = torch.ones(tokens)
@@ -156,12 +156,12 @@ def whole(units: Sequence[Reduced]) -> Reduction:
 
 
 def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:
-    """`[b, s]` bool: words of the prompt; no padding, placeholder or other special token."""
+    """Mark the words of the prompt, `[b, s]` bool: no padding, placeholder or other special token."""
     wordless = no_words(vlm.processor.tokenizer, getattr(vlm.model.config, vlm.spec.image_token))
     return mask & ~torch.isin(ids, torch.tensor(sorted(wordless), device=ids.device))
 
 
 def no_words(tokenizer: Any, image_token: int) -> set[int]:
-    """Ids that are placeholder or other special token."""
+    """Token ids of the placeholder and of all other special tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special | {*tokenizer.all_special_ids, image_token}

@@ -1,4 +1,4 @@
-"""`badge.json`: the endpoint schema of shields.io, one line on what compression cost and won."""
+"""Render `badge.json`, in the endpoint schema of shields.io: one line on what compression cost and won."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COLOURS = {"pass": "brightgreen", "fail": "red", "inconclusive": "yellow", None
 
 
 def badge(results: Results) -> dict[str, object]:
-    """`accuracy -0.2 points, 1.96x smaller`, coloured by the gate's verdict or, without one, by the suites'."""
+    """Make the badge `accuracy -0.2 points, 1.96x smaller`, coloured by the gate's verdict or, without one, the suites'."""
     parts = []
     if results.suites:
         worst = min((suite.overall for suite in results.suites), key=lambda c: c.difference)

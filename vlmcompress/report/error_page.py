@@ -17,7 +17,7 @@ _WORST = 20  # layers in the table that is open
 
 
 def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
-    """The whole page."""
+    """Render the whole page."""
     both = [one for one in (first, other) if one is not None]
     kinds = layer_errors.kinds(*both)
     changed = {} if other is None else layer_errors.change(first, other)
@@ -50,7 +50,7 @@ def _key(grid: Grid) -> tuple[str, str]:
 
 
 def _panels(grids: list[dict[tuple[str, str], Grid]], scale: tuple[float, float], most: float) -> list[dict[str, Any]]:
-    """For each part and modality: its grid, and what to draw with a caption each."""
+    """List, for each part and modality, its grid and the drawings with their captions."""
     found = []
     for key, grid in grids[0].items():
         charts: list[tuple[str, Markup]] = [("", heatmap.heatmap(grid, scale))]

@@ -1,4 +1,4 @@
-"""Errors of layers as data and for a terminal: what is worst, and of two checkpoints, what each modality gained."""
+"""Errors of layers as JSON data and for a terminal: the worst layers, and changes by modality between two checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADVICE = "Errors by modality need calibration data: add --stats STATS --model MO
 
 
 def data(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:
-    """Everything, worst layers first."""
+    """Collect all errors and changes as JSON data, worst layers first."""
     if other is None:
         layers = [{"layer": n, "error": dict(first.errors[n])} for n in layer_errors.worst_first(first)]
         return {**_described(first), "summary": layer_errors.summary(first), "layers": layers}
@@ -47,7 +47,7 @@ def _described(found: LayerErrors) -> dict[str, Any]:
 
 
 def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
-    """What the terminal shows: a summary, then the `top` worst layers (0: all)."""
+    """Render for a terminal a summary, then the `top` worst layers (0: all)."""
     head = _one(first) if other is None else _two(first, other)
     layers = layer_errors.worst_first(*([first] if other is None else [first, other]))
     shown = layers[: top or None]
@@ -64,7 +64,7 @@ def text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
 
 
 def cache(found: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
-    """Rows on keys and values, those first that scales of text tokens alone would clip most; `top` of them (0: all)."""
+    """Make rows on keys and values, those first that scales of text tokens alone would clip most; `top` of them (0: all)."""
     parts = [(layer, name, part) for layer, both in found.kv_cache.items() for name, part in both.items()]
     parts.sort(key=lambda row: -max(share or 0.0 for share in row[2]["clipped"].values()))
     seen = [kind for kind in layer_errors.KINDS if any(kind in part["maximum"] for _, _, part in parts)]
@@ -104,13 +104,13 @@ def _two(first: LayerErrors, other: LayerErrors) -> str:
 
 
 def largest(found: LayerErrors) -> list[str]:
-    """A line on whose the largest inputs are; none where nobody looked."""
+    """Render a line on the modalities that hold the largest inputs; empty where that was not recorded."""
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in layer_errors.owners(found).items())
     return [f"Largest inputs, by channel: {shares} tokens' (mean over {len(found.maxima)} groups)."] if shares else []
 
 
 def verdict(found: Change) -> str:
-    """`gained` or `lost` where the errors fell or rose by more than a hundredth."""
+    """Sum up a change: `gained` or `lost` where the errors fell or rose by more than a hundredth."""
     if found.ratio is None or abs(found.ratio - 1) < 0.01:
         return "as before"
     return "gained" if found.ratio < 1 else "lost"
@@ -142,5 +142,5 @@ def _cell(found: LayerErrors, layer: str, kind: str) -> str:
 
 
 def percent(error: float) -> str:
-    """Three figures: `1.23%`."""
+    """Write an error as a percentage of three figures: `1.23%`."""
     return f"{figures(100 * error)}%"

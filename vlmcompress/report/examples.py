@@ -1,4 +1,4 @@
-"""Which samples a reader should see first, and their pictures."""
+"""Choose the samples that a reader should see first, and make thumbnails of their pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THUMBNAIL = 360  # pixels
 
 
 def changed(samples: Sequence[Scored]) -> list[Scored]:
-    """Samples with differing answers: the largest losses first, then gains, then what changed in words only; families in
+    """Sort samples with differing answers: the largest losses first, then gains, then changes in words only; families in
     turn, so that one weak family doesn't fill the page."""
     turns: dict[tuple[int, str, str], int] = {}
     ranked = []
@@ -31,13 +31,13 @@ def changed(samples: Sequence[Scored]) -> list[Scored]:
 
 
 def kind(sample: Scored) -> int:
-    """0 for a lost sample, 1 for a gained one, 2 if the score is the same."""
+    """Rank a sample: 0 if it was lost, 1 if it was gained, 2 if the score is the same."""
     change = sample.candidate_score - sample.baseline_score
     return 0 if change < 0 else 1 if change > 0 else 2
 
 
 def thumbnail(png: str) -> tuple[str, bool]:
-    """A data URI for base64 of a PNG, and whether the picture is small: those stay as they are, larger become JPEG."""
+    """Turn a PNG in base64 into a data URI; small pictures stay PNG, larger become JPEG. Also tell whether it is small."""
     with _opened(png) as image:
         if max(image.size) <= THUMBNAIL:
             return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2

@@ -1,4 +1,4 @@
-"""What results say, in sentences and small tables: the same findings go into the page, the summary and the badge."""
+"""Findings of results in sentences and small tables, which the page, the summary and the badge share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
 
 
 class Row(NamedTuple):
-    """A line of a table of accuracy. Margin and verdict of what was `found` count only where it is `judged`."""
+    """A line of a table of accuracy. The margin and verdict in `found` count only if the line is `judged`."""
 
     name: str
     found: Comparison
@@ -42,10 +42,10 @@ class Row(NamedTuple):
 
 
 def rows(suite: Suite, gate: Gate | None) -> list[Row]:
-    """All samples, then the families, each with one verdict at most.
+    """List all samples together, then the families, each with one verdict at most.
 
-    What a rule of the gate judges has that rule's margin and verdict. Families that none judges have no verdict; all samples
-    together are then judged by the suite's own margin.
+    A line that a rule of the gate judges has that rule's margin and verdict. Families that no rule judges have no verdict;
+    all samples together are then judged by the suite's own margin.
     """
     rules = {rule.family: rule for rule in (gate.rules if gate else []) if rule.suite == suite.name}
     families = [Row(name, _by(rules.get(name), c), name in rules) for name, c in suite.families.items()]
@@ -60,7 +60,7 @@ def _by(rule: Rule | None, c: Comparison) -> Comparison:
 
 
 def rules(gate: Gate) -> list[Rule]:
-    """A gate's rules, those of a suite's families as one: `rows` has each of them."""
+    """List a gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
     found: list[Rule] = []
     for rule in gate.rules:
         if rule.family is None:
@@ -87,7 +87,7 @@ def _together(families: list[Rule]) -> Rule:
 
 
 def verdict(c: Comparison) -> str:
-    """One or two sentences: what the interval shows about the margin, and what would decide if it shows nothing."""
+    """Explain a verdict in a sentence or two: what the interval shows about the margin, and what would decide if nothing."""
     change, limit = f"{points(c.difference)} points ({interval(c)})", _points(c.margin)
     lost = f"; {answers}" if (answers := _answers(c)) else ""
     if c.verdict == "fail":
@@ -106,12 +106,12 @@ def verdict(c: Comparison) -> str:
 
 
 def _points(margin: float) -> str:
-    """`1 point`, `0.5 points`."""
+    """Write a margin: `1 point`, `0.5 points`."""
     return "1 point" if (text := f"{100 * margin:.4g}") == "1" else f"{text} points"
 
 
 def _answers(c: Comparison) -> str:
-    """`4 answers lost, none won`; nothing for graded scores."""
+    """Write `4 answers lost, none won`; empty for graded scores."""
     if c.baseline_only is None or c.candidate_only is None:
         return ""
     lost, won = (f"{n:,}" if n else "none" for n in (c.baseline_only, c.candidate_only))
@@ -121,7 +121,7 @@ def _answers(c: Comparison) -> str:
 
 
 def fallen(suite: Suite, gate: Gate | None) -> list[str]:
-    """Families that no rule judges and that are shown, all of them considered, to have lost more than the suite's margin."""
+    """List families that no rule judges and that lost more than the suite's margin, significant among all families."""
     names = [row.name for row in rows(suite, gate)[1:] if not row.judged and row.found.verdict == "fail"]
     if not names:
         return []
@@ -130,7 +130,7 @@ def fallen(suite: Suite, gate: Gate | None) -> list[str]:
 
 
 def main_speed(bench: Bench) -> tuple[str, Ratio] | None:
-    """The speed that stands for a benchmark: served and cold if it was measured, requests per second before latency."""
+    """Choose the speed that stands for a benchmark: served and cold if measured, requests per second before latency."""
     for mode in ("serve", "offline"):
         for state in ("cold", "warm"):
             found = bench.summary.get(mode, {}).get(state, {})
@@ -142,17 +142,17 @@ def main_speed(bench: Bench) -> tuple[str, Ratio] | None:
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
-    """Fail before inconclusive before pass."""
+    """The worst of some verdicts: fail, then inconclusive, then pass."""
     return min(verdicts, key=_WORST.index)
 
 
 def counted(parts: list[Verdict]) -> str:
-    """`1 fail, 2 pass`."""
+    """Count verdicts: `1 fail, 2 pass`."""
     return ", ".join(f"{n} {VERDICTS[v]}" for v in _WORST if (n := parts.count(v)))
 
 
 def tally(judged: Verdict, parts: list[Verdict]) -> str:
-    """`fail (1 fail, 2 pass)`."""
+    """Write a verdict with the counts of its parts: `fail (1 fail, 2 pass)`."""
     return f"{VERDICTS[judged]} ({counted(parts)})"
 
 
@@ -164,7 +164,7 @@ def overall(results: Results) -> Verdict | None:
 
 
 def headline(results: Results) -> list[str]:
-    """What someone who reads one paragraph should know, a sentence each."""
+    """Sum up results for someone who reads one paragraph, as a list of sentences."""
     lines, several = [], len(results.suites) > 1
     if gate := results.gate:
         lines.append(f"Gate {gate.name}: {tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
@@ -182,7 +182,7 @@ def headline(results: Results) -> list[str]:
 
 
 def glossary(results: Results) -> str:
-    """The words that a report uses before its tables do, in a line."""
+    """Explain in a line the words that a report uses before its tables do."""
     before, after = results.baseline.name, results.candidate.name
     words = [f"Candidate: {after}. Baseline: {before}, which it is compared with"]
     if results.suites:
@@ -194,7 +194,7 @@ def glossary(results: Results) -> str:
 
 
 def tokens(suite: Suite) -> list[str]:
-    """What prompts cost before and after, where that differs."""
+    """Write the tokens of prompts before and after, where they differ."""
     before, after = suite.prompt_tokens
     if before == after or not before or not after:
         return []
@@ -207,7 +207,7 @@ def tokens(suite: Suite) -> list[str]:
 
 
 def changes(suite: Suite) -> list[str]:
-    """How far the answers agree, and the first tokens' distributions."""
+    """Write how far the answers and the first tokens' distributions of both sides agree."""
     lines = [f"Both gave the same answer to {percent(suite.agreement)} of the samples."]
     if d := suite.divergence:
         lines.append(
@@ -219,7 +219,7 @@ def changes(suite: Suite) -> list[str]:
 
 
 def trouble(suite: Suite) -> list[tuple[str, tuple[int, int]]]:
-    """Counts (baseline, candidate) of answers that are suspect in themselves."""
+    """Count answers that are suspect in themselves (cut off, empty, unparsed), for baseline and candidate."""
     return [
         ("no answer found in the text", suite.unparsed),
         ("empty answers", suite.empty),
@@ -228,7 +228,7 @@ def trouble(suite: Suite) -> list[tuple[str, tuple[int, int]]]:
 
 
 def method(results: Results) -> list[str]:
-    """How the figures were made, for the foot of a report."""
+    """Explain how the figures were made, for the foot of a report."""
     lines = [_accuracy_method(suite) for suite in results.suites]
     if bench := results.bench:
         order = " ".join(side[0].upper() for side in bench.order)
@@ -260,7 +260,7 @@ def _accuracy_method(suite: Suite) -> str:
 
 
 def layers(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """What the errors of layers are; "" where there are none."""
+    """Explain what the errors of layers are; "" where there are none."""
     if not errors:
         return ""
     if all(set(error) <= {"weight"} for error in errors.values()):
@@ -273,7 +273,7 @@ def _sentence(text: str) -> str:
 
 
 def memory(results: Results) -> list[tuple[str, str, str]]:
-    """Rows (what, baseline, candidate) on memory: weights, and what the benchmark learned of the KV cache."""
+    """Make rows (what, baseline, candidate) on memory: weights, and the KV cache if the benchmark measured it."""
     before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
     rows = [("weights", size(before), size(after))] if before and after else []
     found = results.bench.memory if results.bench else {}
@@ -289,7 +289,7 @@ def memory(results: Results) -> list[tuple[str, str, str]]:
 
 
 def work(bench: Bench) -> list[tuple[str, str, str]]:
-    """Rows (what, baseline, candidate): did both sides do the same work, were caches off when cold, did anything fail."""
+    """Make rows (what, baseline, candidate) on the work done by both sides: tokens, answers from caches, failures."""
 
     def shown(name: str, side: str, state: str) -> str:
         runs = [run for run in bench.runs if (run.side, run.state) == (side, state)]

@@ -1,4 +1,4 @@
-"""`junit.xml`: verdicts as test cases, for CI servers. Can't tell is a skipped case: no failure, and no pass.
+"""Render `junit.xml`, verdicts as test cases for CI servers. An inconclusive one is a skipped case.
 
 With a gate its rules are the cases. Without one they are the suites, judged by their margin.
 """
@@ -14,7 +14,7 @@ from vlmcompress.results import Results, Verdict
 
 
 def junit(results: Results) -> str:
-    """The file's text."""
+    """Render the text of `junit.xml`."""
     root = ElementTree.Element(
         "testsuites", name=printable(f"{results.candidate.name} against {results.baseline.name}")
     )

@@ -1,4 +1,4 @@
-"""How a candidate was made, as rows for a report's table; what is known of it is in `results.Made`."""
+"""Describe how a candidate was made (`results.Made`) in rows of a report's table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PREFIX = {"float": "seen behind unquantized blocks", "quantized": "seen behind 
 
 
 def rows(side: Side) -> list[tuple[str, str]]:
-    """Rows (what, how) on how a checkpoint was made; none where nothing is known."""
+    """Make rows (what, how) on how a checkpoint was made; empty where nothing is known."""
     carried = side.made.reducer if side.made else ""
     attached = ", attached for this run; the checkpoint does not carry it" * (side.reducer != carried)
     reducer = ("visual-token reducer", side.reducer + attached if side.reducer else "")
@@ -56,7 +56,7 @@ def _calibration(made: Made) -> str:
 
 
 def _plain(value: object) -> str:
-    """An option's value for a reader."""
+    """Write an option's value for a reader."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | dict):

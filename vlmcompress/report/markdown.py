@@ -1,4 +1,4 @@
-"""`report.md`: the short report, verdict first, for a CI summary and for reading in a terminal."""
+"""Render `report.md`: the short report, verdict first, for a CI summary and for reading in a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAMILIES, _EXAMPLES, _LAYERS = 60, 8, 5  # rows of a table
 
 
 def markdown(results: Results) -> str:
-    """The whole text."""
+    """Render the whole text of `report.md`."""
     title = f"# {escape(results.candidate.name)} against {escape(results.baseline.name)}"
     sections = [title, "\n".join(f"{line}  " for line in map(escape, findings.headline(results))).rstrip()]
     sections.append(escape(findings.glossary(results)))
@@ -40,7 +40,7 @@ def markdown(results: Results) -> str:
 
 
 def about(results: Results) -> str:
-    """Machine, engine, version and date."""
+    """Write machine, engine, version and date in a line."""
     machine = [f"{key} {value}" for key, value in results.machine.items() if isinstance(value, str | int | float)]
     engine = [str(results.candidate.engine[k]) for k in ("name", "version", "device") if k in results.candidate.engine]
     said = [" ".join(engine), ", ".join(machine), f"vlmcompress {results.version}", results.created]
@@ -48,14 +48,14 @@ def about(results: Results) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] | None = None) -> str:
-    """A table; columns but the first are set right unless `right` lists those that are."""
+    """Render a table; `right` lists the columns set right, None: all but the first."""
     line = ["---:" if (i in right if right is not None else i) else "---" for i in range(len(head))]
     cells = [[escape(str(cell)) for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in ([*map(escape, head)], line, *cells))
 
 
 def escape(text: str) -> str:
-    """One line in which nothing is markup."""
+    """Escape a text as one line in which nothing is markup."""
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))
 
 
@@ -135,7 +135,7 @@ def _short(text: str, most: int = 120) -> str:
 
 
 def _within(sections: Sequence[str]) -> str:
-    """Sections up to the limit, which a summary in CI has; what is missing is said."""
+    """Join sections up to the size limit of a CI summary, with a note on those left out."""
     kept, used = [], 0
     for section in sections:
         used += len(section.encode()) + 2

@@ -1,4 +1,4 @@
-"""`report.html`: the templates beside this file, filled with a comparison's results and charts."""
+"""Render `report.html`: the templates beside this file, filled with a comparison's results and charts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vlmcompress.results import Bench, Ratio, Results, Scored, Side, Suite
 
 _FOLDER = Path(__file__).parent
 _SHOWN = 24  # examples
-_LAYERS = 5  # in the table of errors that is open
+_LAYERS = 5  # rows in the table of errors that is open
 _PANELS = {"ttft_ms": "Time to first token", "itl_ms": "Time between tokens", "e2e_ms": "Time to last token"}
 
 
 def page(results: Results) -> str:
-    """The whole page."""
+    """Render the whole page."""
     found = examples.changed(results.samples)
     return render(
         "report.html.j2",
@@ -51,7 +51,7 @@ def page(results: Results) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A template with the style sheet in it; text is escaped, charts are markup already."""
+    """Render a template with the style sheet in it; text is escaped, charts are markup already."""
     style = Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8"))
     text = _environment().get_template(template).render(style=style, words=words, findings=findings, **values)
     return words.printable(text)
@@ -75,7 +75,7 @@ def _environment() -> jinja2.Environment:
 
 
 def dotted(name: str) -> Markup:
-    """A layer's name that may be broken after its dots."""
+    """Mark up a layer's name so that lines may break after its dots."""
     return Markup(".<wbr>").join(escape(part) for part in name.split("."))
 
 
@@ -85,13 +85,13 @@ def _overview(results: Results) -> dict[str, Any]:
 
 
 def drawn(rows: Sequence[findings.Row]) -> dict[str, Any]:
-    """Rows with a chart each, and the axis that the charts share."""
+    """Draw a chart for each row; returns them with the axis that they share."""
     axis = intervals.accuracy_axis(rows)
     return {"ruler": intervals.ruler(axis), "rows": [(row, intervals.accuracy(row, axis)) for row in rows]}
 
 
 def _suite(suite: Suite, results: Results) -> dict[str, Any]:
-    """What a suite's section shows."""
+    """Collect the values for a suite's section."""
     rows = findings.rows(suite, results.gate)
     own = [sample for sample in results.samples if sample.suite == suite.name]
     panels = []
@@ -111,7 +111,7 @@ def _suite(suite: Suite, results: Results) -> dict[str, Any]:
 
 
 def _speed(bench: Bench) -> list[dict[str, Any]]:
-    """A table a mode and state."""
+    """Collect a table of speed for each mode and state."""
     every: list[Ratio] = [
         r for states in bench.summary.values() for metrics in states.values() for r in metrics.values()
     ]
@@ -130,7 +130,7 @@ def _speed(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _latency(bench: Bench) -> list[tuple[str, Markup]]:
-    """Distributions of what clients waited for, served runs only."""
+    """Draw distributions of latencies as clients saw them, for served runs only."""
     panels = []
     for state in ("cold", "warm"):
         runs = [run for run in bench.runs if run.mode == "serve" and run.state == state]
@@ -160,5 +160,5 @@ def _heat(side: Side) -> dict[str, Any]:
 
 
 def _pick(results: Results, found: list[Scored]) -> list[Scored]:
-    """Those with pictures first: they are what one can judge."""
+    """Choose examples, those with pictures first, as readers can judge these."""
     return sorted(found, key=lambda sample: (sample.id not in results.pictures, examples.kind(sample)))[:_SHOWN]

@@ -1,8 +1,8 @@
-"""Many runs in one report: which candidate trades accuracy for size and speed best.
+"""Report many runs together, to find the candidate that trades accuracy for size and speed best.
 
 An evaluation and a benchmark of one candidate against one baseline are two runs of `vlmcompress` but one thing to a reader:
-`merge` puts them together. What is left is compared: `report.html` and `report.md` with a table and accuracy against size
-and speed, `comparison.json` for programs, and each run's own report in a folder below.
+`merge` puts them together. The merged runs are compared in `report.html` and `report.md`, with a table and charts of
+accuracy against size and speed, in `comparison.json` for programs, and each has its own report in a folder below.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Row:
     suites: dict[str, Comparison]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as JSON data."""
         return {**asdict(self), "suites": {name: c.model_dump(mode="json") for name, c in self.suites.items()}}
 
 
 def merge(found: Sequence[Results]) -> list[Results]:
-    """Runs, with those put together that are about the same candidate and baseline and don't contradict each other.
+    """Merge runs that are about the same candidate and baseline and don't contradict each other.
 
-    They do if both have a benchmark, a gate or a suite of the same name; then they stay apart. The first of the two gives
-    what is said once (date, machine, how its engine was set).
+    Runs contradict each other, and stay apart, if both have a benchmark, a gate or a suite of the same name. Facts that a
+    report has once (date, machine, settings of the engine) come from the first of two merged runs.
     """
     merged: list[Results] = []
     for run in found:
@@ -87,7 +87,7 @@ def _join(a: Results, b: Results) -> Results:
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> dict[str, Path]:
     """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
 
-    One run, or several that `merge` makes one, gives the report that `write` writes.
+    One run, or several that `merge` makes one, gives the report of `files.write`.
 
     Returns:
         kind ("json", "md", "html" and, for one run, "junit" and "badge") -> file.
@@ -117,7 +117,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> dict[str
 
 
 def summarise(runs: Sequence[Results]) -> list[Row]:
-    """A row a run, in the order given; names that occur twice are numbered."""
+    """Make a row for each run, in the order given; names that occur twice are numbered."""
     rows: list[Row] = []
     for run in runs:
         name = _unused(run.candidate.name, [row.name for row in rows])
@@ -142,18 +142,18 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
 
 
 def _unused(name: str, used: Sequence[str]) -> str:
-    """The name, numbered if it is taken."""
+    """Return the name, numbered if it is taken."""
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(used) + 3))) if n not in used)
 
 
 def _folder(path: str | Path) -> Path:
-    """The folder of a run, given itself or its `results.json`."""
+    """Find the folder of a run, given as the folder or as its `results.json`."""
     path = Path(path).resolve()
     return path.parent if path.is_file() else path
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """How many kept their accuracy, and the best of those."""
+    """Say how many candidates kept their accuracy, and which of those is best."""
     judged = [row for row in rows if row.verdict]
     kept = [row for row in judged if row.verdict == "pass"]
     lines = [f"{len(kept)} of {len(judged)} candidates pass."] if judged else [f"{len(rows)} candidates."]
@@ -169,7 +169,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The comparison in short."""
+    """Render the comparison as Markdown."""
     suites = list(dict.fromkeys(name for row in rows for name in row.suites))
     head = [
         "candidate",
@@ -197,7 +197,7 @@ def _accuracy(c: Comparison | None) -> str:
 
 
 def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
-    """The comparison's page."""
+    """Render the comparison's page."""
     sections = []
     for name in dict.fromkeys(suite.name for run in runs for suite in run.suites):
         asked = [
@@ -221,7 +221,7 @@ def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
 
 
 def _charts(found: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]:
-    """Accuracy against size, and against speed, where at least two candidates have both."""
+    """Draw accuracy against size, and against speed, where at least two candidates have both."""
     charts = []
     for what, title in (("smaller", "size"), ("faster", "speed")):
         dots = [Point(row.name, gain, c) for row, c in found if (gain := getattr(row, what))]

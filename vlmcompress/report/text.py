@@ -1,4 +1,4 @@
-"""Results for a terminal: tables of figures; the sentences are in `findings`."""
+"""Render results for a terminal, as tables of figures; the sentences come from `findings`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmcompress.results import Gate, Results, Suite
 
 
 def text(results: Results) -> str:
-    """Accuracy, speed and the gate's rules, as far as they were measured."""
+    """Render accuracy, speed and the gate's rules, as far as they were measured."""
     parts = [f"{results.candidate.name} against {results.baseline.name}"]
     parts += [accuracy(suite, results.gate) for suite in results.suites]
     if results.gate:
@@ -18,7 +18,7 @@ def text(results: Results) -> str:
 
 
 def accuracy(suite: Suite, gate: Gate | None = None) -> str:
-    """One suite, all of it and by family, and the answers that are suspect in themselves."""
+    """Render one suite, as a whole and by family, and its counts of suspect answers."""
     head = (
         "family",
         "samples",
@@ -40,7 +40,7 @@ def accuracy(suite: Suite, gate: Gate | None = None) -> str:
 
 
 def rules(gate: Gate) -> str:
-    """A gate's rules, one a line."""
+    """Render a gate's rules, a line each."""
     rows = [
         ("rule", "verdict", "found", "limit", ""),
         *((r.name, VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules(gate)),

@@ -34,32 +34,32 @@ _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def printable(text: str) -> str:
-    """Without the control characters that a model may answer with, which neither XML nor HTML can hold."""
+    """Remove control characters, which a model may answer with and neither XML nor HTML can hold."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def typeset(text: str) -> str:
-    """With true minus and multiplication signs, for a page."""
+    """Put true minus and multiplication signs into a text, for a page."""
     return re.sub(r"(?<=\d)x\b", "\N{MULTIPLICATION SIGN}", re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", text))
 
 
 def percent(share: float) -> str:
-    """`0.9633` as `96.3%`."""
+    """Write a share as a percentage: `0.9633` as `96.3%`."""
     return f"{100 * share:.1f}%"
 
 
 def brief(value: float) -> str:
-    """As few figures as a round number needs: `0.5`, `1e-5`, `1,000`."""
+    """Write a number with as few figures as it needs: `0.5`, `1e-5`, `1,000`."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}".replace("e-0", "e-")
 
 
 def interval(c: Comparison) -> str:
-    """`95% interval -0.9 to +0.3`."""
+    """Write an interval: `95% interval -0.9 to +0.3`."""
     return f"{c.level:.0%} interval {points(c.low)} to {points(c.high)}"
 
 
 def pace(r: Ratio) -> str:
-    """`1.40x faster`, `1.25x slower`, or `no clear change` where the repeats disagree on which."""
+    """Write a change of speed: `1.40x faster`, `1.25x slower`, or `no clear change` where the repeats disagree."""
     middle = gain(r, r.ratio)
     if not comparable(r):
         return "not comparable"
@@ -69,7 +69,7 @@ def pace(r: Ratio) -> str:
 
 
 def spread(r: Ratio) -> str:
-    """The extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`."""
+    """Write the extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`."""
     if not comparable(r):
         return ""
     ends = [gain(r, r.low), gain(r, r.high)]
@@ -79,7 +79,7 @@ def spread(r: Ratio) -> str:
 
 
 def comparable(r: Ratio) -> bool:
-    """Whether there was anything to compare: a side without a single good request has a ratio of zero or none."""
+    """Whether both sides had a good request to compare; a side without one makes the ratio zero or undefined."""
     return all(0 < ratio < math.inf for ratio in (r.low, r.ratio, r.high))
 
 
@@ -89,12 +89,12 @@ def unclear(r: Ratio) -> bool:
 
 
 def gain(r: Ratio, ratio: float) -> float:
-    """A ratio turned so that more is better."""
+    """Turn a ratio so that more is better."""
     return ratio if r.higher_is_better else 1 / ratio
 
 
 def metric(name: str) -> str:
-    """`ttft_p50_ms` as `TTFT median, ms`; `TIMES` says what the capitals mean."""
+    """Name a metric: `ttft_p50_ms` as `TTFT median, ms`; `TIMES` explains the capitals."""
     first, _, rest = name.removesuffix("_ms").partition("_")
     if name in _METRICS or first not in _METRICS:
         return _METRICS.get(name) or name.replace("_", " ")
@@ -102,12 +102,12 @@ def metric(name: str) -> str:
 
 
 def error_kind(name: str) -> str:
-    """A kind of layer error: a modality, or `weight`, which a scheme without calibration data knows alone."""
+    """Name a kind of layer error: a modality, or `weight`, the only kind of a scheme without calibration data."""
     return "weights" if name == "weight" else name
 
 
 def load(bench: Bench) -> str:
-    """`closed:8` as `8 clients at once`."""
+    """Name a benchmark's load: `closed:8` as `8 clients at once`."""
     kind, _, number = bench.load.partition(":")
     clients = "one client" if number == "1" else f"{number} clients at once"
     return {"closed": clients, "rate": f"{number} requests per second, arriving at random"}.get(kind, bench.load)

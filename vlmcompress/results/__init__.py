@@ -1,4 +1,4 @@
-"""What was found by `eval` and `bench`, as typed data."""
+"""Results of `eval` and `bench` as typed data, and the `results.json` that holds them."""
 
 from vlmcompress.results.records import (
     FILE,

@@ -1,4 +1,4 @@
-"""`results.json`: what an evaluation or a benchmark found, as typed, versioned data.
+"""Results of an evaluation or a benchmark as typed, versioned data: the content of `results.json`.
 
 Everything that measures returns these models and everything that judges or draws reads them; nothing else passes between
 the two. Scores are in 0 to 1, differences are candidate minus baseline, times are seconds unless a name ends in `_ms`,
@@ -30,9 +30,9 @@ class _Record(BaseModel):
 
 
 class Calibration(_Record):
-    """The samples that a checkpoint was calibrated on. `prefix`: blocks saw inputs of "float" or "quantized" blocks.
+    """The samples that a checkpoint was calibrated on. `prefix`: blocks were observed behind "float" or "quantized" ones.
 
-    `tokens`: by modality. `text`: samples of text alone among them; `text_source`: where those are from.
+    `tokens`: numbers by modality. `text`: how many samples are of text alone; `text_source`: where these come from.
     """
 
     source: str
@@ -55,10 +55,10 @@ class Made(_Record):
         bits: bits per weight of the decoder's quantized layers where groups of layers have widths of their own.
         vision, kv_cache: what became of the vision tower and of the KV cache; "" where the manifest does not say.
         skip: regular expressions of layers that stayed in 16 bits.
-        reducer: of visual tokens, that it carries.
-        calibration: None where no data were needed.
-        warnings: what went otherwise than asked for.
-        versions: package -> version that it was made with.
+        reducer: the reducer of visual tokens that the checkpoint carries; "" for none.
+        calibration: the calibration samples; None where no data were needed.
+        warnings: what happened otherwise than asked for, a line each.
+        versions: package -> version that the checkpoint was made with.
     """
 
     source: str = ""
@@ -82,9 +82,9 @@ class Side(_Record):
 
     Attributes:
         name: short name for people; `path`: folder or served model name.
-        weight_bytes: of its tensors, without the headers of their files; 0 if they are out of reach (a server).
-        scheme: from its vlmcompress manifest; "" for an original.
-        reducer: of visual tokens, that it carries or that was attached; "" for none.
+        weight_bytes: bytes of its tensors, without the headers of their files; 0 if they are out of reach (a server).
+        scheme: the scheme in its vlmcompress manifest; "" for an original.
+        reducer: the reducer of visual tokens that it carries or that was attached; "" for none.
         made: how it was made; None where it has no manifest, or in results from before this field.
         layer_errors: linear layer -> modality -> relative output error, from the manifest.
         engine: what the engine says about itself.
@@ -101,7 +101,7 @@ class Side(_Record):
 
 
 class Scored(_Record):
-    """One question and what both sides answered. Equal `image` means: about the same image(s).
+    """One question and the answers of both sides. Questions with equal `image` are about the same image(s).
 
     `*_tokens` are those of the prompt that the language model got, `*_visual` those of images among them, where known.
     `*_parsed` is False where the task found no answer in the text. `kl` is the divergence of the first token's distribution.
@@ -134,9 +134,9 @@ class Comparison(_Record):
             scores the empirical-likelihood one.
         p: two-sided p-value of no difference; `adjusted_p`: corrected for the number of families.
         both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
-        detectable: smallest true drop that n samples like these would show with 80% power.
-        margin, verdict: the allowed drop and whether the candidate is shown to stay within it.
-        needed: samples that would decide an inconclusive verdict, if the true difference is the one seen.
+        detectable: the smallest true drop that n samples like these would show with 80% power.
+        margin, verdict: the allowed drop, and whether the candidate is shown to stay within it.
+        needed: number of samples that would decide an inconclusive verdict, if the true difference is the observed one.
     """
 
     n: Count
@@ -228,7 +228,7 @@ class LoadRun(_Record):
 
 
 class Ratio(_Record):
-    """A figure of both sides over the repeats: medians, the median of the paired ratios candidate / baseline, its extremes.
+    """A figure of both sides over the repeats: medians, and the median and extremes of the paired ratios candidate / baseline.
 
     `higher_is_better` tells which way is good; `unit` is for people.
     """
@@ -243,7 +243,8 @@ class Ratio(_Record):
 
 
 class Memory(_Record):
-    """`kv_bytes_per_request` is for a mean request of the benchmark; `max_concurrency` of such requests fit at once."""
+    """Memory of a side. `kv_bytes_per_request`: for a mean request of the benchmark; `max_concurrency`: how many of them
+    fit at once."""
 
     weight_bytes: Count
     kv_bytes_per_token: Count
@@ -253,12 +254,12 @@ class Memory(_Record):
 
 
 class Bench(_Record):
-    """Speed and memory. `summary[mode][state][metric]`, e.g. `summary["serve"]["cold"]["ttft_p50_ms"]`.
+    """A benchmark of speed and memory, summed up in e.g. `summary["serve"]["cold"]["ttft_p50_ms"]` (mode, state, metric).
 
     Attributes:
         load: `closed:8` (eight clients) or `rate:2.0` (requests per second, Poisson).
         order: sides in the order in which they ran.
-        tool: what generated the load.
+        tool: name of the tool that generated the load.
     """
 
     load: str
@@ -276,7 +277,7 @@ class Bench(_Record):
 
 
 class Rule(_Record):
-    """One line of a gate: what was asked, what was found, and how that was judged.
+    """One line of a judged gate: the rule, the value found, and the verdict.
 
     A rule on accuracy names its `suite`, its `family` (None: all samples) and the `margin`, so that a table of the suite
     can show this verdict; other rules, and those of results from before these fields, have none of the three.
@@ -319,11 +320,11 @@ class Results(_Record):
     pictures: dict[str, list[str]] = {}
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Equal for results about the same two checkpoints."""
+        """A key that is equal for results about the same two checkpoints."""
         return [(side.name, side.weight_bytes, side.scheme + side.reducer) for side in (self.baseline, self.candidate)]
 
     def to_dict(self, pictures: bool = True) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The results as JSON data."""
         return self.model_dump(mode="json", by_alias=True, exclude=None if pictures else {"pictures"})
 
 
@@ -357,7 +358,7 @@ def load(path: str | Path) -> Results:
 
 
 def joined(new: Results, old: Results) -> Results:
-    """`new` with the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
+    """Add to `new` the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
     if new.identity() != old.identity():
         return new
     kept = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]

@@ -1,4 +1,4 @@
-"""What is said in results of a checkpoint and of this machine."""
+"""Describe checkpoints and this machine for results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlmcompress.results import Calibration, Made, Side
 
 
 def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
-    """A checkpoint folder, or a name that a server knows, of which there is only the name to tell."""
+    """Describe a checkpoint from its folder; of a model that a server knows only the name can be told."""
     path = Path(model)
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
@@ -40,7 +40,7 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
 
 
 def _weight_bytes(path: Path) -> int:
-    """Bytes of the tensors of a checkpoint: of each safetensors file what follows its header; 0 where there is none."""
+    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; 0 where it has none."""
     try:
         files, count = shards(path), 0
         for file in files:
@@ -52,8 +52,8 @@ def _weight_bytes(path: Path) -> int:
 
 
 def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
-    """What a manifest says of how its checkpoint was made, and `config.json` of the number formats; None where it isn't
-    what this version writes, as that must not cost the results of hours."""
+    """Read from a manifest how its checkpoint was made, and from `config.json` its number formats. None where a file isn't
+    what this version writes, as an error here would cost the results of hours."""
     try:
         model, recipe, data = (record.get(key) or {} for key in ("model", "recipe", "calibration"))
         return Made(
@@ -91,7 +91,7 @@ def _calibration(data: Mapping[str, Any]) -> Calibration:
 
 
 def _formats(path: Path) -> list[str]:
-    """The number formats of a checkpoint's config groups, each once."""
+    """Name the number formats of a checkpoint's config groups, each once."""
     groups = (read_json(path / "config.json", "config").get("quantization_config") or {}).get("config_groups") or {}
     found = [
         f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
@@ -101,7 +101,7 @@ def _formats(path: Path) -> list[str]:
 
 
 def _carried(path: Path) -> str:
-    """The reducer that a checkpoint carries, as the command line has it; "" for none. UserError: its block is not right."""
+    """The reducer that a checkpoint carries, in the command line's form; "" for none. UserError: its block is not right."""
     file = path / "config.json"
     try:
         found = reducer_block.read(read_json(file, "config")) if file.is_file() else None
@@ -111,10 +111,10 @@ def _carried(path: Path) -> str:
 
 
 def checkpoint(model: str | Path) -> Path:
-    """The folder, if a checkpoint is there.
+    """Return the folder of a checkpoint, after checking that one is there.
 
     Raises:
-        UserError: there is none, or its config.json is not right.
+        UserError: there is no checkpoint, or its config.json is not right.
     """
     path = Path(model)
     if not path.is_dir():
@@ -126,7 +126,7 @@ def checkpoint(model: str | Path) -> Path:
 
 
 def origin() -> dict[str, Any]:
-    """When, with what version and on what machine: the head of a `Results`."""
+    """The head of a `Results`: date, version and machine."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,

@@ -1,1 +1,1 @@
-"""What is known of a layer's inputs, by modality: Gram matrices, maxima, gradients, ranges. Pure mathematics."""
+"""Statistics of a layer's inputs, by modality: Gram matrices, maxima, gradients, ranges. Pure mathematics."""

@@ -1,4 +1,4 @@
-"""How much each modality weighs in what a method minimizes.
+"""Balances: how much each modality weighs in what a method minimizes.
 
 Pooled over `N` tokens, a modality weighs what its share of tokens is, and most tokens are visual. A *balance* gives modality m,
 of `n_m` tokens, the share `p_m` of the whole instead (`sum p_m = 1`); `GroupStats` says what becomes of Gram matrices, means
@@ -13,7 +13,7 @@ and maxima. It is one of
   diagonal Fisher matrix for the Hessian, an output error `D` costs `1/2 sum_t sum_c (dL/dY_tc)^2 D_tc^2`; `auto` keeps of the
   gradients what depends on the modality. Unlike MBQ's it counts the prompt.
 
-An answer's tokens are those that predict it, from the prompt's last on (`calibration.encode`). The authors of MBQ count the
+An answer's tokens are those that predict it, from the prompt's last on (`data.encode`). The authors of MBQ count the
 tokens that are predicted instead. With captions of a hundred words that is nearly the same; with answers of a word or two it
 leaves out the very token that the answer is read from, and puts the one that ends it in its place, of which nothing is read:
 on the demo models `mbq` then raised GPTQ's logit error, up to twofold.
@@ -49,7 +49,7 @@ class Sensitivity:
 
 
 def check_balance(balance: Any) -> str | dict[str, float]:
-    """`balance` as a recipe gives it (a name, of which YAML reads "off" as False, or weights), or ValueError."""
+    """Check a recipe's `balance`, a name (YAML reads "off" as False) or weights, and return it, or raise ValueError."""
     if balance is False:
         return "off"
     if isinstance(balance, str) and balance in NAMES:
@@ -68,7 +68,7 @@ def check_balance(balance: Any) -> str | dict[str, float]:
 
 
 def weighed(balance: Any) -> tuple[str, ...]:
-    """The modalities that must occur in the calibration data for a balance to have a meaning."""
+    """The modalities that must occur in the calibration data for a balance to make sense."""
     checked = check_balance(balance)
     if isinstance(checked, str):
         return {"off": (), "ratio": MODALITIES}.get(checked, ("vision", "answer"))
@@ -76,14 +76,14 @@ def weighed(balance: Any) -> tuple[str, ...]:
 
 
 def shares(balance: Any, count: Mapping[str, int], sensitivity: Sensitivity | None) -> dict[str, float] | None:
-    """`p_m` of each modality that has a share; None: all tokens are pooled.
+    """The share `p_m` of each modality under a balance; None where all tokens are pooled.
 
     Args:
         count: modality -> its number of tokens.
-        sensitivity: of the group whose input the tokens are; for `auto` and `mbq`.
+        sensitivity: sensitivity of the group of layers whose statistics are balanced; for `auto` and `mbq`.
 
     Raises:
-        ValueError: a modality with a share did not occur, or there is no sensitivity.
+        ValueError: a modality with a share did not occur, or the sensitivity is needed and None.
     """
     checked = check_balance(balance)
     if checked == "off":

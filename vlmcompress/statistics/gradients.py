@@ -1,6 +1,6 @@
-"""From gradients at the outputs of linear layers to what a balance of modalities reads of each group of them.
+"""Turn gradients at the outputs of linear layers into the sensitivities by which balances weigh modalities.
 
-The pass over the model is `calibration.sensitivity`; what it found is kept as `Gradients`, small enough for JSON. Two
+The pass over the model is `calibration.gradient_pass`; its result is kept as `Gradients`, small enough for JSON. Two
 balances come of it (`statistics.balance`):
 
 `auto` weighs a token of modality m by the mean square of the loss's gradient there. To second order a change `dY` of a
@@ -27,7 +27,7 @@ from vlmcompress.statistics.balance import Sensitivity
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of the answer's loss with respect to the output of one linear layer.
+    """The gradient of the answer's loss with respect to the output of one linear layer, summarized.
 
     Attributes:
         channels: output features.
@@ -42,11 +42,11 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a sensitivity pass found.
+    """The result of a gradient pass over the model.
 
     Attributes:
         loss: cross entropy of the answers in nats, mean over each one's tokens and over samples.
-        samples: how many had an answer.
+        samples: number of samples that had an answer.
         blocks: for each decoder block, linear layer -> gradient, in the order in which they run.
     """
 
@@ -55,7 +55,7 @@ class Gradients:
     blocks: Sequence[Mapping[str, Gradient]]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The gradients as JSON data."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -68,7 +68,7 @@ class Gradients:
 def sensitivities(
     gradients: Gradients, blocks: Sequence[Mapping[str, Sequence[str]]]
 ) -> dict[tuple[int, str], Sensitivity]:
-    """What balances read, by (block, group).
+    """Compute the sensitivity of each group of layers, by (block, group).
 
     Args:
         blocks: for each decoder block, group -> its linear layers.
@@ -91,17 +91,17 @@ def sensitivities(
 
 
 def _module(layer: int, linear: str) -> str:
-    """The module of a block that a linear layer is part of, e.g. `self_attn`."""
+    """Name of the module in a block that a linear layer is part of, e.g. `self_attn`."""
     return linear.partition(f".{layer}.")[2].rpartition(".")[0]
 
 
 def _ratio(gradient: Gradient) -> float:
-    """`g_vision / g_answer`; no number at all where no answer token has a gradient."""
+    """MBQ's ratio `g_vision / g_answer`; infinite where no answer token has a gradient."""
     vision, answer = (gradient.absolute.get(modality, 0.0) for modality in ("vision", "answer"))
     return vision / answer if answer else math.inf
 
 
 def _square(gradients: Sequence[Gradient]) -> dict[str, float]:
-    """Modality -> mean square over the channels of all layers of a group."""
+    """Mean squared gradient by modality, over the channels of all layers of a group."""
     channels = sum(one.channels for one in gradients)
     return {m: sum(one.channels * one.square[m] for one in gradients) / channels for m in gradients[0].square}

@@ -1,4 +1,4 @@
-"""What calibration remembers of the input `X [tokens, in]` of a group of linear layers, for each modality apart.
+"""Statistics of the input `X [tokens, in]` of a group of linear layers, each modality apart.
 
 A weight change `dW` changes the output by `X dW^T`, whose squared size needs no `X` once `G = X^T X` is known:
 
@@ -55,11 +55,11 @@ class GroupStats:
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in], once they are complete
-        self._drawn: dict[str, Reservoir] = {}  # and while they are not
+        self._drawn: dict[str, Reservoir] = {}  # rows drawn so far, while they are not complete
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
         self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
-        self.sensitivity: Sensitivity | None = None  # of the group's output; set by whoever knows it, not stored
+        self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -93,7 +93,7 @@ class GroupStats:
                 self._abssum[name] = new if old is None else old + new
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
-        """`sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or that of the balance.
+        """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or the balance's.
 
         Raises ValueError if it holds NaN or Inf.
         """
@@ -107,49 +107,49 @@ class GroupStats:
         return total if self._scale is None else (total / self._scale).div_(self._scale[:, None])
 
     def importance(self) -> Tensor | None:
-        """The diagonal of `gram()`, float32 `[in]`, without making the rest of it; None where no Gram matrix was kept."""
+        """The diagonal of `gram()`, float32 `[in]`, computed alone; None where no Gram matrix was kept."""
         if "gram" not in self.needs:
             return None
         parts = [self._gram[name].diagonal() * weight for name, weight in self._weighed(None).items()]
         return _finite(self._divided(self._divided(torch.stack(parts).sum(0))))
 
     def merged(self) -> GroupStats:
-        """The same (not `rescaled` yet) with the sum in `gram` made for good; nobody may write to what it gives out then."""
+        """Statistics (not `rescaled` yet) that compute the sum in `gram` only once; callers may not write to its result."""
         return self._with(_merged=self.gram())
 
     @property
     def tokens(self) -> int:
-        """How many tokens `gram` sums over: no more is its rank."""
+        """Number of tokens that `gram` sums over, an upper bound of its rank."""
         return sum(self.count[name] for name in (self._shares or self.count))
 
     def absmax(self) -> Tensor:
-        """`max_t |x_t|` over all modalities, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
+        """The maxima `max_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' maxima."""
         seen = self._seen(self._absmax, "absmax")
         if self._shares is None:
             return self._divided(torch.stack(list(seen.values())).amax(0))
         return self._divided(sum((p * seen[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def owners(self) -> dict[str, float]:
-        """The share of the input channels in which a modality holds the maximum, for those that occur."""
+        """Modality -> the share of input channels in which it holds the maximum, for modalities that occur."""
         seen = self._seen(self._absmax, "absmax")
         counts = torch.stack(list(seen.values())).argmax(0).bincount(minlength=len(seen))
         return dict(zip(seen, (counts / self.width).tolist(), strict=True))
 
     def sample(self) -> dict[str, Tensor]:
-        """At most `SAMPLE` rows of each modality, float32 `[rows, in]`, fairly drawn; none without `absmax`."""
+        """Modality -> at most `SAMPLE` rows of the input, float32 `[rows, in]`, fairly drawn; empty without `absmax`."""
         found = self._rows | {name: drawn.rows() for name, drawn in self._drawn.items()}
         on = {name: found[name].bfloat16().to(self._absmax[name].device) for name in MODALITIES if name in found}
         return {name: self._divided(rows.float()) for name, rows in on.items()}  # bfloat16 is what a file keeps
 
     def absmean(self) -> Tensor:
-        """`mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
+        """The means `mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
         seen = self._seen(self._abssum, "absmean")
         if self._shares is None:
             return self._divided(torch.stack(list(seen.values())).sum(0) / sum(self.count.values()))
         return self._divided(sum((p / self.count[m] * seen[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def balanced(self, balance: Any) -> GroupStats:
-        """The same statistics with the modalities weighed by `balance` instead (see the module); `off`: not at all.
+        """Statistics in which `balance` weighs the modalities (see the module); with `off` all tokens count alike.
 
         Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
         a share did not occur, or gradients that it needs are not there.
@@ -175,8 +175,8 @@ class GroupStats:
         return result
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """What rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
-        `q` and `w` are `[out, in]`; `rounded` is `r`, of rows of the input as `rescaled` left it."""
+        """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
+        `q` and `w` are `[out, in]`; `rounded` is the function `r`, applied to rows of the input after `rescaled`."""
         found = {}
         for name, x in self.sample().items():
             size = float((x @ w.float().T).square().sum())
@@ -184,7 +184,7 @@ class GroupStats:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as named tensors that safetensors can store; of a Gram matrix the block upper triangle."""
+        """All statistics as named tensors that safetensors can store; of a Gram matrix only the block upper triangle."""
         state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
         state["block"] = torch.tensor(_BLOCK)
         if self._scale is not None:
@@ -215,7 +215,7 @@ class GroupStats:
         return stats
 
     def _weighed(self, weights: Mapping[str, float] | None) -> dict[str, float]:
-        """What each modality's Gram matrix is multiplied by, but for those with 0; None: 1, or that of the balance."""
+        """Factor of each modality's Gram matrix, zero factors left out; `weights` None: 1, or the factors of the balance."""
         if weights is None and self._shares is not None:
             weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
         return _weights(self._seen(self._gram, "gram"), weights)
@@ -226,7 +226,7 @@ class GroupStats:
         return new
 
     def _divided(self, x: Tensor) -> Tensor:
-        """`x [..., in]` by the scale of the input."""
+        """Divide `x [..., in]` by the scale of the input, if there is one."""
         return x if self._scale is None else x / self._scale
 
     def _seen(self, values: dict[str, Tensor], need: str) -> dict[str, Tensor]:
@@ -238,7 +238,7 @@ class GroupStats:
 
 
 def quadratic(d: Tensor, gram: Tensor) -> Tensor:
-    """`d_i G d_i^T` for each row of `d [rows, in]`: float32 `[rows]`. Their sum is `tr(d G d^T)`.
+    """Compute `d_i G d_i^T` for each row of `d [rows, in]`: float32 `[rows]`. Their sum is `tr(d G d^T)`.
 
     Reads only the block upper triangle of the symmetric `gram [in, in]`, which halves the arithmetic.
     """
@@ -258,12 +258,12 @@ def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
 
 
 def _pack(gram: Tensor) -> Tensor:
-    """The block upper triangle of `[in, in]` as a vector: near half the numbers."""
+    """Pack the block upper triangle of `[in, in]` into a vector, near half the numbers."""
     return torch.cat([gram[:b, a:b].reshape(-1) for a, b in _blocks(gram.shape[0])])
 
 
 def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
-    """The symmetric `[in, in]` of which `_pack` kept the triangle of blocks of `block` columns."""
+    """Restore the symmetric `[in, in]` from the vector that `_pack` made of it with blocks of `block` columns."""
     gram, cut = packed.new_empty(width, width), 0
     for a, b in _blocks(width, block):
         gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
@@ -272,7 +272,7 @@ def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
 
 
 def _accumulate(gram: Tensor, rows: Tensor) -> None:
-    """`gram += rows^T rows` in its block upper triangle."""
+    """Add `rows^T rows` to the block upper triangle of `gram`, in place."""
     rows = rows.float()
     for a, b in _blocks(gram.shape[0]):
         gram[:b, a:b].addmm_(rows[:, :b].T, rows[:, a:b])
@@ -286,14 +286,14 @@ def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """`values` as they are, without a temporary of their size. Raises ValueError if one is NaN or Inf."""
+    """Return `values` if all are finite, else raise ValueError; makes no temporary of their size."""
     if not torch.stack(torch.aminmax(values)).isfinite().all():
         raise ValueError("the calibration statistics hold NaN or Inf; collect them again")
     return values
 
 
 def _by_modality(x: Tensor, mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """The rows of `x [tokens, in]` of each modality that occurs, without a copy when there is only one."""
+    """Split the rows of `x [tokens, in]` by modality, for those that occur; no copy when there is only one."""
     if x.shape[0] == 0:
         return
     if mask is None:

@@ -1,4 +1,4 @@
-"""What calibration remembers of one attention module's keys and values, and what an FP8 cache will do to them.
+"""Ranges of an attention module's keys and values by modality, and the errors of an FP8 cache that follow from them.
 
 A cache in float8_e4m3 holds `x / s`, one scale `s` for all keys of a layer and one for its values; `s = max|x| / 448` clips
 nothing that was seen. But whose maximum is it? Visual keys and values have ranges of their own, and scales calibrated on text
@@ -22,15 +22,15 @@ from torch import Tensor
 from vlmcompress.numerics import FLOAT8_MAX
 from vlmcompress.statistics.balance import MODALITIES
 
-_LOW, _HIGH, _PER_OCTAVE = -32, 16, 8  # of log2|x|; what lies outside is in the first and last bin
+_LOW, _HIGH, _PER_OCTAVE = -32, 16, 8  # bins of log2|x|; values outside are in the first and last bin
 BINS = (_HIGH - _LOW) * _PER_OCTAVE
 _FINE = 8  # points within a bin at which the rounding error is computed
 
 
 class KVRange:
-    """Maxima and histograms by modality.
+    """Maxima and histograms of one attention module's keys and values, by modality.
 
-    `ranges` is float64 `[2, 3, 1 + BINS]`: for keys and values and each of `MODALITIES` the maximum, then the counts.
+    `ranges` is float64 `[2, 3, 1 + BINS]`: for keys and values, by each of `MODALITIES`, the maximum and then the counts.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def scales(ranges: Tensor) -> Tensor:
 
 
 def report(ranges: Tensor) -> dict[str, dict[str, Any]]:
-    """For keys (`k`) and values (`v`), by modality where it occurs: maxima, clipping and rounding errors.
+    """Report maxima, clipping and rounding errors of keys (`k`) and values (`v`), by the modalities that occur.
 
     `clipped` says what share of visual values exceeds what text and answer reach, and the other way round; None where there
     is nothing to compare. `error` is the relative squared rounding error with the scale that is stored, `error_unscaled`
@@ -86,7 +86,7 @@ def report(ranges: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def rounding_error(counts: Tensor, scale: float) -> float:
-    """`sum (x - fp8(x))^2 / sum x^2` of a histogram `[BINS]` with a scale, as the module says."""
+    """The relative error `sum (x - fp8(x))^2 / sum x^2` of a histogram `[BINS]` with a scale, as the module says."""
     inside = (torch.arange(_FINE, dtype=torch.float64) + 0.5) / _FINE
     size = torch.exp2(_LOW + (torch.arange(BINS)[:, None] + inside) / _PER_OCTAVE) / scale  # [BINS, _FINE]
     step = torch.exp2(size.log2().floor() - 3)
@@ -98,7 +98,7 @@ def rounding_error(counts: Tensor, scale: float) -> float:
 
 
 def _clipped(own: Tensor, whose: list[int], by: list[int]) -> float | None:
-    """The share of the values of some modalities beyond the maximum of others, of `[3, 1 + BINS]`."""
+    """Share of the values of modalities `whose` beyond the maximum of modalities `by`, from `own [3, 1 + BINS]`."""
     if not whose or not by:
         return None
     limit = float(own[by, 0].max())

@@ -1,4 +1,4 @@
-"""A few of many rows, fairly drawn in one pass (the random-key form of Vitter's reservoir sampling)."""
+"""Draw a few of many rows fairly in one pass: the random-key form of Vitter's reservoir sampling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Reservoir:
-    """A uniform sample of at most `size` rows of all that pass by, without keeping more than that and a batch.
+    """A uniform sample of at most `size` of all rows that it is offered; memory holds these and one batch.
 
     Each row gets a random number and the smallest stay. The numbers hang on `seed` and on how many rows came before, so that
     reservoirs that see the same tokens in the same order keep the same ones.
@@ -15,7 +15,7 @@ class Reservoir:
 
     def __init__(self, size: int, seed: int):
         self.random = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # of each place; infinite where it is free
+        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # key of each place; infinite where it is free
         self.kept = torch.empty(0)  # [size, in] once there was a batch
 
     def update(self, x: Tensor) -> None:
@@ -31,5 +31,5 @@ class Reservoir:
         self.kept[places] = x[new.to(x.device)].float().cpu()
 
     def rows(self) -> Tensor:
-        """What was drawn so far, `[at most size, in]` in float32."""
+        """The rows drawn so far, `[at most size, in]` in float32."""
         return self.kept[self.keys.isfinite()]

@@ -26,14 +26,14 @@ Goal = Literal["memory", "throughput"]
 
 @dataclass(frozen=True)
 class Limit:
-    """What a kernel asks of a matrix `[out, in]`: both sides and the group size are multiples of these."""
+    """Shapes `[out, in]` that a kernel takes: multiples of these numbers in both sides and the group size."""
 
     out_multiple: int = 1
     in_multiple: int = 1
     group_multiple: int = 1
 
     def problem(self, out_features: int, in_features: int, group: int) -> str | None:
-        """Why a matrix of this shape does not run, or None."""
+        """The reason why a matrix of this shape does not run, or None."""
         if in_features % self.in_multiple:
             return f"in_features {in_features} is not a multiple of {self.in_multiple}"
         if out_features % self.out_multiple:
@@ -51,12 +51,12 @@ class Target:
         title: its name for people.
         memory: GB of device memory, as sold; None: depends on the machine.
         capability: CUDA compute capability; None: not a CUDA device.
-        schemes: scheme to take without a goal (`None`) and for each goal.
+        schemes: goal -> scheme that suits it best; `None` -> scheme to take without a goal.
         kernels: format -> the kernel that vLLM picks.
         refused: format -> why not, naming the alternative.
-        limits: format -> what its kernel asks of shapes.
+        limits: format -> shapes that its kernel takes.
         head_sizes: sizes of an attention head that run; None: no limit known.
-        kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: why there is none.
+        kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none.
     """
 
     title: str
@@ -75,7 +75,7 @@ class Target:
         return self.kernels.get(key, self.kernels.get(key.removesuffix("-static")))
 
     def refusal(self, key: str) -> str | None:
-        """Why this machine does not run the format, naming an alternative; None when it does."""
+        """The reason why this machine does not run the format, naming an alternative; None when it does."""
         if key in self.refused:
             return f"{self.title} {self.refused[key]}"
         if self.kernel(key):
@@ -84,7 +84,7 @@ class Target:
 
 
 def get(name: str) -> Target:
-    """The target of that name. Raises `UserError` with the closest name when there is none."""
+    """Look a target up by its name. Raises `UserError` with the closest name when there is none."""
     return REGISTRY.get(name).TARGET
 
 
@@ -113,7 +113,7 @@ def refuse(name: str, scheme: Any, kv_cache: str | None = None, vision: Any = No
 
 
 def refusals(name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None) -> list[str]:
-    """All reasons why the target cannot run these."""
+    """All reasons why the target cannot run a scheme, an FP8 KV cache or the vision tower's scheme; empty if it can."""
     target = get(name)
     found = [target.refusal(format_key(scheme))]
     if vision is not None and (reason := target.refusal(format_key(vision))):

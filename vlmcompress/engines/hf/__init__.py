@@ -1,4 +1,4 @@
-"""transformers' `generate` as an engine: slow, but the reference, and no vLLM is needed."""
+"""transformers' `generate` as an engine: slow, but the reference, and without need of vLLM."""
 
 from __future__ import annotations
 

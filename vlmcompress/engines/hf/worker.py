@@ -1,4 +1,4 @@
-"""transformers for `engines/worker.py`: greedy `generate`, in batches padded on the left."""
+"""The transformers engine that `engines/worker.py` loads: greedy `generate`, in batches padded on the left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IN_FLIGHT = 8  # requests of a batch, unless the settings say
 
 
 def start(job: dict):
-    """The loaded engine and a description of it."""
+    """Load the engine; return it with a description."""
     import torch
     import transformers
 
@@ -33,7 +33,7 @@ def start(job: dict):
 
 
 def answers(engine, requests, job: dict):
-    """Answers batch by batch; requests of a batch have equally many images, as some processors want it."""
+    """Answer batch by batch; requests of a batch have equally many images, as some processors need that."""
     size = job["settings"]["max_num_seqs"] or IN_FLIGHT
     groups: dict[int, list[dict]] = {}
     for request in requests:
@@ -55,7 +55,7 @@ def images(request: dict) -> int:
 
 
 def refused(engine, batch: list[dict], error: Exception):
-    """Which request of a batch it is that can't be encoded."""
+    """Find the request of a batch that can't be encoded, and the error that it raises."""
     for request in batch:
         try:
             engine.encode([request])
@@ -98,14 +98,14 @@ class Engine:
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 
     def _attach(self, reduce: str | None):
-        """The reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
+        """Attach the reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
         from vlmcompress.recipe.reducer import parse
         from vlmcompress.reduction import attach_carried
 
         return attach_carried(self.model, self.processor, self.folder, parse(reduce) if reduce else None)
 
     def encode(self, batch: list[dict]):
-        """The inputs of the model: tokens [batch, longest prompt] and pixels."""
+        """Encode a batch as inputs of the model: tokens [batch, longest prompt] and pixels."""
         conversations = [
             [message | {"content": self._parts(message["content"])} for message in request["messages"]]
             for request in batch
@@ -123,7 +123,7 @@ class Engine:
         return inputs.to(self.device, dtype=self.model.dtype)
 
     def _parts(self, content) -> list[dict]:
-        """A message's content as processors take it: always in parts, images as pictures."""
+        """Convert a message's content for processors: always in parts, images as Pillow images."""
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         return [
@@ -141,7 +141,7 @@ class Engine:
             return image.convert("RGB")
 
     def generate(self, batch: list[dict], inputs, settings: dict):
-        """The answers to a batch, each cut at its first end token or its own limit."""
+        """Generate the answers to a batch, each cut at its first end token or its own limit."""
         import torch
 
         padded = inputs["input_ids"].shape[1]
@@ -177,7 +177,7 @@ class Engine:
             yield request["id"], found
 
     def _dropped(self, rows: int) -> list[int]:
-        """How many visual tokens the attached reducer has dropped of each prompt of the latest batch."""
+        """Count the visual tokens that the attached reducer has dropped from each prompt of the latest batch."""
         found = [0] * rows
         for unit in self.attached.seen if self.attached else ():
             found[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)

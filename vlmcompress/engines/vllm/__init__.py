@@ -1,8 +1,8 @@
-"""vLLM as a separate process.
+"""vLLM as an engine, in a process of its own.
 
-`runner` (this side) starts `worker` (the engine's side) and reads answers from it; `serve` replaces this process by
-vLLM's own OpenAI-compatible server. The engine's interpreter is `VLMCOMPRESS_ENGINE_PYTHON`, by default the one that runs
-this. Files on the engine's side import only the standard library and vLLM, so nothing of ours need be installed there.
+`runner` starts `worker` in the engine's process and reads answers from it; `serve` replaces this process by vLLM's own
+OpenAI-compatible server. The engine's interpreter is `VLMCOMPRESS_ENGINE_PYTHON`, by default the one that runs this.
+`worker`, `server` and `offline` import only the standard library and vLLM, so nothing of ours need be installed there.
 """
 
 from __future__ import annotations

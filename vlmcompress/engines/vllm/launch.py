@@ -1,4 +1,4 @@
-"""A vLLM server for as long as a `with` block lasts.
+"""Run a vLLM server for as long as a `with` block lasts.
 
     with server("OUT", flags=["--no-enable-prefix-caching"]) as running:
         requests.get(f"{running.url}/v1/models")
@@ -28,7 +28,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a prox
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is up. `name` is what it calls the model, `log_path` what it writes as it runs, `pid` its session."""
+    """A running server. `name`: the model's name there; `log_path`: its log; `pid`: its process, which leads a session."""
 
     url: str
     name: str
@@ -52,10 +52,10 @@ def server(
 
     Args:
         model: checkpoint folder.
-        port: None: one that is free.
+        port: port to listen on; None: a free one.
         flags: further flags of `vllm serve`; they win over the ones found for the checkpoint.
-        images: most images of one request.
-        timeout: seconds in which it must be up.
+        images: the most images in one request.
+        timeout: seconds until the server must answer.
         log: file for the server's log, overwritten; None: a temporary one, gone when the block ends.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An engine for `engines/worker.py` that times `LLM.chat` on bursts of conversations given at once.
+"""Engine for `engines/worker.py` that times `LLM.chat` on bursts of conversations given at once.
 
 A request is a burst, `{"id": ..., "messages": [conversation, ...]}`; its answer has the seconds of the whole call (chat
 templates, images and their processing included) and the engine's token counts. Caches are off, as in the server's cold
@@ -13,7 +13,7 @@ PACKAGE = "vllm"
 
 
 def start(job: dict):
-    """The loaded engine and a description of it."""
+    """Load the engine; return it with a description."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -43,7 +43,7 @@ def start(job: dict):
 
 
 def answers(llm, requests, job: dict):
-    """The id of each burst, and how it went or the exception that it raised."""
+    """Yield the id of each burst with its times and counts, or with the exception that it raised."""
     from vllm import SamplingParams
 
     exactly = SamplingParams(temperature=0.0, max_tokens=job["out_tokens"], ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Answers from vLLM, running as a process of its own.
+"""Get answers from vLLM, which runs in a process of its own.
 
 run = answer(model_folder, requests, media=folder_of_images)
 run.answers["sample-1"].text

@@ -1,4 +1,4 @@
-"""`vlmcompress serve`: vLLM's own OpenAI-compatible server with the flags a checkpoint needs.
+"""Start vLLM's own OpenAI-compatible server with the flags that a checkpoint needs: `vlmcompress serve`.
 
 The flags are plain `vllm serve` flags and are printed, so that they can be taken elsewhere, with a line for each that
 grants or forbids something; whatever the user adds after `--` comes last and wins.
@@ -20,7 +20,7 @@ from vlmcompress.engines.vllm import environment, interpreter, plugin
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
-    from vlmcompress.recipe.reducer import Chosen
+    from vlmcompress.recipe.reducer import ReducerChoice
 
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
@@ -41,8 +41,8 @@ def serve(
 
     Args:
         model: checkpoint folder.
-        images: most images of one request.
-        videos: most videos of one request.
+        images: the most images in one request.
+        videos: the most videos in one request.
         max_model_len: context length; None: the model's own, or what fits into memory if that is less.
         extra: further flags of `vllm serve`.
 
@@ -71,7 +71,7 @@ def flags(
     max_model_len: int | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """The arguments of `vllm serve` for a checkpoint: its folder, then flags, `extra` last. What is given is as for `serve`."""
+    """List the arguments of `vllm serve` for a checkpoint: its folder, then flags, `extra` last. Arguments as of `serve`."""
     for flag, value, least in (("--images", images, 0), ("--videos", videos, 0), ("--max-model-len", max_model_len, 1)):
         if value is not None and value < least:
             raise UserError(f"{flag} is {value}, it should be at least {least}")
@@ -100,7 +100,7 @@ def flags(
 
 
 def remarks(arguments: Sequence[str]) -> list[str]:
-    """What the flags found for a checkpoint grant or forbid, unless the user's say otherwise: a line each, for a terminal."""
+    """Explain flags found for a checkpoint that grant or forbid something and that the user did not set: a line each."""
     names, found = [argument.partition("=")[0] for argument in arguments], []
     if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
         found.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
@@ -114,12 +114,12 @@ def remarks(arguments: Sequence[str]) -> list[str]:
 
 
 def name(model: Path) -> str:
-    """What the server calls the model: its folder's name."""
+    """The model's name on the server, which is its folder's name."""
     return model.resolve().name
 
 
 def example(model: Path, host: str, port: int) -> str:
-    """How to ask the server about an image, for a terminal."""
+    """Write a command that asks the server about an image."""
     address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/v1"
     return f"""Ask it, once it says that it is up:
 curl {address}/chat/completions -H 'Content-Type: application/json' -d @- <<JSON
@@ -141,8 +141,8 @@ def _config(model: Path) -> dict:
     return config
 
 
-def _reducer(model: Path, config: dict) -> Chosen | None:
-    """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, which it says behind a traceback."""
+def _reducer(model: Path, config: dict) -> ReducerChoice | None:
+    """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, as vLLM shows a traceback."""
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(plugin.PREFIX) for name in names):
         return None

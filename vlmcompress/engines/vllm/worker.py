@@ -1,4 +1,4 @@
-"""vLLM for `engines/worker.py`. Imports only the standard library and vLLM."""
+"""The vLLM engine that `engines/worker.py` loads. Imports only the standard library and vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGE = "vllm"
 
 
 def start(job: dict):
-    """The loaded engine and a description of it."""
+    """Load the engine; return it with a description."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -43,7 +43,7 @@ def start(job: dict):
 
 
 def answers(llm, requests, job: dict):
-    """Greedy answers as they are finished. vLLM stops at the generation config's end tokens by itself.
+    """Yield greedy answers as they are finished. vLLM stops at the generation config's end tokens by itself.
 
     Twice as many requests as can be in flight are kept in the engine, so that it never waits for one. A refused request is
     reported when those before it are answered.
@@ -73,7 +73,7 @@ def sampling(request: dict, settings: dict):
 
 
 def step(llm, names: dict[str, str]):
-    """Run the engine once and yield what that finished, taking it out of `names`."""
+    """Run the engine for a step and yield the answers that it finished, taking them out of `names`."""
     for output in llm.llm_engine.step():
         if not output.finished:
             continue

@@ -1,4 +1,4 @@
-"""Distributions of both sides in a small fixed frame: cumulative curves and histograms."""
+"""Charts of the distributions of both sides in a small fixed frame: cumulative curves and histograms."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
 
 WIDTH, HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 12, 10, 34
-_POINTS = 120  # of a curve
+_POINTS = 120  # points of a curve
 
 Values = Sequence[float]
 
 
 def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> Markup:
-    """Share of values below x, on a logarithmic axis, where a constant ratio of two sides is a constant distance.
+    """Draw the share of values below x, on a logarithmic axis, where a constant ratio of two sides is a constant distance.
 
     Args:
         runs: side ("baseline", "candidate", or "" for neither) -> one list of values a repeat. Each repeat is a thin curve,
@@ -41,7 +41,7 @@ def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> M
 
 
 def histogram(title: str, unit: str, sides: Mapping[str, Values]) -> Markup:
-    """Counts in at most 24 bins that both sides share: the baseline filled, the candidate as an outline over it."""
+    """Draw counts in at most 24 bins that both sides share: the baseline filled, the candidate as an outline over it."""
     everything = np.concatenate([np.asarray(values, float) for values in sides.values()])
     low, high = float(everything.min()), float(everything.max())
     bins = int(min(24, max(1, high - low + 1)))
@@ -93,7 +93,7 @@ def _curve(values: Values, axis: Axis, kind: str) -> Markup:
 
 
 def _median(axis: Axis, side: str, median: float, text: str, row: int) -> list[Markup]:
-    """A dot on the curve; the lower median is written left above its dot, the higher right below, so they never touch."""
+    """Mark a median by a dot on its curve; the lower one has its text left above the dot, the higher right below."""
     x, y = _x(axis, median), _y(0.5)
     left = row == 0 and x > _LEFT + 70 or x > WIDTH - 80
     anchor, dx, dy = ("end", -8, -7) if left else ("start", 8, 16)

@@ -17,14 +17,14 @@ from vlmcompress.common.text import figures, times
 from vlmcompress.report.charts.svg import element
 
 _CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
-_NARROW, _WIDE = (330, 40.0), (740, 34.0)  # cells together, and one at most: in a panel of half the page, of all of it
+_NARROW, _WIDE = (330, 40.0), (740, 34.0)  # pixels of all cells, and of one at most: in half the page, in all of it
 _LETTER, _READABLE = 5.6, 24  # pixels across: of a letter of a cell's number, of the smallest cell that has one
-_STEPS = 5  # of a legend
+_STEPS = 5  # steps of a legend
 
 
 @dataclass
 class Grid:
-    """`cells[kind][block]` is a relative squared output error; `part` is where the blocks are, e.g. `language_model`."""
+    """The cells of a heat map: `cells[kind][block]` is a relative squared output error; `part` is the part of the model."""
 
     part: str
     modality: str
@@ -32,17 +32,17 @@ class Grid:
 
     @property
     def title(self) -> str:
-        """A scheme without calibration data knows the error of the weights alone."""
+        """The title: part of the model and modality, or the weights for a scheme without calibration data."""
         return f"{self.part}, {'weights alone' if self.modality == 'weight' else self.modality + ' tokens'}"
 
     @property
     def wide(self) -> bool:
-        """Whether it needs a panel across the page."""
+        """Whether the grid needs a panel across the page."""
         return self.blocks > 12
 
     @property
     def broad(self) -> bool:
-        """Whether it needs half of the page."""
+        """Whether the grid needs half of the page."""
         return self.blocks > 4 and not self.wide
 
     @property
@@ -51,7 +51,7 @@ class Grid:
 
 
 def grids(errors: Mapping[str, Mapping[str, float]]) -> list[Grid]:
-    """Layers by part and modality. Of what a block has many (experts), the worst is shown."""
+    """Arrange errors of layers as grids by part and modality; of many like layers in a block (experts) the worst is shown."""
     found: dict[tuple[str, str], Grid] = {}
     for layer, by_modality in errors.items():
         part, block, kind = split(layer)
@@ -63,7 +63,7 @@ def grids(errors: Mapping[str, Mapping[str, float]]) -> list[Grid]:
 
 
 def split(layer: str) -> tuple[str, int, str]:
-    """`model.language_model.layers.3.mlp.down_proj` as ("language_model", 3, "mlp.down_proj"); block 0 if it has none."""
+    """Split `model.language_model.layers.3.mlp.down_proj` into ("language_model", 3, "mlp.down_proj"); block 0 if none."""
     if match := re.fullmatch(r"(.+?)\.(\d+)\.(.+)", layer):
         names = [name for name in match[1].split(".") if name not in ("model", "layers", "blocks", "encoder", "layer")]
         return ".".join(names) or match[1], int(match[2]), re.sub(r"\.\d+\.", ".*.", match[3])
@@ -78,8 +78,8 @@ def extremes(found: list[Grid]) -> tuple[float, float]:
 
 
 def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
-    """Strength of colour is the logarithm of the error. Every cell has its percentage as a tooltip, and written in it where
-    it fits."""
+    """Draw the errors of a grid. Strength of colour is the logarithm of the error. Every cell has its percentage as a
+    tooltip, and written in it where it fits."""
 
     def cell(_kind: str, _block: int, error: float) -> Cell:
         return Cell(f"{figures(100 * error)}%", "cell", strength(error, scale), compact(100 * error))
@@ -88,8 +88,9 @@ def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
 
 
 def changes(before: Grid, after: Grid, most: float) -> Markup:
-    """Strength of colour is the logarithm of after / before, full at `most` or its inverse; better and worse have colours
-    of their own. The factor is written as `heatmap` writes percentages. Layers that only one of the two has are left out."""
+    """Draw the factors between two grids. Strength of colour is the logarithm of after / before, full at `most` or its
+    inverse; better and worse have colours of their own. Every cell has its factor as a tooltip, and written in it where it
+    fits. Layers that only one of the two grids has are left out."""
     shared = {
         kind: {block: error for block, error in row.items() if block in after.cells.get(kind, {})}
         for kind, row in before.cells.items()
@@ -121,14 +122,14 @@ def largest_change(pairs: Iterable[tuple[Grid, Grid]]) -> float:
 
 
 def legend(scale: tuple[float, float]) -> list[Swatch]:
-    """The scale of errors in steps of equal factors, from the palest."""
+    """Make the legend of errors: the scale in steps of equal factors, from the palest."""
     low, high = scale
     steps = [low * (high / low) ** (i / (_STEPS - 1)) for i in range(_STEPS)] if high > low else [high]
     return [Swatch("", strength(error, scale), f"{figures(100 * error)}%") for error in steps]
 
 
 def change_legend(most: float) -> list[Swatch]:
-    """The scale of changes, from the largest gain to the largest loss."""
+    """Make the legend of changes: the scale from the largest gain to the largest loss."""
     if most <= 1:
         return [Swatch("", 0.0, "unchanged")]
     root = math.sqrt(most)
@@ -146,7 +147,7 @@ class Swatch(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """How a cell looks; `number` is short enough to be written in it."""
+    """The look of a cell; `number` is short enough to be written in it."""
 
     tooltip: str
     css: str
@@ -155,7 +156,7 @@ class Cell(NamedTuple):
 
 
 def compact(value: float) -> str:
-    """A number from zero on in as few letters as say its size: `12`, `1.2`, `0.12`, `0.03`, `3e-5`."""
+    """Write a number from zero on in few characters: `12`, `1.2`, `0.12`, `0.03`, `3e-5`."""
     if value == 0 or value >= 9.95:
         return f"{value:.0f}"
     if value >= 0.095:

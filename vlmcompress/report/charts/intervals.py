@@ -13,25 +13,25 @@ from vlmcompress.report.findings import Row
 from vlmcompress.report.words import typeset
 from vlmcompress.results import Ratio
 
-_EDGE = 0.06  # of the width, left free on both sides for half a label
+_EDGE = 0.06  # share of the width, left free on both sides for half a label
 
 
 def accuracy_axis(rows: Sequence[Row]) -> Axis:
-    """Holds every interval, zero and the first row's margin, but no more than 30 points: a wild family must not flatten the
-    rest, and neither must the wide margin of families."""
+    """Make an axis that holds every interval, zero and the first row's margin, but no more than 30 points: neither a wild
+    family nor the wide margin of families may flatten the rest."""
     low = min(-0.01, -rows[0].found.margin, *(row.found.low for row in rows))
     high = max(0.01, *(row.found.high for row in rows))
     return linear(max(low, -0.3), min(high, 0.3))
 
 
 def gain_axis(rows: Sequence[Ratio]) -> Axis:
-    """Logarithmic, with 1x inside."""
+    """Make a logarithmic axis for ratios, with 1x inside."""
     ends = [words.gain(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
     return logarithmic(min([0.9, *ends]), max([1.1, *ends]))
 
 
 def ruler(axis: Axis, unit: str = "points") -> Markup:
-    """The axis's labels, for a table's head."""
+    """Draw an axis's labels, for a table's head."""
     show = (lambda v: f"{v:g}x") if unit == "times" else lambda v: points(v).removesuffix(".0")
     labels = [
         element("text", typeset(show(t)), x=_x(axis, t), y=13, text_anchor="middle", class_="half" if i % 2 else None)
@@ -41,7 +41,7 @@ def ruler(axis: Axis, unit: str = "points") -> Markup:
 
 
 def accuracy(row: Row, axis: Axis) -> Markup:
-    """Difference and interval; zero is a line. Where the row is judged, the region beyond the margin is shaded."""
+    """Draw a difference and its interval; zero is a line. Where the row is judged, the region beyond the margin is shaded."""
     c = row.found
     judged = f": {words.VERDICTS[c.verdict]}" * row.judged
     label = typeset(f"{points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}{judged}")
@@ -54,7 +54,7 @@ def accuracy(row: Row, axis: Axis) -> Markup:
 
 
 def gain(name: str, r: Ratio, axis: Axis) -> Markup:
-    """A ratio so turned that right is better; whiskers are the extremes of the repeats."""
+    """Draw a ratio, turned so that right is better; whiskers are the extremes of the repeats."""
     if not words.comparable(r):
         return _row(f"{words.metric(name)}: not comparable", *_grid(axis, 1.0))
     low, high = sorted(words.gain(r, x) for x in (r.low, r.high))

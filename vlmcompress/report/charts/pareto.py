@@ -1,4 +1,4 @@
-"""Accuracy against what was won by compressing: several runs as dots with whiskers, the best trade-offs joined."""
+"""Chart of accuracy against gain in size or speed: several runs as dots with whiskers, the best trade-offs joined."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vlmcompress.results import Comparison
 HEIGHT, _TOP, _BOTTOM = 320, 14, 34
 _LEFT, _SPAN = 0.09, 0.86  # shares of the width
 _FRAME = 380  # pixels across that labels are laid out for; more is more room
-_LETTER, _LINE, _GAP = 7, 16, 12  # of a label: width of a letter, height, distance from its dot
+_LETTER, _LINE, _GAP = 7, 16, 12  # sizes of a label: width of a letter, height, distance from its dot
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run: `gain` (more is better, 1 is the baseline) and its accuracy's difference."""
+    """A run in the chart: its `gain` (more is better, 1 is the baseline) and its difference in accuracy."""
 
     name: str
     gain: float
@@ -30,7 +30,7 @@ class Point:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in one and equals in the other, by rising gain."""
+    """Select the points that no other beats in one respect and equals in the other, by rising gain."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.gain, -p.accuracy.difference)):
         if not best or point.accuracy.difference > best[-1].accuracy.difference:
@@ -39,7 +39,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(points: Sequence[Point], what: str, margin: float) -> Markup:
-    """`what` names the gain ("times smaller"). The line at 0 is the baseline, the shaded region lies beyond the margin."""
+    """Draw runs by gain (`what` names it, "times smaller") and accuracy. 0 is the baseline; shaded is beyond the margin."""
     across = logarithmic(min(1.0, *(p.gain for p in points)), max(1.05, *(p.gain for p in points)))
     lows, highs = [p.accuracy.low for p in points], [p.accuracy.high for p in points]
     up = linear(max(-0.4, min(-1.3 * margin, *lows)), min(0.4, max(0.005, *highs)))
@@ -85,7 +85,7 @@ def _dot(point: Point, across: Axis, up: Axis, best: bool) -> Markup:
 
 
 def _labels(points: Sequence[Point], across: Axis, up: Axis) -> list[Markup]:
-    """Names beside the dots, each where it covers least; a line leads to those that had to move."""
+    """Draw names beside the dots, each where it covers least; a line leads to those that had to move."""
     dots = [(_FRAME * across.share(p.gain), _y(up, p)) for p in points]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
     marks: list[Markup] = []
@@ -103,13 +103,13 @@ def _labels(points: Sequence[Point], across: Axis, up: Axis) -> list[Markup]:
 
 
 def _box(x: float, y: float, sign: int, down: float, length: float) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a label in a frame of ordinary width."""
+    """The box (left, top, right, bottom) of a label in a frame of ordinary width."""
     near, far = x + _GAP * sign, x + (_GAP + length) * sign
     return min(near, far), y + down - 7, max(near, far), y + down + 7
 
 
 def _cost(box: tuple[float, float, float, float], taken: Sequence[tuple[float, float, float, float]]) -> float:
-    """Area that a label covers of others and of dots, and a great deal more for leaving the frame."""
+    """Cost of a label's box: the area of other labels and dots that it covers, and far more for leaving the frame."""
     left, top, right, bottom = box
     covered = sum(
         max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y)) for x, y, r, b in taken

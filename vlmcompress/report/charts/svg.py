@@ -1,4 +1,4 @@
-"""What the charts share: an element builder that escapes, and scales with round ticks."""
+"""Parts of all charts: an element builder that escapes, and axes with round ticks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Scale = Callable[[float], float]
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """`<name a="b">children</name>`; `_` in a name becomes `-`, a trailing one is dropped, and None is left out."""
+    """Build `<name a="b">children</name>`; `_` in a name becomes `-`, a trailing one is dropped, and None is left out."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     text = Markup("").join(Markup(' {}="{}"').format(key, _plain(value)) for key, value in given.items())
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), text, Markup("").join(escape(child) for child in children))
 
 
 def picture(label: str, width: int, height: int, *marks: Markup, **attributes: object) -> Markup:
-    """A drawing that stands alone, as a file. `label` says in words what it shows."""
+    """Build a drawing that can be a file of its own. `label` says in words what it shows."""
     return element(
         "svg",
         element("title", label),
@@ -35,12 +35,12 @@ def picture(label: str, width: int, height: int, *marks: Markup, **attributes: o
 
 
 def _plain(value: object) -> object:
-    """Coordinates to a tenth of a pixel."""
+    """Write an attribute's value, coordinates to a tenth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
 
 
 def at(share: float) -> str:
-    """A position across, as a percentage of the chart's width."""
+    """Write a position across as a percentage of the chart's width."""
     return f"{100 * share:.2f}%"
 
 
@@ -54,7 +54,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, held inside the axis."""
+        """The position of a value in 0 to 1, held inside the axis."""
         if self.log:
             low, high, value = (math.log(x) for x in (self.low, self.high, max(value, self.low)))
         else:
@@ -63,7 +63,7 @@ class Axis:
 
 
 def linear(low: float, high: float, count: int = 4) -> Axis:
-    """About `count` steps of 1, 2, 2.5 or 5 times a power of ten, ends included."""
+    """Make an axis of about `count` steps of 1, 2, 2.5 or 5 times a power of ten, ends included."""
     if high - low < 1e-12:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     raw = (high - low) / count
@@ -75,7 +75,7 @@ def linear(low: float, high: float, count: int = 4) -> Axis:
 
 
 def logarithmic(low: float, high: float) -> Axis:
-    """Ticks at powers of ten, or at 1, 2 and 5 on a shorter axis, or evenly spaced where it is hardly bent."""
+    """Make a logarithmic axis, with ticks at powers of ten, at 1, 2 and 5 if it is short, or evenly spaced if very short."""
     low, high = low / 1.03, max(high, low * 1.2) * 1.03
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5)):

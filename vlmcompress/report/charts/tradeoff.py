@@ -1,4 +1,4 @@
-"""Predicted error against size: one dot a setting, the ones that nothing smaller beats joined and named."""
+"""Chart of predicted error against size: a dot for each setting, those that nothing smaller beats joined and named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLOURS = {  # of schemes, from Okabe and Ito's palette, which readers of any co
 
 
 def tradeoff(points: Sequence[Point], unit: str) -> Markup:
-    """Bits per weight across, predicted error upwards on a logarithmic axis; settings without an error are left out."""
+    """Draw bits per weight across and predicted error upwards on a logarithmic axis; settings without error are left out."""
     shown = [point for point in points if point.error > 0]
     if not shown:
         return Markup("")
@@ -64,7 +64,7 @@ def _frame(across: Axis, up: Axis, unit: str) -> list[Markup]:
 
 
 def _dot(across: Axis, up: Axis, point: Point) -> Markup:
-    """A square for a shared-out budget, a circle for one width."""
+    """Draw a setting: a square for a shared-out budget, a circle for one width."""
     x, y = _x(across, point.bits), _y(up, point.error)
     title = element("title", f"{point.name}: {point.bits:.4g} bits, {figures(point.error)}")
     look = {"fill": COLOURS.get(str(point.recipe["scheme"]), "#666"), "fill_opacity": 1.0 if point.best else 0.45}
@@ -74,7 +74,7 @@ def _dot(across: Axis, up: Axis, point: Point) -> Markup:
 
 
 def _names(across: Axis, up: Axis, best: Sequence[Point]) -> list[Markup]:
-    """To the right of the dots, from the top down and never closer than a line."""
+    """Draw names to the right of the dots, from the top down and never closer than a line."""
     found, last = [], -1e9
     for point in sorted(best, key=lambda p: -p.error):
         last = max(_y(up, point.error) - 6, last + _APART)

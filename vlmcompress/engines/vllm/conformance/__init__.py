@@ -1,8 +1,8 @@
-"""Does vLLM serve a checkpoint as it should? `vlmcompress doctor --engine vllm OUT`.
+"""Finding that vLLM serves a checkpoint as it should: `vlmcompress doctor --engine vllm OUT`.
 
 The real engine answers questions about images under every setting that could change an answer (caches, cut prompts, mixed
-batches, aborted neighbours, ...), and transformers with the same reducer attached answers them one at a time, without any.
-`CHECKS` compares. Meant for reduced checkpoints, and as good for others.
+batches, aborted neighbours, ...); transformers with the same reducer attached answers them one at a time, without any of
+these. `CHECKS` compares the answers. It is meant for reduced checkpoints and works for others, too.
 
     _questions  conversations            _plan     engines, their settings, rounds of questions
     _reference  transformers' answers    _checks   what is judged
@@ -23,8 +23,8 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.checkpoint.reducer_block import Carried
-from vlmcompress.common.finding import Check
+from vlmcompress.checkpoint.reducer_block import CarriedReducer
+from vlmcompress.common.finding import Finding
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, interpreter, runner
 from vlmcompress.engines.vllm.conformance import _names, _plan, _questions
@@ -44,7 +44,7 @@ ENGINE = replace(
 )
 
 
-def examine(folder: str | Path, **settings: Any) -> list[Check]:
+def examine(folder: str | Path, **settings: Any) -> list[Finding]:
     """Ask the checkpoint in vLLM and in transformers, and compare. Settings and errors are those of `collect`.
 
     Where vLLM can't load it because of its tensors' names, that is the only check.
@@ -52,8 +52,8 @@ def examine(folder: str | Path, **settings: Any) -> list[Check]:
     try:
         findings = collect(folder, **settings)
     except _names.Unplaced as error:
-        return [Check("names", False, str(error))]
-    return [Check("names", True, findings.names), *judge(findings)]
+        return [Finding("names", False, str(error))]
+    return [Finding("names", True, findings.names), *judge(findings)]
 
 
 def collect(
@@ -67,8 +67,8 @@ def collect(
     """Ask the checkpoint in vLLM and in transformers.
 
     Args:
-        prompts: how many questions, of four kinds in turn.
-        data: take images and questions from there; None: images are drawn.
+        prompts: number of questions, of four kinds in turn.
+        data: data set to take images and questions from; None: images are drawn.
 
     Raises:
         Unplaced: vLLM does not find all tensors.
@@ -95,15 +95,15 @@ def collect(
     return findings
 
 
-def judge(findings: Findings) -> list[Check]:
-    """Each of `CHECKS`."""
+def judge(findings: Findings) -> list[Finding]:
+    """Run each of `CHECKS` on the findings."""
     return [_judged(name, findings) for name in CHECKS]
 
 
 def _expected(
-    folder: Path, config: dict[str, Any], asked: Questions, carries: Carried | None, progress: Progress
+    folder: Path, config: dict[str, Any], asked: Questions, carries: CarriedReducer | None, progress: Progress
 ) -> Findings:
-    """What transformers says, in the checkpoint's own type, and in float32 where it has such a form."""
+    """Ask transformers, in the checkpoint's own type, and in float32 where it has such a form."""
     exact = not config.get("quantization_config")
     everything = asked.all()
     kinds = [("auto", carries), *([("auto", None)] if carries else []), *([("float32", carries)] if exact else [])]
@@ -127,13 +127,13 @@ def _expected(
 
 
 def _cut(findings: Findings) -> int:
-    """Tokens of a step that are fewer than any image has, so that each is cut."""
+    """Number of tokens of a step that is less than any image has, so that each image is cut."""
     smallest = [min(found.kept) for found in findings.exact.values() if found.kept]
     return max(4, min(smallest) // 2) if smallest else 16
 
 
 def _mirror(folder: Path, view: Path) -> None:
-    """Links to all files of a checkpoint but its config.json."""
+    """Fill a folder with links to all files of a checkpoint but its config.json."""
     view.mkdir()
     for file in folder.resolve().iterdir():
         if file.name != "config.json":
@@ -142,7 +142,7 @@ def _mirror(folder: Path, view: Path) -> None:
 
 
 def _ask(findings: Findings, plan: Sequence[dict[str, Any]], media: Path, view: Path, progress: Progress) -> None:
-    """Let the engines answer, and note what they said."""
+    """Let the engines answer, and note their answers in the findings."""
     job = {"engines": plan, "media": str(media.resolve())}
     lines = [{"id": question.id, "messages": question.messages} for question in findings.questions.all()]
     progress("asking vLLM", 0, len(plan))
@@ -153,8 +153,8 @@ def _ask(findings: Findings, plan: Sequence[dict[str, Any]], media: Path, view: 
                 progress("asking vLLM", len(findings.engines), len(plan))
 
 
-def _judged(name: str, findings: Findings) -> Check:
+def _judged(name: str, findings: Findings) -> Finding:
     try:
-        return Check(name, True, CHECKS[name](findings))
+        return Finding(name, True, CHECKS[name](findings))
     except UserError as error:
-        return Check(name, False, str(error))
+        return Finding(name, False, str(error))

@@ -1,4 +1,7 @@
-"""What is judged: each check looks at what the engines gave and says what it found, or raises UserError."""
+"""The checks: each compares answers of the engines and returns its finding in words, or raises UserError.
+
+The first line of a check's docstring states what must hold.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ HALF_APART = 0.05  # probabilities of one token may differ by so much in types o
 
 
 def counts(found: Findings) -> str:
-    """Prompts have exactly the tokens that they should."""
+    """Prompts have exactly the tokens that transformers expects."""
     records = found.round("plain", "alone") | found.round("plain", "turn") | found.round("plain", "large")
     for name, record in records.items():
         if name and record["prompt"] != found.exact[name].prompt:
@@ -35,7 +38,7 @@ def counts(found: Findings) -> str:
 
 
 def budgets(found: Findings) -> str:
-    """The largest image fits what was set aside for it, also where a step has room for a part of it only."""
+    """The largest image fits the memory set aside for it, also where a step has room for a part of it only."""
     about, small = found.engine("plain")["about"], found.engine("chunks")["about"]
     (record,) = (record for name, record in found.round("plain", "large").items() if name)
     largest = max([sum(found.exact["large"].kept), 1])
@@ -46,7 +49,7 @@ def budgets(found: Findings) -> str:
 
 
 def parity(found: Findings) -> str:
-    """Greedy tokens are those of transformers, one by one and mixed."""
+    """Greedy tokens equal those of transformers, both one by one and in mixed batches."""
     said, comparable = [], _comparable(found)
     for name in ("alone", "mixed"):
         records = found.round("plain", name)
@@ -56,7 +59,7 @@ def parity(found: Findings) -> str:
 
 
 def _comparable(found: Findings) -> set[str]:
-    """Questions that must be answered as transformers does.
+    """Ids of questions that must be answered as transformers does.
 
     In a type with rounding errors the engines may keep other tokens of an image, and answer from them; how often they
     agree nevertheless is what `agreement` looks at.
@@ -83,7 +86,7 @@ def agreement(found: Findings) -> str:
 
 
 def _agreed(found: Findings, expected: Mapping[str, Expected], engine: str) -> int:
-    """Answers, up to the token that ends them, that are the same."""
+    """Number of answers that are the same, up to the token that ends them."""
 
     def answer(tokens: list[int]) -> list[int]:
         end = next((at for at, token in enumerate(tokens) if token in found.ends), len(tokens))
@@ -94,7 +97,7 @@ def _agreed(found: Findings, expected: Mapping[str, Expected], engine: str) -> i
 
 
 def positions(found: Findings) -> str:
-    """Every token, visual, behind an image or generated, is where transformers has it.
+    """Every token, visual, behind an image or generated, has the position that it has in transformers.
 
     In a type with rounding errors the engines may keep other tokens of an image, each at its place in the full prompt.
     """
@@ -115,7 +118,7 @@ def _as_expected(record: Mapping[str, Any], found: Findings, name: str) -> bool:
 
 
 def _within(record: Mapping[str, Any], found: Findings, name: str) -> bool:
-    """Whether the positions are, in order, some of those of the full prompt, as many as are due, with the same last one."""
+    """Whether the positions are some of those of the full prompt, in order, as many as expected, with the same last one."""
     got, full = (torch.as_tensor(rows).T.tolist() for rows in (record["positions"], found.unreduced[name].positions))
     left = iter(full)
     due = len(found.reduced[name].prompt) + len(found.reduced[name].tokens) - 1
@@ -174,7 +177,7 @@ def names(found: Findings) -> str:
 
 
 def turn(found: Findings) -> str:
-    """The second turn of a conversation, from the cache, too."""
+    """Answers to the second turn of a conversation are the same, from the cache, too."""
     record = found.round("plain", "turn")["turn"]
     alone = same([Pair("turn", found.exact["turn"].tokens, record)], found.dtype("plain"))
     cached = found.round("caches", "repeat")["turn"]["cached"]
@@ -182,7 +185,7 @@ def turn(found: Findings) -> str:
 
 
 def structured(found: Findings) -> str:
-    """A JSON schema is kept to."""
+    """Answers keep to a JSON schema."""
     records = {name: record for name, record in found.round("served", "json").items() if name}
     for name, record in records.items():
         text = record["text"][0]
@@ -198,7 +201,7 @@ def structured(found: Findings) -> str:
 
 
 def streaming(found: Findings) -> str:
-    """The pieces of a streamed answer are the answer."""
+    """The pieces of a streamed answer make up the answer."""
     first = found.questions.plain[0].id
     pieces = found.round("served", "stream")[first]["pieces"]
     whole = found.round("served", "whole")[first]["text"][0]
@@ -225,7 +228,7 @@ def logprobs(found: Findings) -> str:
 
 
 def several(found: Findings) -> str:
-    """`n` answers to one prompt are those that their seeds give one by one."""
+    """The `n` answers to one prompt are those that their seeds give one by one."""
     together = {name: record for name, record in found.round("plain", "sampled").items() if name}
     for name, record in together.items():
         single = [found.round("plain", f"sample {n}")[name]["tokens"][0] for n in range(SAMPLES)]
@@ -235,7 +238,7 @@ def several(found: Findings) -> str:
 
 
 def abort(found: Findings) -> str:
-    """Requests that are given up, one of them in the middle of an image, leave nothing behind and harm no other."""
+    """Requests that are aborted, one of them in the middle of an image, leave nothing behind and harm no other."""
     leave = tuple(found.questions.few(2))
     for engine in ("chunks", "served"):
         about = found.engine(engine)["about"]

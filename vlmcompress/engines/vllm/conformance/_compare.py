@@ -1,4 +1,4 @@
-"""Are two continuations the same, or do they part where two tokens are as good as equally likely?"""
+"""Compare continuations: they may part only where two tokens are nearly equally likely."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ HALF_TIE = 0.25  # nats: logits of about 16 are 1/8 apart in bfloat16
 
 @dataclass(frozen=True)
 class Pair:
-    """What was expected of a request, and the engine's record of it."""
+    """The expected continuation of a request, and the engine's record of it."""
 
     id: str
     expected: Sequence[int]
     record: dict[str, Any]
 
     def margin(self) -> float:
-        """How much likelier the engine found its own token than the expected one where they part, in nats.
+        """Log-probability of the engine's token above that of the expected one where they part, in nats.
 
         0 when they don't part, infinity when the expected one was not among the likeliest.
         """
@@ -35,10 +35,10 @@ class Pair:
 
 
 def same(pairs: Iterable[Pair], dtype: str) -> str:
-    """How many are the same, in words.
+    """Compare pairs; return in words how many are the same.
 
     Raises:
-        UserError: one is not, and no tie explains it.
+        UserError: a pair differs, and no tie explains it.
     """
     margins = {pair.id: pair.margin() for pair in pairs}
     limit = TIES.get(dtype, HALF_TIE)

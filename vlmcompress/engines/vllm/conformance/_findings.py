@@ -1,4 +1,4 @@
-"""All that is known when the engines and transformers have answered: what `_checks` looks at."""
+"""The findings: all answers of the engines and of transformers, for `_checks`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from vlmcompress.engines.vllm.conformance._compare import Pair, same
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected
 from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 
 @dataclass
 class Findings:
-    """All that is known.
+    """All answers of the engines and of transformers.
 
     Attributes:
-        exact: what transformers makes of the questions, in the type in which answers must be equal.
-        reduced, unreduced: the same in the checkpoint's own type, with its reducer and without; the same if it has none.
+        exact: transformers' results by question, in the type in which answers must be equal.
+        reduced, unreduced: transformers' results in the checkpoint's own type, with its reducer and without; the same two
+            results if it has none.
         ends: tokens that end an answer.
         engines: what each engine gave.
         names: what vLLM says of the tensors' names.
     """
 
     questions: Questions
-    reducer: Chosen | None
+    reducer: ReducerChoice | None
     ends: set[int]
     exact: dict[str, Expected]
     reduced: dict[str, Expected]
@@ -35,11 +36,11 @@ class Findings:
 
     @property
     def asks(self) -> bool:
-        """Whether what is kept of an image depends on the question, so that it is encoded anew for another one."""
+        """Whether the kept tokens of an image depend on the question, so that it is encoded anew for another one."""
         return self.reducer is not None and self.reducer.asks
 
     def engine(self, name: str) -> dict[str, Any]:
-        """What an engine gave. UserError if it could not."""
+        """Records of an engine. UserError if it failed."""
         found = self.engines[name]
         if "error" in found:
             raise UserError(f"vLLM failed: {found['error'][:300]}")

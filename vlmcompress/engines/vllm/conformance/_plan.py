@@ -1,4 +1,4 @@
-"""Which engines are started, with which settings, and in which rounds they are asked what."""
+"""The plan: engines, their settings, and the rounds of questions for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.conformance._questions import Questions
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 
 TOKENS = 8
 FEW = 8
@@ -31,7 +31,7 @@ Round = dict[str, Any]
 
 
 def unreduced(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same checkpoint without its reducer."""
+    """Make the config.json of a checkpoint without its reducer."""
     names = [name.removeprefix(reducer_block.PREFIX) for name in config["architectures"]]
     return {key: value for key, value in config.items() if key != reducer_block.KEY} | {"architectures": names}
 
@@ -41,9 +41,9 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
 
     Args:
         view: folder with the checkpoint's files; the engines write their config.json there, so all know it by one path.
-        config: of the checkpoint.
+        config: config.json of the checkpoint.
         exact: type in which answers must be equal: "float32", or "auto" where weights have no such form.
-        cut: tokens of a step that cut every image.
+        cut: number of tokens of a step, so small that every image is cut.
     """
     reducer = found.reducer if (found := reducer_block.read(config)) else None
     asked, few = [question.id for question in questions.plain], questions.few(FEW)
@@ -81,21 +81,22 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
     return all_engines
 
 
-def another(reducer: Chosen) -> Chosen:
+def another(reducer: ReducerChoice) -> ReducerChoice:
     """A reducer that keeps as many tokens as `reducer` could, chosen otherwise: only its name tells them apart."""
     from vlmcompress.recipe import reducer as chosen
 
     other = "uniform" if reducer.method != "uniform" else "random"
-    return chosen.choose(other, {"keep": getattr(reducer.options, "keep", 0.5)}, "another")
+    keep = 0.5 if reducer.options.keep is None else reducer.options.keep
+    return chosen.choose(other, {"keep": keep}, "another")
 
 
 def _round(name: str, ask: list[str], **more: Any) -> Round:
-    """What `worker` calls a round: the requests `ask`, greedily unless `more` says otherwise."""
+    """Make a round for `worker`: the requests `ask`, greedily unless `more` says otherwise."""
     return {"name": name, "ask": ask, "sampling": ALL_TOKENS, **more}
 
 
 def _plain(asked: list[str], few: list[str]) -> list[Round]:
-    """No caches, no prompt cut: one after the other, then all mixed."""
+    """Rounds without caches and cut prompts: one request after the other, then all mixed."""
     return [
         _round("alone", asked, alone=True),
         _round("mixed", asked),
@@ -107,7 +108,7 @@ def _plain(asked: list[str], few: list[str]) -> list[Round]:
 
 
 def _cached(few: list[str]) -> list[Round]:
-    """Prefixes and encoder outputs from caches."""
+    """Rounds with prefixes and encoder outputs from caches."""
     return [
         _round("cold", few, alone=True),
         _round("again", few, alone=True),
@@ -118,7 +119,7 @@ def _cached(few: list[str]) -> list[Round]:
 
 
 def _chunked(few: list[str]) -> list[Round]:
-    """Prompts in pieces that end within images; the third step is in the middle of one."""
+    """Rounds with prompts in pieces that end within images; the third step is in the middle of an image."""
     return [
         _round("cut", few),
         _round("abort", few, steps=3, abort=few[:2]),
@@ -128,7 +129,7 @@ def _chunked(few: list[str]) -> list[Round]:
 
 
 def _served(asked: list[str], few: list[str]) -> list[Round]:
-    """As `vllm serve` runs it, in the checkpoint's own type."""
+    """Rounds with the settings of `vllm serve`, in the checkpoint's own type."""
     forced = {"max_tokens": JSON_TOKENS, "json": SCHEMA}
     return [
         _round("agree", asked),

@@ -1,4 +1,4 @@
-"""What the engine is asked: conversations of every shape, about images of one's own data or drawn here, from a seed."""
+"""The questions: conversations of every shape, about images of one's own data or drawn here from a seed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """All that is asked. `plain` are of the four `KINDS` in turn.
+    """All questions. Those in `plain` are of the four `KINDS` in turn.
 
     again: the first question about an image, with other words behind the same image.
     turn: the second turn of that conversation.
-    large: about the largest image.
-    far: about an image that stands behind so much text, or is so tall, that positions go beyond 256.
+    large: a question about the largest image.
+    far: a question about an image that stands behind so much text, or is so tall, that positions go beyond 256.
     """
 
     plain: list[Question]
@@ -45,11 +45,11 @@ class Questions:
     far: Question
 
     def all(self) -> list[Question]:
-        """Every one of them."""
+        """Every question."""
         return [*self.plain, self.again, self.turn, self.large, self.far]
 
     def few(self, count: int) -> list[str]:
-        """Ids of the first of the plain ones."""
+        """Ids of the first `count` plain questions."""
         return [question.id for question in self.plain[:count]]
 
 
@@ -57,9 +57,9 @@ def make(media: Path, count: int, data: Path | None, tall: bool, seed: int) -> Q
     """Write images to `media` and make questions about them.
 
     Args:
-        count: how many plain ones; at least one of each kind.
-        data: take images and questions from there (see `load_samples`); None: draw images.
-        tall: the far question has a tall image, too.
+        count: number of plain questions; at least one of each kind.
+        data: data set to take images and questions from (see `load_samples`); None: draw images.
+        tall: give the far question a tall image, too.
     """
     if count < len(KINDS):
         raise UserError(f"--prompts is {count}; take at least {len(KINDS)}, one of each kind")
@@ -81,7 +81,7 @@ def make(media: Path, count: int, data: Path | None, tall: bool, seed: int) -> Q
 
 
 def _plain(number: int, pairs: list[tuple[Path, str]]) -> Question:
-    """The question of that number: its kind goes in turn, its image and text are the pair's of that number."""
+    """Make the question of a number: its kind goes in turn, its image and text come from the pair of that number."""
     kind = KINDS[number % len(KINDS)]
     picture, question = pairs[number]
     words, shown = _text(question), _image(picture)
@@ -95,7 +95,7 @@ def _plain(number: int, pairs: list[tuple[Path, str]]) -> Question:
 
 
 def _given(media: Path, data: Path, count: int, seed: int) -> list[tuple[Path, str]]:
-    """An image and a question of each of `count` samples."""
+    """Take an image and a question from each of `count` samples."""
     for most in (2 * count, None):  # some may have no image
         samples = [sample for sample in load_samples(data, samples=most, seed=seed) if sample.images][:count]
         if len(samples) == count:
@@ -108,7 +108,7 @@ def _given(media: Path, data: Path, count: int, seed: int) -> list[tuple[Path, s
 
 
 def _drawn(media: Path, count: int, seed: int) -> list[tuple[Path, str]]:
-    """As many drawn images, each with a question."""
+    """Draw `count` images, each with a question."""
     chance = random.Random(seed)
     return [
         (_save(_draw(chance, SIZES[number % len(SIZES)]), media / f"{number}.png"), PROMPTS[number % len(PROMPTS)])
@@ -117,7 +117,7 @@ def _drawn(media: Path, count: int, seed: int) -> list[tuple[Path, str]]:
 
 
 def _draw(chance: random.Random, size: tuple[int, int]) -> Image.Image:
-    """Coloured boxes on coarse noise, so that no two parts are the same."""
+    """Draw coloured boxes on coarse noise, so that no two parts are the same."""
     cells = (max(2, size[0] // 16), max(2, size[1] // 16))
     image = Image.frombytes("RGB", cells, chance.randbytes(3 * cells[0] * cells[1])).resize(
         size, Image.Resampling.NEAREST

@@ -1,6 +1,6 @@
-"""The other side of the comparison: transformers, one conversation at a time, with the same reducer attached.
+"""The reference for vLLM's answers: transformers, one conversation at a time, with the same reducer attached.
 
-Nothing is padded, nothing is cached between conversations, no prompt is cut: what vLLM must agree with.
+Nothing is padded, nothing is cached between conversations, and no prompt is cut.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from vlmcompress import models, reduction
-from vlmcompress.checkpoint.reducer_block import Carried
+from vlmcompress.checkpoint.reducer_block import CarriedReducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers makes of a conversation.
+    """transformers' results for a conversation.
 
     Attributes:
         prompt: token ids that an engine should have, dropped visual tokens left out.
-        kept: visual tokens that are left of each image, or tile where a family cuts images into tiles.
-        tokens: greedy continuation, end tokens not heeded.
+        kept: number of visual tokens left of each image, or tile where a family cuts images into tiles.
+        tokens: greedy continuation, going on behind end tokens.
         first: log-probability of every token at the first step, `[vocabulary]`.
         positions: `[3, tokens that went through the model]`; three equal rows where a model has plain RoPE.
     """
@@ -61,8 +61,8 @@ class Reference:
         self.vlm = VLM(model.eval(), processor, models.spec_for(models.read_config(folder)), folder)
 
     @contextlib.contextmanager
-    def reduced(self, found: Carried | None) -> Iterator[None]:
-        """With the reducer attached that a checkpoint carries; None: as it is."""
+    def reduced(self, found: CarriedReducer | None) -> Iterator[None]:
+        """Within the context, the reducer that a checkpoint carries is attached; None: no reducer is."""
         attach = reduction.attach(self.vlm, found.reducer, counter=found.count) if found else contextlib.nullcontext()
         with attach as attached:
             self._attached = attached
@@ -106,7 +106,7 @@ class Reference:
         )
 
     def _encode(self, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """The model's inputs of one conversation."""
+        """Encode one conversation as the model's inputs."""
         conversation = [
             message | {"content": [_part(part) for part in _parts(message["content"])]} for message in messages
         ]
@@ -121,7 +121,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a message as transformers' processors take it: an image is a picture."""
+    """Convert a part of a message for transformers' processors: an image becomes a Pillow image."""
     if part["type"] != "image_url":
         return part
     with Image.open(unquote(urlparse(part["image_url"]["url"]).path)) as image:
@@ -129,7 +129,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _positions(kwargs: dict[str, Any]) -> Tensor:
-    """`[3, s]` of one call of the language model."""
+    """Positions `[3, s]` of one call of the language model."""
     given, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
     if given is None:
         start = cache.get_seq_length() if cache is not None else 0

@@ -1,4 +1,4 @@
-"""vLLM for `engines/worker.py`: engine after engine in one process, each asked as a plan says. Judges nothing.
+"""vLLM for `engines/worker.py`: one engine after another in one process, each asked by a plan. Judges nothing.
 
 The job has `engines`, a list of
 
@@ -12,8 +12,8 @@ where `config` is written to the folder as its config.json, and a round is
     stream    the text is reported in the pieces in which it came
     abort     ids of requests to abort after so many `steps` of the engine
 
-What comes back for each engine is `{"about": {...}, "rounds": {name: {id: record}}}`, or `{"error": line}`. A record `""` is
-of a whole round. Imports only the standard library and vLLM. The engine runs in this process (no multiprocessing) and
+The result of each engine is `{"about": {...}, "rounds": {name: {id: record}}}`, or `{"error": line}`. The record of id `""`
+is of a whole round. Imports only the standard library and vLLM. The engine runs in this process (no multiprocessing) and
 without compilation, so that its model can be watched.
 """
 
@@ -31,7 +31,7 @@ LOGPROBS = 5
 
 
 def start(job: dict):
-    """Nothing is loaded yet; what there is to say about the engine."""
+    """Return no engine, as each is loaded later, and a description."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -39,14 +39,14 @@ def start(job: dict):
 
 
 def answers(_, requests, job: dict):
-    """The name of each engine, and what its rounds gave."""
+    """Yield the name of each engine with the results of its rounds."""
     known = {request["id"]: request["messages"] for request in requests}
     for plan in job["engines"]:
         yield plan["name"], run(plan, known, job["media"])
 
 
 def run(plan: dict, known: dict, media: str) -> dict:
-    """One engine from its start to its end."""
+    """Run one engine from its start to its end."""
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
@@ -73,7 +73,7 @@ def run(plan: dict, known: dict, media: str) -> dict:
 
 
 def about(llm) -> dict:
-    """Budgets of the engine, and what is left in it when all is answered."""
+    """Describe the engine's budgets, and the requests left in it when all are answered."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.encoder_budget import MultiModalBudget
 
@@ -115,7 +115,7 @@ class Watched:
         self.positions.append(given.expand(3, -1).cpu().clone())
 
     def take(self) -> dict:
-        """Images encoded, and positions `[3, tokens]` given, since the last call."""
+        """Return the number of images encoded and the positions `[3, tokens]` given since the last call."""
         import torch
 
         found = {
@@ -133,7 +133,7 @@ class Round:
         self.llm, self.engine, self.watched, self.plan = llm, llm.llm_engine, watched, plan
 
     def run(self, known: dict) -> dict[str, Any]:
-        """A record for each request; `""`: of the whole round."""
+        """Run the round; return a record for each request, and under `""` one of the whole round."""
         for cache in self.plan.get("reset", ()):
             {"prefix": self.llm.reset_prefix_cache, "encoder": self.engine.reset_encoder_cache}[cache]()
         self.watched.take()
@@ -172,7 +172,7 @@ class Round:
         return SamplingParams(**given, output_kind=kind)
 
     def _note(self, record: dict, output) -> None:
-        """Add what a step of the engine said to a request's record."""
+        """Add the output of a step of the engine to a request's record."""
         if self.plan.get("stream"):
             record["pieces"].append(output.outputs[0].text)
         if output.finished:

@@ -1,13 +1,13 @@
-"""vLLM's side of reduced checkpoints: a plugin that registers an architecture for each family that can be served reduced.
+"""A plugin of vLLM that registers an architecture for each family that can be served with its visual tokens reduced.
 
-vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). Where no reduced checkpoint is
-served that is all that ever happens: the families' modules are imported by vLLM when a checkpoint names their architecture,
-`Vlmcompress` and the original's name (see `checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture,
-as its own model or as one of transformers, and refuses the checkpoint by that name.
+vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). The families' modules are
+imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` and the original's name (see
+`checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
+transformers, and refuses the checkpoint by that name.
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
-    ARCHITECTURE    of the model that it reduces
+    ARCHITECTURE    name of the architecture that it reduces
     SIGNALS         fields of `reducers.Signals` that it can give a method
     VIDEOS          True where videos are served, too; left out otherwise
 

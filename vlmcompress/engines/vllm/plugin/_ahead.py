@@ -1,4 +1,4 @@
-"""The served model's own first layers run ahead on one image and its question, within the multimodal stage.
+"""Run the served model's own first layers ahead on one image and its question, within the multimodal stage.
 
 vLLM's layers run as they are, quantized linear layers and tensor parallelism included, one sequence at a time. Only their
 attention is plain causal attention meanwhile, since nothing of this sequence belongs into the paged cache.
@@ -16,17 +16,17 @@ from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Signals
 from vlmcompress.reduction.ahead import Enough, positions, signals
 from vlmcompress.reduction.tap import joined, received
 
 
 class Ahead:
-    """The first layers of one of vLLM's language models, for methods that decide on what they tell."""
+    """The first layers of one of vLLM's language models, for methods that read their attention and states."""
 
-    def __init__(self, language_model: Any, chosen: Chosen, rotated: bool):
-        """`rotated`: whether the layers take M-RoPE's positions."""
+    def __init__(self, language_model: Any, chosen: ReducerChoice, rotated: bool):
+        """Prepare the first layers. `rotated`: whether they take M-RoPE's positions."""
         self._model = getattr(language_model, "model", language_model)
         self._needed = "ahead" in chosen.module.NEEDS
         self._options, self._rotated = chosen.options, rotated
@@ -34,12 +34,12 @@ class Ahead:
     def signals(
         self, grid: Grid, rows: Tensor, query: Tensor | None = None, levels: Sequence[Tensor] = ()
     ) -> dict[str, Signals]:
-        """The field `ahead` of `Signals`, for an image of that grid, where the method needs it.
+        """Compute the field `ahead` of `Signals` for an image of that grid; empty if the method does not need it.
 
         Args:
-            rows: `[n, d]`, its tokens as the language model gets them.
+            rows: `[n, d]`, the image's tokens as the language model gets them.
             query: `[q, d]`, embeddings of the question's words, which such a method is always given.
-            levels: `[n, d]` each, what deepstack adds to the image's tokens behind the first layers.
+            levels: `[n, d]` each, features that deepstack adds to the image's tokens behind the first layers.
         """
         if not self._needed:
             return {}
@@ -47,7 +47,7 @@ class Ahead:
         return {"ahead": self._run(grid, rows, query, levels)}
 
     def _run(self, grid: Grid, rows: Tensor, query: Tensor, levels: Sequence[Tensor]) -> Signals:
-        """Run layers up to K - 1, K being the reducer's option `layer`; its `states`: whether their output is read."""
+        """Run layers up to K - 1, K being the reducer's option `layer`; its `states` tells whether their output is read."""
         layers = self._model.layers[: self._options.layer]
         found: dict[str, Any] = {}
 
@@ -71,7 +71,7 @@ class Ahead:
 
 
 class _Causal(nn.Module):
-    """Attention over one sequence, in the place of a layer's paged one."""
+    """Causal attention over one sequence, in the place of a layer's paged attention."""
 
     def __init__(self, attention: Any, listener: Callable[[Tensor, Tensor, float], None] | None):
         super().__init__()
@@ -79,7 +79,7 @@ class _Causal(nn.Module):
         self._listener = listener
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`[s, heads * d]`, `[s, key heads * d]` twice; the output is as the first."""
+        """Attend: query `[s, heads * d]`, key and value `[s, key heads * d]`; the output has the query's shape."""
         q = heads_first(query[None], self._heads)
         k, v = (heads_first(x[None], self._key_heads) for x in (key, value))
         if self._listener:
@@ -90,7 +90,7 @@ class _Causal(nn.Module):
 
 @contextlib.contextmanager
 def _plain(attention: Any, listener: Callable[[Tensor, Tensor, float], None] | None) -> Iterator[None]:
-    """Meanwhile `attention` runs without a cache, and tells `listener`, if any, its queries and keys `[1, heads, s, d]`."""
+    """Within the context `attention` runs without a cache, and passes queries and keys `[1, heads, s, d]` to `listener`."""
     own = attention.attn
     attention.attn = _Causal(attention, listener)
     try:

@@ -1,8 +1,8 @@
-"""The question for methods that ask it: from the prompt to the reducer, and into the names of images in caches.
+"""Pass the question to methods that look at it: from the prompt to the reducer, and into the names of images in caches.
 
-It is all words of the prompt, or what a request has under `mm_processor_kwargs: {"query": ...}`, which a server takes only
-with `--trust-request-mm-kwargs` (`vlmcompress serve` adds it for a method that asks). As an argument of the processor it is
-part of what vLLM names an image by, so an image and another question are another entry.
+The question is all words of the prompt, or the value of `mm_processor_kwargs: {"query": ...}` in a request, which a server
+takes only with `--trust-request-mm-kwargs` (`vlmcompress serve` adds it for a method that looks at the question). As an
+argument of the processor it is part of vLLM's name for an image, so the same image with another question is another entry.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FIELD = "query_ids"
 
 
 class AskingProcessor:
-    """Mixin of a multimodal processor, before vLLM's class: beside each image the question's token ids, `[q]`."""
+    """Mixin of a multimodal processor, put before vLLM's class: adds the question's token ids `[q]` to each image."""
 
     info: Any
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """vLLM's. ValueError for a question to a method that does not ask."""
+        """Process a request as vLLM does. ValueError for a question to a method that does not look at it."""
         given = dict(inputs.hf_processor_mm_kwargs)
         if not self.info.reducer.chosen.asks:
             if ARGUMENT in given:
@@ -39,7 +39,7 @@ class AskingProcessor:
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
     def _words(self, text: Any) -> list[int]:
-        """Token ids of the words of a text or of other token ids."""
+        """Token ids of the words in a text, or among token ids."""
         if isinstance(text, str):
             text = self.info.get_tokenizer().encode(text, add_special_tokens=False)
         if not isinstance(text, list) or not all(isinstance(token, int) for token in text):
@@ -67,15 +67,15 @@ class AskingProcessor:
 
 
 class AskingModel:
-    """Mixin of a model, before vLLM's class: knows the question's embeddings of each image that it encodes."""
+    """Mixin of a model, put before vLLM's class: keeps the question's embeddings for each image that it encodes."""
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """As the model does."""
+        """Encode images as the model does, and keep their questions."""
         self._questions = kwargs.pop(FIELD, None)
         return super().embed_multimodal(**kwargs)  # type: ignore[misc]
 
     def question(self, image: int) -> dict[str, Tensor]:
-        """The field `query [q, d]` of `Signals`, for an image of those that are encoded, where the method asks."""
+        """The field `query [q, d]` of `Signals` for an image of those being encoded, if the method looks at the question."""
         if self._questions is None:
             return {}
         language_model = self.get_language_model()  # type: ignore[attr-defined]
@@ -84,9 +84,9 @@ class AskingModel:
 
 
 def embedded(language_model: Any, ids: Tensor) -> Tensor:
-    """`[n, d]`: embeddings of words `ids [n]` beside those of the step, without a LoRA adapter's part.
+    """Embed words `ids [n]` that are not part of the step's tokens, without a LoRA adapter's part: `[n, d]`.
 
-    vLLM's layer with adapters takes what it is given for the tokens of the step, each with its request's adapter.
+    vLLM's layer with adapters takes its input for the tokens of the step, each with its request's adapter.
     """
     model = language_model.model
     table = model.embed_tokens

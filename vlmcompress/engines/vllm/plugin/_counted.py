@@ -1,7 +1,7 @@
-"""Counts that depend on the image: the processor says them from the pixels, so that the prompt has that many placeholders.
+"""Counts that depend on the image: the processor computes them from pixels, so that the prompt has as many placeholders.
 
-They go with the image as a field of its own, `kept_tokens`, to the encoder, which merges to exactly that many. So what the
-processor said is what is met, whatever type the pixels have by then.
+They go with the image, as its field `kept_tokens`, to the encoder, which merges to exactly that many tokens, whatever type
+the pixels have by then.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ FIELD = "kept_tokens"
 
 
 class CountedInfo:
-    """Put before a family's processing info."""
+    """Mixin of a processing info, put before the family's class."""
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The highest count: blank images, which vLLM would try, may have few tokens."""
+        """Return the highest count, as the blank images that vLLM would try may have few tokens."""
         own: Any = self
         return {"image": own.reducer.counter.buckets[-1]} if own.reducer.counter else None
 
 
 class CountedProcessor:
-    """Put before a family's processor whose images are `pixel_values [images, 3, height, width]`."""
+    """Mixin of a processor whose images are `pixel_values [images, 3, height, width]`, put before the family's class."""
 
     info: Any
 
@@ -58,6 +58,6 @@ class CountedProcessor:
 
 
 def counts_of(kwargs: dict[str, Any]) -> list[int] | None:
-    """The counts among a model's multimodal arguments, which are taken out; None where there are none."""
+    """Take the counts out of a model's multimodal arguments and return them; None where there are none."""
     given = kwargs.pop(FIELD, None)
     return None if given is None else [int(count) for part in given for count in torch.as_tensor(part).flatten()]

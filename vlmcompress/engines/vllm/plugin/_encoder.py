@@ -1,7 +1,7 @@
-"""What reducers see in one of vLLM's CLIP towers, and do there, whatever kernel its attention runs.
+"""Signals from one of vLLM's CLIP towers, and merging of its rows, whatever kernel its attention runs.
 
 vLLM builds the tower up to the layer whose output is used, so that one is the last. Where heads are spread over several
-devices, each hears of all.
+devices, each device gets the signals of all heads.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.reducers import Grid, Merger
 from vlmcompress.reduction.tap import joined, received
 
 
 class Scan:
-    """Listens to attention: what CLS, the first token, attends to, and the patches' keys."""
+    """Listens to attention, for the attention of CLS, the first token, and the patches' keys."""
 
     def __init__(self, layers: nn.ModuleList, shallow: int | None = None):
-        """`shallow`: number of the layer whose attention is `windowed`, where one is wanted."""
+        """Listen to the last layer and, for the signal `windowed`, to the layer of number `shallow`."""
         if shallow is not None and shallow >= len(layers):
             raise ValueError(
                 f"shallow={shallow} is none of the {len(layers)} layers that run (from 0); choose a lower one"
@@ -35,7 +35,7 @@ class Scan:
             _hear(layers[shallow].self_attn, self._shallow)
 
     def of(self, image: int) -> dict[str, Any]:
-        """Fields of `Signals` of one image of the latest run, by its number."""
+        """Fields of `Signals` for the image of that number in the latest run."""
         return {name: value if name == "heads" else value[image] for name, value in self._signals.items()}
 
     def _last(self, attention: Any, query: Tensor, key: Tensor) -> None:
@@ -47,10 +47,10 @@ class Scan:
         self._signals["windowed"] = _from_cls(attention, query, key)
 
 
-class Merging:
+class EncoderMerging:
     """Merges rows between attention and MLP of each layer, down to an exact count of each image."""
 
-    def __init__(self, layers: nn.ModuleList, reducer: Reducer):
+    def __init__(self, layers: nn.ModuleList, reducer: ServedReducer):
         self._reducer, self._layers = reducer, len(layers)
         self._merger: Merger | None = None
         layer: Any
@@ -60,16 +60,16 @@ class Merging:
             layer.layer_norm2.register_forward_pre_hook(functools.partial(self._join, number))
 
     def begin(self, grids: Sequence[Grid], device: Any, counts: Sequence[int] | None = None) -> Merger:
-        """Before the tower runs on images of these grids: what will have become of them then.
+        """Prepare for a run of the tower on images of these grids; return the merger that will hold their reductions.
 
-        `counts`: how many tokens each is to keep, where the method leaves that open.
+        `counts`: number of tokens that each image keeps, where the method leaves that open.
         """
         chosen = self._reducer.chosen
         self._merger = Merger(chosen.module, chosen.options, grids, self._layers, 1, counts, device)
         return self._merger
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What a layer adds to its attention's logits (see `Merger.bias`)."""
+        """The bias that a layer adds to its attention's logits (see `Merger.bias`)."""
         assert self._merger is not None
         return self._merger.bias(dtype)
 
@@ -77,20 +77,20 @@ class Merging:
         self._keys, self._heads = all_heads(key, attention.tp_size), attention.num_heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Before the norm behind attention. The layer adds the MLP's rows to this very tensor, so it shrinks in place."""
+        """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
         assert self._merger is not None
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
 
 class _Proportional(nn.Module):
-    """The kernel of an attention module, with keys that count by their size."""
+    """Kernel of an attention module in which keys count by their size."""
 
-    def __init__(self, attention: Any, merging: Merging):
+    def __init__(self, attention: Any, merging: EncoderMerging):
         super().__init__()
         self._heads, self._scale, self._merging = attention.num_heads_per_partition, attention.scale, merging
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`[b, t, heads * d]` each, and the output."""
+        """Attend; query, key, value and output are `[b, t, heads * d]`."""
         q, k, v = (heads_first(x, self._heads) for x in (query, key, value))
         bias = self._merging.bias(query.dtype)
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self._scale)
@@ -114,7 +114,7 @@ def _hear(attention: Any, listener: Any) -> None:
 
 
 def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
-    """`[b, n]`: what the patches get of the attention of CLS, mean over all heads."""
+    """Attention of CLS on each patch, mean over all heads: `[b, n]`."""
     heads = attention.num_heads_per_partition
     got = received(heads_first(query[:, :1], heads)[:, :, 0], heads_first(key, heads), attention.scale)[:, 1:]
     return mean_of_all(got, attention.tp_size)

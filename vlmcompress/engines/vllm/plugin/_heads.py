@@ -1,4 +1,4 @@
-"""Attention heads: apart in a tensor, together in a row, and spread over devices."""
+"""Rearrange attention heads: between a dimension of their own and rows, and between devices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:
-    """`[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.tap.joined` is the way back."""
+    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.tap.joined` is the inverse."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def all_heads(rows: Tensor, devices: int) -> Tensor:
-    """`[..., all heads * d]` from the heads of this one of `devices`, `[..., heads * d]`."""
+    """Gather `[..., all heads * d]` from the heads of each of `devices`, `[..., heads * d]`."""
     return rows if devices == 1 else tensor_model_parallel_all_gather(rows.contiguous())
 
 
 def mean_of_all(mean: Tensor, devices: int) -> Tensor:
-    """The mean over all heads from that over the heads of this one of `devices`."""
+    """Average over `devices` each one's mean over its own heads: the mean over all heads."""
     return mean if devices == 1 else tensor_model_parallel_all_reduce(mean.contiguous()) / devices

@@ -1,4 +1,4 @@
-"""What the families of LLaVA's shape share: an image's grids, how many tokens stand for it, and its reduction."""
+"""Shared code of the families of LLaVA's shape: an image's grids, its number of placeholders, and its reduction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reducers import Grid, Reduction
@@ -27,32 +27,32 @@ def _spec(model_type: str) -> ModelSpec:
     return spec_for({"model_type": model_type})
 
 
-def kept(layout: Layout, reducer: Reducer) -> int:
-    """How many tokens stand for an image in the prompt; newlines are all kept."""
+def kept(layout: Layout, reducer: ServedReducer) -> int:
+    """Number of placeholders of an image in the prompt; newlines are all kept."""
     sides = [(piece.rows, piece.columns) for piece in layout.pieces if piece.rows * piece.columns]
     return layout.tokens + sum(reducer.count((1, rows, columns)) - rows * columns for rows, columns in sides)
 
 
 class LlavaInfo(ReducedInfo):
-    """Put before a family's processing info."""
+    """Mixin of a processing info, put before the family's class."""
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
-        """How many tokens stand for an image in the prompt."""
+        """Number of placeholders of an image in the prompt."""
         return kept(self.layout(image_width, image_height), self.reducer)
 
     def layout(self, width: int, height: int) -> Layout:
-        """Where the tokens of an image of that size lie before they are reduced."""
+        """Layout of the tokens of an image of that size before they are reduced."""
         own: Any = self
         return _spec(own.get_hf_config().model_type).layout(own.get_hf_processor(), width, height, 1)
 
     def positions(self, modality: str, items: Any, number: int) -> int:
-        """How many tokens item `number` of `items` has before it is reduced."""
+        """Number of tokens that item `number` of `items` has before it is reduced."""
         size = items.get_image_size(number)
         return self.layout(size.width, size.height).tokens
 
 
 class LlavaProcessor(AskingProcessor, ReducedProcessor):
-    """Put before a family's processor."""
+    """Mixin of a processor, put before the family's class."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         positions = self.info.positions(update.modality, mm_items[update.modality], number)
@@ -60,7 +60,7 @@ class LlavaProcessor(AskingProcessor, ReducedProcessor):
 
 
 class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
-    """Put before a family's model: whatever its encoder and projector make of an image is reduced behind them."""
+    """Mixin of a model, put before the family's class: reduces the tokens of images behind encoder and projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -71,7 +71,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Places in the image come with its rows; behind it is text, as far on as without a reducer."""
+        """Positions of an image: all 0, as places come with its rows; text goes on as far behind as without a reducer."""
         height, width = self._size(feature.data)
         return np.zeros((DIMS, feature.mm_position.length), np.int64), self._layout(height, width).tokens
 
@@ -89,12 +89,12 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         sizes: Iterable[tuple[int, int]],
         signals: Callable[[int], dict[str, Any]] | None = None,
     ) -> tuple[Tensor, ...]:
-        """The rows of each image that are left, with their places.
+        """Reduce each image; returns the rows that are left, with their places.
 
         Args:
-            images: rows `[n, d]` of each, behind the projector.
-            sizes: height and width of each.
-            signals: what the encoder told of image number i, whose tokens are one grid.
+            images: rows `[n, d]` of each image, behind the projector.
+            sizes: height and width of each image.
+            signals: function that gives the encoder's signals for image number i, whose tokens are one grid.
         """
         found = []
         for number, (rows, size) in enumerate(zip(images, sizes, strict=True)):
@@ -109,7 +109,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
     def _reduction(
         self, rows: Tensor, grids: Iterable[tuple[Grid, Sequence[int]]], signals: dict[str, Any]
     ) -> Reduction:
-        """Of `rows`, among which each grid has those that are numbered."""
+        """Reduce `rows`; each of `grids` names its rows by number."""
         units = []
         for grid, index in grids:
             columns = torch.tensor(index)
@@ -120,11 +120,11 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         return whole(units)
 
     def _placed(self, rows: Tensor, reduction: Reduction) -> Tensor:
-        """`rows [m, d]`, one for each output of `reduction`, with their places in the image."""
+        """Pack `rows [m, d]`, one for each output of `reduction`, with their places in the image."""
         return pack(rows, reduction.anchor.to(rows.device)[:, None].expand(-1, DIMS))
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Tokens in encoder and projector, which see the full image."""
+        """Numbers of tokens in encoder and projector, which get the full image."""
         if mm_kwargs is not None:
             num_mm_embeds = self._layout(*self._size(mm_kwargs)).tokens
         return super().get_mm_lora_token_counts(  # type: ignore[misc]

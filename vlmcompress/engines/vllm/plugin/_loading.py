@@ -1,4 +1,4 @@
-"""What happens to the config of a reduced checkpoint when vLLM loads it: it is checked, and given M-RoPE's machinery.
+"""Check the config of a reduced checkpoint when vLLM loads it, and give the model M-RoPE's machinery.
 
 Kept tokens keep the positions that they have without a reducer. vLLM counts positions up by itself unless a model uses
 M-RoPE; then it asks the model for three rows of them. A family with plain RoPE says that it uses M-RoPE, gives three equal
@@ -24,7 +24,7 @@ class Loading:
         import vllm
         from vllm.transformers_utils.config import uses_mrope
 
-        from vlmcompress.engines.vllm.plugin._reducer import Reducer
+        from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
         from vlmcompress.engines.vllm.plugin._serves import supported
         from vlmcompress.engines.vllm.plugin._unsupported import message
 
@@ -32,7 +32,7 @@ class Loading:
             raise ValueError(message())
         config: Any = model_config.hf_config
         try:
-            Reducer.of(config)
+            ServedReducer.of(config)
         except UserError as error:
             raise ValueError(f"{model_config.model}: {error}") from None
         if not uses_mrope(config):
@@ -40,4 +40,4 @@ class Loading:
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Nothing more once the whole config is known."""
+        """Do nothing more once the whole config is known."""

@@ -1,6 +1,6 @@
-"""Kept tokens keep the positions that they have without a reducer, whatever is cached and however a prompt is cut.
+"""Give kept tokens the positions that they have without a reducer, whatever is cached and however a prompt is cut.
 
-Which tokens of an image are kept is known when its encoder has run, positions are asked for before. So they come in two
+The kept tokens of an image are known when its encoder has run, but vLLM asks for positions before. So positions come in two
 parts that are added just before the language model runs: `get_mrope_input_positions` gives every kept token the position
 at which its image begins, and gives text the position behind the full grid, so what is generated goes on from there;
 the encoder's output carries each row's place within its image, in further channels that nobody else sees. A cached
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._resuming import ResumableModel
 
 DIMS = 3
@@ -31,7 +31,7 @@ LIMIT = BASE**DIGITS
 
 
 def pack(rows: Tensor, places: Tensor) -> Tensor:
-    """`rows [k, d]` with `places [k, 3]`, whole numbers from 0 to 2^24 - 1, in nine more channels, exact in every dtype."""
+    """Append `places [k, 3]`, whole numbers from 0 to 2^24 - 1, to `rows [k, d]` in nine channels, exact in every dtype."""
     if len(places) and not 0 <= int(places.min()) <= int(places.max()) < LIMIT:
         raise ValueError(
             f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
@@ -41,16 +41,16 @@ def pack(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """What `pack` put together: rows and places."""
+    """Split the result of `pack` into rows and places."""
     digits = packed[:, -CHANNELS:].long().unflatten(1, (DIMS, DIGITS))
     return packed[:, :-CHANNELS], (digits * digits.new_tensor([BASE**power for power in range(DIGITS)])).sum(-1)
 
 
 class OriginalPositions(ResumableModel):
-    """Put before one of vLLM's M-RoPE models. Its encoder output must be `pack`ed, its text config must have M-RoPE."""
+    """Mixin put before one of vLLM's M-RoPE models, whose encoder output must be `pack`ed and text config have M-RoPE."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        reducer = Reducer.of(vllm_config.model_config.hf_config)
+        reducer = ServedReducer.of(vllm_config.model_config.hf_config)
         _check(vllm_config, reducer)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
@@ -60,14 +60,14 @@ class OriginalPositions(ResumableModel):
         self._positions: Tensor = torch.zeros_like(self._places)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions that the tokens `feature.mm_position` of an image have before their places are added, `[3, length]`.
+        """Positions `[3, length]` of the tokens `feature.mm_position` of an image before their places are added.
 
-        They count from the image's first, 0. Second: how far text behind the image is from there.
+        They count from the image's first position as 0. The second result is the position of the text behind the image.
         """
         raise NotImplementedError
 
     def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """`[3, len(input_tokens)]`, and what to add to the index of a generated token."""
+        """Positions `[3, len(input_tokens)]` of a prompt, and the number to add to the index of a generated token."""
         parts, done, base = [], 0, 0
         for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
             text = feature.mm_position.offset - done
@@ -86,7 +86,7 @@ class OriginalPositions(ResumableModel):
         *,
         is_multimodal: Tensor | None = None,
     ) -> Tensor:
-        """As the model does, without the channels of places, which are kept for `forward`."""
+        """Embed as the model does, without the channels of places, which are kept for `forward`."""
         self._places.zero_()
         pairs = [unpack(packed) for packed in multimodal_embeddings or ()]
         rows = [rows for rows, _ in pairs]
@@ -105,7 +105,7 @@ class OriginalPositions(ResumableModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the model does, with the places of this step's tokens added to `positions [3, s]`."""
+        """Run the model with the places of this step's tokens added to `positions [3, s]`."""
         tokens = positions.shape[-1]
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
@@ -115,8 +115,8 @@ def _text(tokens: int, start: int) -> np.ndarray:
     return np.broadcast_to(np.arange(start, start + tokens), (DIMS, tokens))
 
 
-def _check(config: Any, reducer: Reducer) -> None:
-    """ValueError for what would run without the places of the tokens."""
+def _check(config: Any, reducer: ServedReducer) -> None:
+    """Raise ValueError for settings under which the model would run without the places of the tokens."""
     speculative = config.speculative_config
     for wrong, text in (
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),

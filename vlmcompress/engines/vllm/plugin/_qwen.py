@@ -1,4 +1,4 @@
-"""What the Qwen-VL families share: an image's grid and places, how many tokens stand for it, and its reduction."""
+"""Shared code of the Qwen-VL families: an image's grid and places, its number of placeholders, and its reduction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmcompress.engines.vllm.plugin._ahead import Ahead
 from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._rope import make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
 from vlmcompress.reducers import Grid
@@ -33,7 +33,7 @@ def grid_of(patches: Iterable[int], config: Any) -> Grid:
 
 
 def pace_of(item: Any, modality: str, config: Any) -> float:
-    """Positions from one frame to the next in what the processor made of an image or a video."""
+    """Number of positions from one frame to the next in a processed image or video."""
     if modality == "image":
         return 1.0
     seconds = item.get("second_per_grid_ts")
@@ -41,41 +41,41 @@ def pace_of(item: Any, modality: str, config: Any) -> float:
 
 
 def _rate(config: Any) -> float:
-    """Positions in a second of video; 1 for each pair of frames where a family does not count seconds."""
+    """Number of positions in a second of video; 1 for each pair of frames where a family does not count seconds."""
     return getattr(config.vision_config, "tokens_per_second", 1.0)
 
 
 def places(grid: Grid, pace: float) -> np.ndarray:
-    """`[n, 3]` int64: M-RoPE positions of the tokens from the first one on; frames are `pace` apart, rounded down."""
+    """M-RoPE positions `[n, 3]` int64 of tokens, counted from the first; frames are `pace` apart, rounded down."""
     found = np.indices(grid)
     found[0] = (found[0] * pace).astype(np.int64)
     return found.reshape(DIMS, -1).T
 
 
 def extent(grid: Grid, pace: float) -> int:
-    """How far behind the first of its tokens the text after an image or a video starts."""
+    """Position of the text after an image or a video, counted from the first of its tokens."""
     return max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
 
 
-def by_pixels(reducer: Reducer) -> bool:
-    """Whether the choice is made before the encoder."""
+def by_pixels(reducer: ServedReducer) -> bool:
+    """Whether the reducer chooses tokens by pixels, before the encoder."""
     return reducer.chosen.module.STAGE == "pixels"
 
 
 def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's arguments of the processor without the question, which transformers' processor does not take."""
+    """Remove the question from a request's arguments of the processor, as transformers' processor does not take it."""
     return {name: value for name, value in arguments.items() if name != ARGUMENT}
 
 
 class QwenInfo(ReducedInfo):
-    """Counts of reduced images and videos."""
+    """Mixin of a processing info with the counts of reduced images and videos."""
 
     def kept(self, grid: Grid) -> int:
-        """How many tokens of an image or a video are kept, at most where that depends on its pixels."""
+        """Number of tokens of an image or a video that are kept, or the most where that depends on its pixels."""
         return math.prod(grid) if by_pixels(self.reducer) else self.reducer.count(grid)
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """No videos where pixels or the question decide."""
+        """Return vLLM's limits, without videos where pixels or the question decide."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
         return {**limits, "video": 0} if by_pixels(self.reducer) or self.reducer.chosen.asks else limits
 
@@ -91,7 +91,7 @@ class QwenInfo(ReducedInfo):
 
 
 class QwenDummies:
-    """Images to measure memory with: noise where pixels decide, so that nothing is dropped."""
+    """Mixin of dummy inputs: images to measure memory with are noise where pixels decide, so that nothing is dropped."""
 
     info: Any
 
@@ -103,7 +103,7 @@ class QwenDummies:
 
 
 class QwenProcessor(AskingProcessor, ReducedProcessor):
-    """Placeholders for as many tokens as are kept."""
+    """Mixin of a processor: a placeholder for each kept token."""
 
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
@@ -119,11 +119,11 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
         return self._placeholders(full, grid, pace_of(item, update.modality, config))
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Of what stands for an image or a video without a reducer, what stands for it now."""
+        """Select from the `full` placeholders of an image or a video those that are left with the reducer."""
         return Placeholders(full[: self.info.kept(grid)], positions=extent(grid, pace))
 
     def _postprocess_hf_mm_data(self, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
-        """vLLM's, with the choice among an image's tokens where that is made by its pixels."""
+        """Postprocess as vLLM does, and choose an image's tokens where pixels decide."""
         found = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)  # type: ignore[misc]
         if by_pixels(self.info.reducer) and "pixel_values" in found:
             images_of = self.info.get_image_processor()
@@ -140,7 +140,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
 
 
 class ReducedQwen(OriginalPositions, AskingModel):
-    """vLLM's model with a reducer behind its encoder."""
+    """Mixin of a model: a reducer behind vLLM's encoder."""
 
     config: Any
 
@@ -151,12 +151,12 @@ class ReducedQwen(OriginalPositions, AskingModel):
         self._ahead = Ahead(self.get_language_model(), self.reducer.chosen, rotated=True)  # type: ignore[attr-defined]
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """As the model does; the choice made by pixels is an argument that it does not know."""
+        """Encode as the model does; the choice made by pixels is taken out of its arguments first."""
         self._choice = kwargs.pop(CHOICE, None)
         return super().embed_multimodal(**kwargs)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """All tokens of an image or video begin where it begins."""
+        """Positions of an image or video: all tokens begin at its first position."""
         grid = grid_of(feature.data[f"{feature.modality}_grid_thw"].data, self.config)
         starts = np.zeros((DIMS, feature.mm_position.length), dtype=np.int64)
         return starts, extent(grid, pace_of(feature.data, feature.modality, self.config))
@@ -171,7 +171,7 @@ class ReducedQwen(OriginalPositions, AskingModel):
         )
 
     def _encoded(self, image_input: Any, kept: Tensor) -> tuple[Tensor, ...]:
-        """Of each image the tokens that are `kept [tokens of all images]`, with their places; the encoder sees no others."""
+        """Encode only the tokens that are `kept [tokens of all images]`; returns those of each image with their places."""
         patches = image_input["image_grid_thw"].tolist()
         rows = encode(self.visual, image_input["pixel_values"], patches, kept)  # type: ignore[attr-defined]
         where = torch.cat([torch.from_numpy(places(grid_of(sides, self.config), 1.0)) for sides in patches])
@@ -188,7 +188,7 @@ class ReducedQwen(OriginalPositions, AskingModel):
         )
 
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
-        """What is left of the tokens `rows [n, d]` of one image or video, with their places."""
+        """Reduce the tokens `rows [n, d]` of one image or video; returns those left with their places."""
         features, *levels = rows.split(self.config.get_text_config().hidden_size, 1)
         ahead = self._ahead.signals(grid, features, signals.get("query"), levels)
         result = self.reducer.reduce(grid, features, **signals, **ahead)
@@ -200,11 +200,11 @@ class ReducedQwen(OriginalPositions, AskingModel):
         return pack(result.apply(rows), anchors)
 
     def get_encoder_cudagraph_config(self) -> Any:
-        """None of the modalities: recorded graphs would bypass the reducer."""
+        """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Patches and tokens in encoder and projector, which see the full image unless pixels decided."""
+        """Numbers of tokens in encoder and projector, which get the full image unless pixels decided."""
         if mm_kwargs is not None and CHOICE not in mm_kwargs:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
         return super().get_mm_lora_token_counts(  # type: ignore[misc]

@@ -15,7 +15,7 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.plugin._serves import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import spec_for
-from vlmcompress.recipe.reducer import Chosen
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction.support import check_config, check_counter
 
@@ -23,18 +23,18 @@ _READ = ("architectures", "model_type", reducer_block.KEY)
 
 
 @dataclass(frozen=True)
-class Reducer:
+class ServedReducer:
     """A method with its options, as the config of a model that vLLM loads carries it.
 
-    `counter`: says from an image's pixels how many of its tokens stay, for a method whose count depends on the image.
+    `counter`: computes from an image's pixels how many tokens stay, for a method whose count depends on the image.
     """
 
-    chosen: Chosen
+    chosen: ReducerChoice
     counter: TokenCounter | None = None
 
     @staticmethod
-    def of(hf_config: Any) -> Reducer:
-        """The one that a config carries. UserError if it carries none, it is not right, or vLLM cannot serve it."""
+    def of(hf_config: Any) -> ServedReducer:
+        """Read the reducer that a config carries. UserError if there is none, it is not right, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
         found = reducer_block.read(config)
         if found is None:
@@ -52,17 +52,17 @@ class Reducer:
             raise UserError(f"{where}: {error}") from None
         if reducer.takes_count and found.count is None:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
-        return Reducer(reducer, found.count)
+        return ServedReducer(reducer, found.count)
 
     def count(self, grid: Grid) -> int:
-        """How many tokens an image keeps, at most where that depends on the image."""
+        """Number of tokens that an image keeps, or the most where that depends on the image."""
         return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
-        """What becomes of the tokens of one image.
+        """Decide the reduction of one image.
 
         Args:
-            grid: of the tokens.
+            grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
             signals: further fields of `Signals`.
         """
@@ -70,6 +70,6 @@ class Reducer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen characters that differ between reducers, for keys of whatever caches what came of an image."""
+        """Sixteen characters that differ between reducers, for keys of caches of encoded images."""
         text = json.dumps([__version__, self.chosen.plain(), self.counter and self.counter.plain()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A request that vLLM puts off and takes up again finds its images.
+"""Keep the images of requests that vLLM preempts and resumes.
 
 Where the prefix cache covers an image, vLLM 0.32 leaves out of what it sends to the workers all fields of the image but
 those that stay on the CPU (`strip_covered_mm_data`). If the request is preempted later and its blocks are evicted, the
@@ -20,7 +20,7 @@ PIXELS = "pixel_"  # how the names of fields begin that the encoder computes wit
 
 
 class ResumableProcessor:
-    """Mixin of a multimodal processor, before vLLM's class."""
+    """Mixin of a multimodal processor, put before vLLM's class: every field stays on the CPU."""
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         own: Any = super()
@@ -29,10 +29,10 @@ class ResumableProcessor:
 
 
 class ResumableModel:
-    """Mixin of a model, before vLLM's class."""
+    """Mixin of a model, put before vLLM's class: fetches the pixels itself."""
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """As the model does."""
+        """Encode as the model does, with the pixels moved to its device."""
         own: Any = super()
         device = next(self.parameters()).device  # type: ignore[attr-defined]
         pixels = {name: value for name, value in kwargs.items() if name.startswith(PIXELS)}

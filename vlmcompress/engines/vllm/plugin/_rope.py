@@ -1,4 +1,4 @@
-"""Original positions in families with plain RoPE: M-RoPE's machinery up to the language model, and a longer table there."""
+"""Original positions in families with plain RoPE: M-RoPE's machinery up to the language model, and longer tables there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 
 class PlainRope:
-    """Put before one of vLLM's models with plain RoPE; what comes before it counts positions in three equal rows."""
+    """Mixin put before one of vLLM's models with plain RoPE; mixins before it give positions in three equal rows."""
 
     supports_mrope = True
 
@@ -26,7 +26,7 @@ class PlainRope:
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the model does, with the first row of `positions [3, s]`."""
+        """Run the model with the first row of `positions [3, s]`."""
         return super().forward(input_ids, positions[0], intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
 
 
@@ -50,9 +50,9 @@ def longest_prompt(config: Any) -> int:
 
 
 def lengthened(table: Tensor, rows: int) -> Tensor:
-    """`[rows, 2 h]` from `table [n, 2 h]`, whose row p holds the cosines, then the sines, of p times h angles.
+    """Lengthen `table [n, 2 h]`, whose row p holds the cosines, then the sines, of p times h angles, to `[rows, 2 h]`.
 
-    By the sums of angles, row p + n from those of p and n; all are multiples of the same scale, which scaled RoPE may have.
+    Row p + n follows from rows p and n by the sums of angles; all are multiples of one scale, which scaled RoPE may have.
     """
     wide = table.double()
     scale = wide[0, : table.shape[1] // 2]  # cosines of 0

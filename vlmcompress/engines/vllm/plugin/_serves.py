@@ -1,4 +1,4 @@
-"""Which reducer vLLM serves with which family, in which version: said without importing vLLM."""
+"""Tell which reducers vLLM serves with which families, in which versions, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vlmcompress.common.registry import Registry
 from vlmcompress.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from vlmcompress.recipe.reducer import Chosen
+    from vlmcompress.recipe.reducer import ReducerChoice
 
 FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 REDUCERS = Registry("vlmcompress.reducers", "reducer")
@@ -23,10 +23,10 @@ def supported(version: str) -> bool:
     return not all(part.isdigit() for part in numbers) or LEAST <= tuple(map(int, numbers)) < BELOW
 
 
-def refusal(architecture: str, reducer: Chosen) -> str | None:
-    """Why vLLM does not serve a model of `architecture` with its tokens reduced so, in one line; None when it does.
+def refusal(architecture: str, reducer: ReducerChoice) -> str | None:
+    """The reason why vLLM does not serve a model of `architecture` with `reducer`, in one line; None when it does.
 
-    Needs no vLLM. `architecture` as in config.json, of the model or of its reduced form.
+    Needs no vLLM. `architecture` is the name in config.json, of the model or of its reduced form.
     """
     method, module = reducer.method, reducer.module
     architecture = architecture.removeprefix(PREFIX)
@@ -40,13 +40,13 @@ def refusal(architecture: str, reducer: Chosen) -> str | None:
         reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
     if reason:
         return reason + did_you_mean("", [name for name in REDUCERS.names() if _serves(family, name)])
-    if "query" not in FAMILIES.constant(family, "SIGNALS") and getattr(reducer.options, "text_pivots", False):
+    if "query" not in FAMILIES.constant(family, "SIGNALS") and reducer.options.text_pivots:
         return f"'{method}' takes pivots from the question, which vLLM does not show it; set text_pivots=0"
     return None
 
 
 def served(method: str) -> list[str]:
-    """Families of which vLLM serves models with their tokens reduced by `method`. Imports neither vLLM nor torch."""
+    """List the families whose models vLLM serves with tokens reduced by `method`. Imports neither vLLM nor torch."""
     return [family for family in FAMILIES.names() if _serves(family, method)]
 
 
@@ -55,7 +55,7 @@ def _serves(family: str, method: str) -> bool:
 
 
 def _missing(method: str, family: str) -> str:
-    """What a method needs that the family's model cannot show it: names, or nothing."""
+    """Names of the signals that a method needs and the family's model cannot give it."""
     given = FAMILIES.constant(family, "SIGNALS")
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"

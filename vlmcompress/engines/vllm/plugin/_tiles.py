@@ -1,4 +1,4 @@
-"""What the families share that cut an image into square tiles with text between them, each reduced on its own."""
+"""Shared code of families that cut an image into square tiles with text between them, each reduced on its own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from vlmcompress.reduction.units import tile
 
 
 class TiledInfo(ReducedInfo):
-    """Put before a family's processing info."""
+    """Mixin of a processing info, put before the family's class."""
 
     def tile(self) -> tuple[int, int]:
-        """How many tokens a tile has, and how many of them are kept."""
+        """Number of tokens that a tile has, and number of them that are kept."""
         grid = tile(self.get_hf_config())  # type: ignore[attr-defined]
         return math.prod(grid), self.reducer.count(grid)
 
 
 class TiledProcessor(ReducedProcessor):
-    """Put before a family's processor: as many tokens of each tile as are kept."""
+    """Mixin of a processor, put before the family's class: a placeholder for each kept token of a tile."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        """The text between tiles, and the first tokens of each."""
+        """Keep of vLLM's placeholders the text between tiles and the first tokens of each tile."""
         content = update.resolve(number).content
         visual = content.is_embed(content.full)
         full, kept = self.info.tile()
@@ -39,18 +39,18 @@ class TiledProcessor(ReducedProcessor):
 
 
 class TiledImages(OriginalPositions, PlainRope):
-    """Put before a family's model: what becomes of each tile behind the projector is reduced."""
+    """Mixin of a model, put before the family's class: reduces the tokens of each tile behind the projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.grid = tile(vllm_config.model_config.hf_config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """The text between tiles stands where it does without a reducer, all rows of a tile where it begins."""
+        """Positions of an image: text between tiles as without a reducer, all rows of a tile at its first position."""
         place = feature.mm_position
         visual = np.ones(place.length, bool) if place.is_embed is None else place.is_embed.numpy()
         kept = self.reducer.count(self.grid)
-        last = visual & (visual.cumsum() % kept == 0)  # of each tile
+        last = visual & (visual.cumsum() % kept == 0)  # the last token of each tile
         steps = np.where(visual, last * math.prod(self.grid), 1)
         ends = steps.cumsum()
         return np.broadcast_to(ends - steps, (DIMS, place.length)), int(ends[-1])
@@ -60,7 +60,7 @@ class TiledImages(OriginalPositions, PlainRope):
         return tuple(self._reduced(rows) for rows in images)
 
     def _reduced(self, rows: Tensor) -> Tensor:
-        """What is left of the tiles `rows [tiles * n, d]` of one image, with the rows' places in their tiles."""
+        """Reduce the tiles `rows [tiles * n, d]` of one image; returns the rows left with their places in their tiles."""
         parts = []
         for own in rows.split(math.prod(self.grid)):
             result = self.reducer.reduce(self.grid, own)
@@ -68,11 +68,11 @@ class TiledImages(OriginalPositions, PlainRope):
         return torch.cat(parts)
 
     def get_encoder_cudagraph_config(self) -> Any:
-        """None of the modalities: recorded graphs would bypass the reducer."""
+        """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Tokens in encoder and projector, which see full tiles."""
+        """Numbers of tokens in encoder and projector, which get full tiles."""
         num_mm_embeds = num_mm_embeds // self.reducer.count(self.grid) * math.prod(self.grid)
         return super().get_mm_lora_token_counts(  # type: ignore[misc]
             modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds

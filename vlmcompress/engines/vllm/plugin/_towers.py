@@ -1,9 +1,9 @@
-"""Qwen towers on some of an image's tokens: what a reducer drops by its pixels never enters the encoder.
+"""Run Qwen towers on some of an image's tokens: tokens that a reducer drops by their pixels never enter the encoder.
 
-Which tokens those are is decided where the processor has the pixels, before the prompt's length is known; the choice goes
-with the image. What vLLM's towers derive from an image's grid (rotary and learnt positions, windows, the lengths of
-attention) they also take as an argument; of the full grid it is computed by their own functions, and the kept patches'
-part of that is handed in.
+The tokens are chosen where the processor has the pixels, before the prompt's length is known; the choice goes with the
+image. vLLM's towers also take as arguments what they derive from an image's grid (rotary and learnt positions, windows,
+the lengths of attention); it is computed for the full grid by their own functions, and the part of the kept patches is
+handed in.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._reducer import Reducer
+from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.reduction.pixels import signals
 
 
-def choose(reducer: Reducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
-    """Which tokens of all images are kept, `[tokens]` bool.
+def choose(reducer: ServedReducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
+    """Choose the tokens that are kept of all images, `[tokens]` bool.
 
     Args:
-        images_of: the image processor, and what it made of the images:
+        images_of: the image processor, which made the other two arguments.
         pixel_values: `[patches, d]`, or the levels 0 to 255 themselves where the model normalizes them.
         grids: `[images, 3]`, frames, rows and columns of patches.
     """
@@ -32,11 +32,11 @@ def choose(reducer: Reducer, images_of: Any, pixel_values: Tensor, grids: Tensor
 
 
 def encode(tower: Any, pixel_values: Tensor, grids: Sequence[Sequence[int]], kept: Tensor) -> Tensor:
-    """`[m, d]`: the tower's output for the `m` tokens that are kept of all images.
+    """Run the tower on the `m` tokens that are kept of all images; returns its output `[m, d]`.
 
     Args:
-        tower: of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
-        pixel_values: `[patches, d]` of all of them.
+        tower: the tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
+        pixel_values: `[patches, d]` of all images.
         grids: frames, rows and columns of patches, of each image.
         kept: `[tokens]` bool on the CPU, at least one of each frame.
     """
@@ -54,7 +54,7 @@ def encode(tower: Any, pixel_values: Tensor, grids: Sequence[Sequence[int]], kep
 
 
 def _windows(tower: Any, full: dict[str, Tensor], grids: Sequence[Sequence[int]], kept: Tensor) -> dict[str, Any]:
-    """Of Qwen2.5-VL, which brings tokens into the order of their windows first."""
+    """Arguments of Qwen2.5-VL's tower, which brings tokens into the order of their windows first."""
     order = full["window_index"].cpu()
     inside = kept[order]
     index = (kept.cumsum(0) - 1)[order[inside]]
@@ -71,7 +71,7 @@ def _windows(tower: Any, full: dict[str, Tensor], grids: Sequence[Sequence[int]]
 
 
 def _left(ends: np.ndarray, patches: Tensor) -> np.ndarray:
-    """Cumulative lengths `[parts + 1]` of sequences of which only `patches [n]` is left; those with nothing left are gone."""
+    """Cumulative lengths `[parts + 1]` of sequences of which only `patches [n]` are left; empty sequences are dropped."""
     counts = np.append(0, patches.numpy().cumsum(dtype=np.int32))
     return np.unique(counts[ends]).astype(np.int32)
 

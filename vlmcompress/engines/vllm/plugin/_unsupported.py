@@ -1,4 +1,4 @@
-"""What stands for every family in a vLLM that this plugin was not made for: says so when a reduced checkpoint is loaded."""
+"""Stand-in for every family in a vLLM that this plugin was not made for; loading a reduced checkpoint then says so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def message() -> str:
-    """Which versions would do."""
+    """The error's message, which names the versions of vLLM that are supported."""
     import vllm
 
     from vlmcompress.engines.vllm.plugin._serves import BELOW, LEAST
@@ -21,7 +21,7 @@ def message() -> str:
 
 
 class Unsupported(nn.Module):
-    """Passes for a language model as far as its methods' names go, and cannot be made."""
+    """A class with the method names of a language model, which raises an error when it is made."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         raise ValueError(message())

@@ -1,8 +1,8 @@
 """InternVL (transformers' form of it): tiles one behind the other, then the whole image as one more; a video is one grid.
 
-A video's frames have text between them. How many tokens each frame keeps is not known when the prompt is made, so where
-that text stands is not, either: the prompt has one run of placeholders for all of a video, which the encoder's output fills
-with both.
+A video's frames have text between them. The number of tokens that each frame keeps, and so the place of that text, is not
+known when the prompt is made: the prompt has one run of placeholders for all of a video, which the encoder's output fills
+with visual tokens and text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VIDEOS = True
 
 
 def script(processor: Any, frames: int, tokens: int) -> list[int]:
-    """Ids of what stands for a video in the prompt, with so many visual tokens for each frame."""
+    """Token ids of a video in the prompt, text included, with `tokens` visual ones for each frame."""
     start, end, visual = processor.start_image_token, processor.end_image_token, processor.video_token * tokens
     text = "\n".join(f"Frame{number + 1}: {start}{visual}{end}" for number in range(frames))
     ids: list[int] = processor.tokenizer.encode(text, add_special_tokens=False)
@@ -45,7 +45,7 @@ def script(processor: Any, frames: int, tokens: int) -> list[int]:
 
 
 class Info(TiledInfo, InternS1ProcessingInfo):
-    """vLLM's, with the counts of reduced images and videos."""
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def film(self, frames: int) -> Grid:
         """The grid of a video's tokens."""
@@ -53,7 +53,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
         return frames, rows, columns
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """As many as fit beside the largest images: what is kept into the prompt, all of it into the model's positions."""
+        """The most frames beside the largest images: kept tokens must fit the prompt, all tokens the model's positions."""
         full, kept = self.tile()
         images, videos = mm_counts.get("image", 0), max(mm_counts.get("video", 0), 1)
         image, processor = self.get_max_image_tokens(), self.get_hf_processor()
@@ -69,10 +69,10 @@ class Info(TiledInfo, InternS1ProcessingInfo):
 
 
 class Processor(TiledProcessor, InternS1MultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        """Of an image as of other tiles; for a video as many as it has tokens, text among them."""
+        """Shorten an image's placeholders as other tiles'; a video has one for each of its tokens, text included."""
         if update.modality == "image":
             return super()._shortened(update, number, mm_items, out_mm_kwargs)
         content, (visual,) = update.resolve(number).content, update.target
@@ -84,7 +84,7 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=InternS1DummyInputsBuilder)
 class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer behind the projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -93,7 +93,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         self._processor: Any = cached_processor_from_config(vllm_config.model_config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """All tokens of a video, text between frames among them, begin where it begins."""
+        """Positions of a video: all its tokens, text between frames included, begin at its first position."""
         if feature.modality == "image":
             return super().span(feature)
         grid, tokens = self._film(feature.data["video_num_patches"].data), feature.mm_position.length
@@ -110,7 +110,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         return tuple(self._with_text(rows, self._film(count)) for rows, count in zip(items, frames, strict=True))
 
     def _with_text(self, rows: Tensor, grid: Grid) -> Tensor:
-        """What is left of a video's tokens `rows [n, d]`, with the text around its frames and places."""
+        """Reduce a video's tokens `rows [n, d]`; returns those left, with the text around its frames, and their places."""
         ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)), device=rows.device)
         visual: Any = ids == self.video_context_token_id
         every = rows.new_zeros(len(ids), rows.shape[1])

@@ -16,7 +16,7 @@ from vllm.model_executor.models.llava import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
-from vlmcompress.engines.vllm.plugin._encoder import Merging, Scan, grid_of
+from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction.support import needs_encoder
@@ -26,25 +26,25 @@ SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads"
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's processing info of the family, with the counts of reduced images."""
 
 
 class Processor(LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalGeneration):
-    """vLLM's, with a reducer in its encoder, before its projector or behind it."""
+    """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         method, options = self.reducer.chosen.module, self.reducer.chosen.options
         self._merging = self._scan = None
-        self._counts: list[int] | None = None  # of the images at hand
+        self._counts: list[int] | None = None  # counts of the images being encoded
         tower: Any = self.vision_tower
         if hasattr(method, "merge"):
-            self._merging = Merging(tower.vision_model.encoder.layers, self.reducer)
+            self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer)
         elif needs_encoder(method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
@@ -54,7 +54,7 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         return side, side
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """vLLM's."""
+        """Encode, reduce and project images."""
         self._counts = counts_of(kwargs)
         return super().embed_multimodal(**kwargs)
 
@@ -74,6 +74,6 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         return self._reduced(rows, [image.shape[-2:] for image in pixels], signals.__getitem__)
 
     def _projected(self, features: Tensor, found: Sequence[Reduction]) -> tuple[Tensor, ...]:
-        """`features [images, rows, c]`, reduced already, behind the projector and with their places."""
+        """Project `features [images, rows, c]`, which are reduced already; returns rows with their places."""
         images = zip(self.multi_modal_projector(features), found, strict=True)
         return tuple(self._placed(rows[: len(one.anchor)], one) for rows, one in images)

@@ -19,16 +19,16 @@ SIGNALS = ("features", "query", "ahead")
 
 
 class Info(LlavaInfo, LlavaNextProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's processing info of the family, with the counts of reduced images."""
 
 
 class Processor(LlavaProcessor, LlavaNextMultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class VlmcompressLlavaNextForConditionalGeneration(LlavaShaped, LlavaNextForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer behind the projector."""
 
     def _process_image_input(self, image_input: Any) -> Any:
         return self._reduced(super()._process_image_input(image_input), image_input["image_sizes"].tolist())

@@ -36,20 +36,20 @@ def film(config: Any, frames: int) -> Grid:
 
 
 class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
-    """vLLM's, with the counts of reduced images and videos."""
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """No videos where the question decides."""
+        """Return vLLM's limits, without videos where the question decides."""
         return {"image": None, "video": 0 if self.reducer.chosen.asks else None}
 
     def get_num_video_tokens(self, *, image_width: int, image_height: int, num_frames: int) -> int:
-        """How many tokens stand for a video in the prompt."""
+        """Number of placeholders of a video in the prompt."""
         return self.reducer.count(film(self.get_hf_config(), num_frames)) + 1
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """As many as fit: what is kept into the prompt, all of it, beside the largest images, into the model's positions.
+        """The most frames: kept tokens must fit the prompt, and all tokens, beside the largest images, the model's positions.
 
-        No more than vLLM measures memory with.
+        There are no more than vLLM measures memory with.
         """
         size, videos = self.get_image_size_with_most_features(), max(mm_counts.get("video", 0), 1)
         images = mm_counts.get("image", 0) * self.layout(size.width, size.height).tokens
@@ -63,7 +63,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return frames
 
     def positions(self, modality: str, items: Any, number: int) -> int:
-        """How many tokens item `number` of `items` has before it is reduced."""
+        """Number of tokens that item `number` of `items` has before it is reduced."""
         if modality == "image":
             return super().positions(modality, items, number)
         return math.prod(film(self.get_hf_config(), items.get_num_frames(number))) + 1
@@ -78,7 +78,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return max(sizes, key=lambda size: self.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        """vLLM's own is one size for all checkpoints, which others, or newlines that are all kept, exceed."""
+        """The size of image with the most tokens; vLLM's one size for all checkpoints is exceeded by others, or by newlines."""
         return self._largest
 
 
@@ -91,15 +91,15 @@ def fitting(height: int, width: int, patch: float) -> Iterator[ImageSize]:
 
 
 class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaOnevisionDummyInputsBuilder)
 class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevisionForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector and the pooling."""
+    """vLLM's model of the family, with a reducer behind the projector and the pooling."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Places come with the rows; behind them is text, as far on as without a reducer."""
+        """Positions of an image or video: places come with its rows; text goes on as far behind as without a reducer."""
         if feature.modality == "image":
             return super().span(feature)
         grid = film(self.config, len(feature.data["pixel_values_videos"].data))

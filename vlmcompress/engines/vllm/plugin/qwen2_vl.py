@@ -18,15 +18,15 @@ VIDEOS = True
 
 
 class Info(QwenInfo, Qwen2VLProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's processing info of the family, with the counts of reduced images."""
 
 
 class Processor(QwenProcessor, Qwen2VLMultiModalProcessor):
-    """vLLM's, with as many placeholders as tokens are kept."""
+    """vLLM's processor of the family, with a placeholder for each kept token."""
 
 
 class Dummies(QwenDummies, Qwen2VLDummyInputsBuilder):
-    """vLLM's, that no reducer makes shorter than they can be."""
+    """vLLM's dummy inputs of the family, with images of which pixel reducers drop nothing."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)

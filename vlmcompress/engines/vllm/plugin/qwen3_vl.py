@@ -1,7 +1,7 @@
 """Qwen3-VL: deepstack features follow their tokens, and a video's timestamps stay between what is left of its frames.
 
-How many tokens each frame keeps is not known when the prompt is made, so where its timestamps stand is not, either. The
-prompt has one run of placeholders for all of a video, text and marks included; the encoder's output fills it with both.
+The number of tokens that each frame keeps, and so the place of its timestamp, is not known when the prompt is made. The
+prompt has one run of placeholders for all of a video, text and marks included, which the encoder's output fills.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ VIDEOS = True
 
 
 class Info(QwenInfo, Qwen3VLProcessingInfo):
-    """vLLM's, with the counts of reduced images and videos."""
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
-        """Timestamps are among them."""
+        """The most tokens of a video, timestamps included."""
         tokens, video = super().get_max_video_tokens(seq_len, mm_counts), self.get_video_processor()
         mark = self.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
         frames = video.max_frames // video.temporal_patch_size
@@ -42,10 +42,10 @@ class Info(QwenInfo, Qwen3VLProcessingInfo):
 
 
 class Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
-    """vLLM's, with as many placeholders as tokens are kept."""
+    """vLLM's processor of the family, with a placeholder for each kept token."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Of an image's placeholders the first; for a video as many as it has tokens, text among them."""
+        """Keep an image's first placeholders; a video has one for each of its tokens, text included."""
         if isinstance(full, list):
             return super()._placeholders(full, grid, pace)
         visual = self.info.get_hf_config().video_token_id
@@ -54,12 +54,12 @@ class Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
 
 
 def _sides(grid: Grid) -> int:
-    """Positions that the frames of a video take up, without the text between them."""
+    """Number of positions that the frames of a video take up, without the text between them."""
     return grid[0] * max(grid[1:])
 
 
 class Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
-    """vLLM's, that no reducer makes shorter than they can be."""
+    """vLLM's dummy inputs of the family, with images of which pixel reducers drop nothing."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
@@ -67,7 +67,7 @@ class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen, Qwen3VLForConditio
     """vLLM's Qwen3-VL with a reducer behind its encoder; it sees the last layer's features, not deepstack's."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """All tokens of an image or video, text between frames among them, begin where it begins."""
+        """Positions of an image or video: all its tokens, text between frames included, begin at its first position."""
         starts, end = super().span(feature)
         if feature.modality == "video":
             grid = grid_of(feature.data["video_grid_thw"].data, self.config)
@@ -83,7 +83,7 @@ class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen, Qwen3VLForConditio
         )
 
     def _with_text(self, rows: Tensor, grid: Grid, times: list[float]) -> Tensor:
-        """What is left of a video's tokens `rows [n, d]`, between the marks and `times` of its frames, with places."""
+        """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
         kept, where = unpack(self.reduced(rows, grid))
         config, frame = self.config, where[:, 0]
         ids = Qwen3VLMultiModalProcessor.get_video_repl(

@@ -13,13 +13,13 @@ SIGNALS = ("features",)
 
 
 class Info(TiledInfo, SmolVLMProcessingInfo):
-    """vLLM's, with the counts of reduced images."""
+    """vLLM's processing info of the family, with the counts of reduced images."""
 
 
 class Processor(TiledProcessor, Idefics3MultiModalProcessor):
-    """vLLM's, with cache keys of the reducer's own."""
+    """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
 class VlmcompressSmolVLMForConditionalGeneration(TiledImages, SmolVLMForConditionalGeneration):
-    """vLLM's, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer behind the projector."""

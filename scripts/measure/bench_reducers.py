@@ -1,0 +1,207 @@
+#!/usr/bin/env python
+"""Accuracy of the demo models with every visual-token reducer, by family of question and share of the tokens kept.
+
+    scripts/measure/bench_reducers.py --split validation --per-family 30  try it
+    scripts/measure/bench_reducers.py                         all of it; goes on from ROWS
+    scripts/measure/bench_reducers.py --summarise             figures of what there is so far
+    scripts/measure/bench_reducers.py --speed 3               prefill time and cache (`reducers_speed.py`), three rounds
+    scripts/measure/bench_reducers.py --render --plot FILE.svg  the docs' tables and the curves, from eval/reducers.json
+
+Figures go to eval/reducers.json. All questions of the split that have images are asked (text-only prompts pass a reducer
+untouched), greedily, by `reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is
+fixed, or learnt for a share as DyMU's thresholds are from the calibration split, are asked at five shares; those that decide
+the count themselves at settings of their own, and their share is what they kept on average. `random` is asked with several
+seeds. Where a default does not fit models this small, it is scaled before anything is measured: VScan's shallow layer to a
+quarter of the encoder and its window to a third of the grid; FastV and DART also one layer earlier than published, as layer 2
+is half of these models. DART on projected tokens is asked with 16 pivots, too, which the validation split prefers to the
+published 4. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import reduced_answers
+import reducers_plot
+import reducers_speed
+import reducers_table
+import torch
+from reduced_answers import Asker
+
+from vlmcompress import models
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.data import Sample, bundled, encode, load_samples
+from vlmcompress.recipe.reducer import ReducerChoice, choose
+from vlmcompress.reduction import refusal
+from vlmcompress.reduction.learning import learn
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "eval" / "demo"
+RESULTS = ROOT / "eval" / "reducers.json"
+MODELS = ("demo-llava", "demo-qwen")
+SHARES = (0.5, 0.25, 1 / 9, 0.75, 1 / 3)  # the most asked for first
+SEEDS = 5
+CALIBRATION = 128  # samples that DyMU's thresholds are learnt from
+AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
+    "uniform": [{}],
+    "random": [{"seed": seed} for seed in range(SEEDS)],
+    "dart": [{}, {"text_pivots": 4}, {"pivots": 16}],
+    "divprune": [{}],
+    "fastv": [{}, {"layer": 1}],
+    "dart-llm": [{}, {"layer": 1}],
+    "relevance": [{}],
+    "surrogate": [{}, {"rule": "dart"}],
+    "visionzip": [{}],
+    "vscan": [{"shallow": 1, "window": 3}],
+    "tome": [{}],
+    "dymu": [{}],
+}
+OWN_COUNT: dict[str, list[dict[str, Any]]] = {
+    "pixelprune": [{"tolerance": tolerance} for tolerance in (0, 8, 16, 32, 64)],
+    "dyrate": [{"factor": factor} for factor in (4.0, 2.0, 1.0, 0.5)],
+    "litevlm": [{"keep": 0.5}],
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A reducer, or none; `group`: the name of its row of the table, without share and seed."""
+
+    chosen: ReducerChoice | None
+    group: str
+
+    @property
+    def key(self) -> str:
+        return str(self.chosen or "full")
+
+
+def settings() -> list[Setting]:
+    """List all settings, the most useful ones first (`_later`)."""
+    found = [Setting(None, "full")]
+    for share in SHARES:
+        for method, variants in AT_SHARES.items():
+            for options in variants:
+                shown = {} if method in ("random", "vscan") else options
+                found.append(Setting(choose(method, {"keep": share, **options}, "setting"), _group(method, shown)))
+        if share == SHARES[0]:
+            for method, variants in OWN_COUNT.items():
+                found += [Setting(choose(method, options, "setting"), method) for options in variants]
+    return sorted(found, key=_later)
+
+
+def _later(setting: Setting) -> bool:
+    """Whether a setting comes later: further seeds, and variants at other than the first two shares."""
+    if setting.chosen is None or setting.chosen.method in OWN_COUNT:
+        return False
+    variant = setting.group != setting.chosen.method and setting.chosen.options.keep not in SHARES[:2]
+    return variant or getattr(setting.chosen.options, "seed", 0) > 1
+
+
+def _group(method: str, options: dict[str, Any]) -> str:
+    return " ".join([method, *(f"{name}={value}" for name, value in options.items())])
+
+
+def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
+    """Choose the first `per_family` questions of each family with images, all for None."""
+    found, counts = [], dict[str | None, int]()
+    for sample in load_samples(bundled(DEMO / model, split), samples=None, seed=0, check_images=False):
+        counts[sample.family] = 1 + counts.get(sample.family, 0)
+        if sample.images and (per_family is None or counts[sample.family] <= per_family):
+            found.append(sample)
+    return found
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Append a row for every setting that ROWS lacks and that the models take."""
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    done = {(row["model"], row["reduce"]) for row in reducers_table.rows(args.rows, args.split, args.per_family)}
+    askers: dict[str, Asker] = {}
+    for setting in settings():
+        for model in args.models:
+            if (model, setting.key) in done:
+                continue
+            if model not in askers:
+                vlm = models.load(DEMO / model)
+                asked = reduced_answers.prepare(vlm, samples(model, args.split, args.per_family))
+                askers[model] = Asker(vlm, asked)
+            if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
+                continue
+            start = time.process_time()
+            row = describe(askers[model], setting, model) | {"seconds": round(time.process_time() - start, 1)}
+            row = {"model": model, "split": args.split, "per_family": args.per_family} | row
+            with args.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            shown = f"{100 * row['exact'].count('1') / len(row['exact']):.2f}% of {row['after'] / row['before']:.3f}"
+            print(f"{time.strftime('%H:%M:%S')} {model} {setting.key}: {shown}", file=sys.stderr, flush=True)
+
+
+def describe(asker: Asker, setting: Setting, model: str) -> dict[str, Any]:
+    """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
+    rows that the caches of all blocks hold."""
+    chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
+    if chosen and chosen.method == "dymu":
+        learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
+        chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
+    found = asker.ask(chosen)
+    kept = float(found.after.sum() / found.before.sum())
+    whole = chosen.options.layer if chosen and chosen.module.STAGE == "llm" else 0  # blocks that see everything
+    row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
+    if chosen:
+        row |= {"method": chosen.method, "options": dataclasses.asdict(chosen.options), "stage": chosen.module.STAGE}
+        row["seed"] = getattr(chosen.options, "seed", 0)
+        if chosen.module.COUNT == "adaptive":
+            shares = (found.after / found.before).double()
+            row["spread"] = shares.quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1]).double()).tolist()
+    row |= {"before": int(found.before.sum()), "after": int(found.after.sum())}
+    row["cached"] = (whole + (layers - whole) * kept) / layers
+    return row | {"exact": "".join(map(str, found.exact.int().tolist()))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows", type=Path, default=Path("out/reducers.jsonl"), help="where answers are kept, a row a setting"
+    )
+    parser.add_argument("--split", choices=("validation", "test"), default="test")
+    parser.add_argument("--per-family", type=int, help="questions of each of the nine families; default: all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--speed", type=int, metavar="ROUNDS", help="measure prefill time and cache instead")
+    parser.add_argument("--layers", type=int, default=28, help="decoder blocks of the models for --speed")
+    parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
+    parser.add_argument("--render", action="store_true", help="print the docs' tables of RESULTS")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves of RESULTS")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    quiet_libraries()
+    torch.set_num_threads(1)
+    known = json.loads(args.results.read_text()) if args.results.exists() else {}
+    if args.speed:
+        known["speed"] = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers)
+    elif args.summarise or not (args.render or args.plot):
+        if not args.summarise:
+            measure(args)
+        asked = {model: samples(model, args.split, args.per_family) for model in args.models}
+        found = reducers_table.summarise(reducers_table.rows(args.rows, args.split, args.per_family), asked)
+        known = found | {name: value for name, value in known.items() if name == "speed"}
+    args.results.write_text(reducers_table.dump(known))
+    found = known
+    if args.plot:
+        args.plot.write_text(reducers_plot.draw(found))
+    print(reducers_table.render(found))
+    print(json.dumps(found["findings"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Send one burst of `scripts/measure/bench_serving.py` to a running server, check it, and measure."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving_model import SIDE, Variant
+from watching import watching
+
+from vlmcompress.bench import client, counters, measure, memory
+from vlmcompress.bench.load import Load
+from vlmcompress.bench.prompts import Prompts
+from vlmcompress.engines.vllm.launch import Server
+from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse as parse_reducer
+from vlmcompress.results import State
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One burst: `clients` ask about `images` different images, each `repeats` times, for `tokens` tokens a request."""
+
+    clients: int
+    images: int
+    repeats: int
+    tokens: int
+
+
+LOADS = {"latency": Traffic(1, 8, 1, 4), "load": Traffic(12, 12, 1, 16), "again": Traffic(4, 4, 3, 16)}
+FIRST = {"latency": 1, "load": 10**4, "again": 0}  # number of a kind's first burst: no two kinds share an image
+WAKING = itertools.count(10**6)  # numbers of images that are not measured
+WARM_UP = LOADS["again"].images  # requests to a server that has just started
+LOOK = 0.5  # seconds between two looks at how many requests are running
+
+
+def state(group: str) -> State:
+    """State of the caches in a group: cold or warm."""
+    return "warm" if group == "warm" else "cold"
+
+
+@contextlib.contextmanager
+def most_running(running: Server) -> Iterator[list[float]]:
+    """Within the context, a list whose only entry is the most requests seen running on the server at once."""
+    most = [0.0]
+
+    def look() -> None:
+        found = [float(value) for name, _, value in counters.exposed(running) if name == "vllm:num_requests_running"]
+        most[0] = max(most[0], *found)
+
+    with watching(look, LOOK):
+        yield most
+
+
+def burst(
+    running: Server, prompts: Prompts, group: str, variant: Variant, folder: Path, kind: str, turn: int
+) -> dict[str, Any]:
+    """Send a burst, after a request that is not measured, and check it; returns its part of a row."""
+    load = LOADS[kind]
+    distinct = prompts.burst(FIRST[kind] + (0 if group == "warm" else turn), load.images)
+    bodies = [client.encode(running.name, messages, load.tokens) for messages in distinct]
+    warm_up(running, prompts, group, 1)
+    before = counters.counters(running)
+    with most_running(running) as most:
+        outcomes, seconds = client.send(running.url, bodies * load.repeats, Load("closed", load.clients))
+    check(group, variant, outcomes, counters.counters(running), before, kind)
+    run = measure.serve_run(
+        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, media_hits=0
+    )  # neither side nor state is used here
+    return {
+        "clients": load.clients,
+        "most_running": most[0],
+        "visual_tokens": outcomes[0].visual_tokens,
+        "cached": sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes),
+        "request_throughput": measure.figures(run)["request_throughput"],
+        "ttft_ms": run.ttft_ms,
+        "e2e_ms": run.e2e_ms,
+        "fits": fits(folder, outcomes, counters.cache_config(running)),
+    }
+
+
+def warm_up(running: Server, prompts: Prompts, group: str, count: int) -> None:
+    """Send requests that are not measured: of images that don't come again, or (warm) of those that will."""
+    serials = range(count) if group == "warm" else itertools.islice(WAKING, count)
+    distinct = [prompts.burst(serial, 1)[0] for serial in serials]
+    bodies = [client.encode(running.name, messages, LOADS["load"].tokens) for messages in distinct]
+    outcomes, _ = client.send(running.url, bodies, Load("closed", 2))
+    if bad := [outcome.error for outcome in outcomes if outcome.error]:
+        raise UserError(f"{running.name} could not answer: {bad[0]}")
+
+
+def check(
+    group: str,
+    variant: Variant,
+    outcomes: Sequence[client.Outcome],
+    after: counters.Counters,
+    before: counters.Counters,
+    kind: str,
+) -> None:
+    """Check the work of a burst: every request answered, in full, with as many visual tokens as the reducer leaves, and
+    nothing or (warm) something from a cache."""
+    tokens, kept = LOADS[kind].tokens, visual_tokens(variant)
+    for outcome in outcomes:
+        if outcome.error or outcome.output_tokens != tokens or outcome.visual_tokens != kept:
+            raise UserError(
+                f"{group} {variant}: {outcome.error or 'no error'}, {outcome.output_tokens} of {tokens} tokens, "
+                f"{outcome.visual_tokens} of {kept} visual tokens"
+            )
+    hits = (after.prefix_hits - before.prefix_hits, after.media_hits - before.media_hits)
+    if state(group) == "cold" and (any(hits) or any(outcome.cached_tokens for outcome in outcomes)):
+        raise UserError(f"{group} {variant}: a cold run took {hits[0]:g} tokens and {hits[1]:g} images from a cache")
+    if state(group) == "warm" and not all(hits):
+        raise UserError(f"{group} {variant}: a warm run found nothing in a cache")
+
+
+def visual_tokens(variant: Variant) -> int:
+    """Number of visual tokens that an image keeps in a variant."""
+    if not variant.reduce:
+        return SIDE * SIDE
+    chosen = parse_reducer(variant.reduce)
+    return chosen.module.budget((1, SIDE, SIDE), chosen.options)
+
+
+def fits(folder: Path, outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:
+    """Number of requests like these that the KV cache holds at once."""
+    config = json.loads((folder / "config.json").read_text())
+    per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
+    assert per_token
+    longest = max(outcome.prompt_tokens + outcome.output_tokens for outcome in outcomes)
+    return memory.memory(0, per_token, longest, cache).max_concurrency

@@ -1,0 +1,137 @@
+"""Compute figures and tables from the output of `bench_serving.py`: for each group `rows` and when they were measured.
+
+A figure of a variant is its median over the turns (TTFT: its percentile over the requests of all turns); a ratio is the median
+over turns of that to the group's first variant, the full model in BF16, in the same turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+FULL, SURROGATE, BESIDE = "bf16 full", "bf16 surrogate:1/4", "bf16 dart:1/4"
+ABOUT = ("created", "version", "machine", "layers", "seconds")
+TITLES = {
+    "cold": "**Caches off, BF16**",
+    "quantized": "**Caches off, quantized**; ratios are to BF16 with all tokens",
+    "warm": "**Caches on, BF16, everything asked before**",
+}
+
+
+def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute `{group: {load: {variant: figures}}}`, the parts of prefill that no reducer saves and that one takes
+    itself, and the cost of the surrogate."""
+    summary: dict[str, Any] = {}
+    for group, record in found.items():
+        for load in dict.fromkeys(row["load"] for row in record["rows"]):
+            own = [row for row in record["rows"] if row["load"] == load]
+            variants = dict.fromkeys(row["variant"] for row in own)
+            summary.setdefault(group, {})[load] = {variant: _figures(own, variant) for variant in variants}
+    about = {group: {name: record[name] for name in ABOUT} for group, record in found.items()}
+    return {"groups": summary, **(_limits(found["cold"], summary["cold"]) if "cold" in found else {}), "about": about}
+
+
+def _figures(rows: Sequence[Row], variant: str) -> dict[str, float]:
+    own = _by_turn(rows, variant)
+    ttft = [value for row in own.values() for value in row["ttft_ms"]]
+    return {
+        "visual_tokens": next(iter(own.values()))["visual_tokens"],
+        "cached": round(median(row["cached"] for row in own.values()), 3),
+        "requests": len(ttft),
+        "clients": next(iter(own.values()))["clients"],
+        "request_throughput": round(median(row["request_throughput"] for row in own.values()), 4),
+        "throughput_ratio": round(_ratio(rows, variant, lambda row: row["request_throughput"]), 3),
+        "ttft_p50_ms": round(float(np.percentile(ttft, 50)), 1),
+        "ttft_p99_ms": round(float(np.percentile(ttft, 99)), 1),
+        "ttft_ratio": round(_ratio(rows, variant, _ttft), 3),
+        "most_running": max(row["most_running"] for row in own.values()),
+        "fits": min(row["fits"] for row in own.values()),
+        "fits_ratio": round(_ratio(rows, variant, lambda row: row["fits"]), 2),
+    }
+
+
+def _by_turn(rows: Sequence[Row], variant: str) -> dict[int, Row]:
+    return {row["turn"]: row for row in rows if row["variant"] == variant}
+
+
+def _ratio(rows: Sequence[Row], variant: str, figure: Callable[[Row], float], to: str = FULL) -> float:
+    other, own = _by_turn(rows, to), _by_turn(rows, variant)
+    return median(figure(own[turn]) / figure(other[turn]) for turn in own)
+
+
+def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute from the cold group the floor's share of the full TTFT, each reducer's own time as a share of the full
+    prefill and of its own model's, and the surrogate's TTFT as a multiple of that of the method beside it."""
+    latency, rows = loads["latency"], [row for row in record["rows"] if row["load"] == "latency"]
+    floor = next(figures for variant, figures in latency.items() if variant.startswith("bf16 uniform:"))
+    own = {
+        reduce: {
+            "ms": round(ms, 2),
+            "of_full": round(ms / latency[FULL]["ttft_p50_ms"], 4),
+            "of_own": round(ms / latency[f"bf16 {reduce}"]["ttft_p50_ms"], 4),
+        }
+        for reduce, ms in record["reducer_ms"].items()
+    }
+    found = {"floor": floor["ttft_ratio"], "reducer": own}
+    return found | ({"surrogate": round(_ratio(rows, SURROGATE, _ttft, BESIDE), 3)} if SURROGATE in latency else {})
+
+
+def _ttft(row: Row) -> float:
+    return median(row["ttft_ms"])
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Render the docs' tables."""
+    summary = summarise(found)
+    parts = [_table(group, loads) for group, loads in summary["groups"].items()]
+    if "floor" in summary:
+        worst = max(share["of_own"] for share in summary["reducer"].values())
+        parts.append(
+            f"With one visual token the time to first token is still {100 * summary['floor']:.0f}% of the full one: no reducer "
+            f"saves that. Reducing takes at most {100 * worst:.1f}% of the reduced model's time to first token."
+        )
+    if "surrogate" in summary:
+        parts.append(
+            "Choosing with two layers of the language model (`surrogate:1/4`, FastV's rule) instead of `dart:1/4` makes it "
+            f"{summary['surrogate']:.2f}x."
+        )
+    return "\n\n".join(parts)
+
+
+def _table(group: str, loads: Mapping[str, Mapping[str, Any]]) -> str:
+    head = ["", "visual tokens"]
+    for load in loads:
+        if load == "latency":
+            head += ["TTFT, one client", "of full"]
+        else:
+            head += ["requests/s", "of full", "TTFT p50", "p99"]
+    warm = "again" in loads
+    head += ["prompt cached"] * warm + ["requests that fit", "of full"]
+    lines = [_title(group, loads), "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for variant in next(iter(loads.values())):
+        cells = [variant, str(next(iter(loads.values()))[variant]["visual_tokens"])]
+        for load, figures in loads.items():
+            own = figures[variant]
+            if load == "latency":
+                cells += [_seconds(own["ttft_p50_ms"]), f"{own['ttft_ratio']:.2f}x"]
+            else:
+                cells += [f"{own['request_throughput']:.2f}", f"{own['throughput_ratio']:.2f}x"]
+                cells += [_seconds(own["ttft_p50_ms"]), _seconds(own["ttft_p99_ms"])]
+        last = list(loads.values())[-1][variant]
+        cells += [f"{100 * last['cached']:.0f}%"] * warm + [f"{last['fits']:.1f}", f"{last['fits_ratio']:.1f}x"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _title(group: str, loads: Mapping[str, Mapping[str, Any]]) -> str:
+    bursts = [next(iter(figures.values())) for figures in loads.values()]
+    clients = (f"{one['requests']} requests of {one['clients']} client{'s' * (one['clients'] > 1)}" for one in bursts)
+    return f"{TITLES[group]} ({', '.join(clients)}):"
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s"

@@ -1,0 +1,50 @@
+"""Run llm-compressor's own GPTQ and AWQ on a decoder as its users do: its modifiers, its pipeline, its defaults.
+
+Only three things are ours: the mappings (the stock ones don't resolve on LLaVA, where names of the vision tower match,
+too), the samples, and the number format, so that results that are compared have as many bits.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.calibration.sequential import run_oneshot
+from vlmcompress.exporters import compressed_tensors
+from vlmcompress.models import VLM
+from vlmcompress.numerics import weight_only
+
+
+@torch.no_grad()
+def run_stock(vlm: VLM, batches: list[dict[str, Tensor]], name: str, bits: int, group_size: int) -> None:
+    """Quantize the decoder of `vlm.model` in place with `gptq` or `awq`, asymmetric.
+
+    The model keeps llm-compressor's wrappers, which round the weights when it runs.
+    """
+    batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # AWQ's loss is of tokens 1
+    groups = models.resolve(vlm.model, vlm.spec)
+    linears = [_exactly(linear) for group in groups for linear in group.linears]
+    config = compressed_tensors.quantization_config([(weight_only(bits, group_size, False), linears)], ignore=[])
+    if name == "gptq":
+        recipe = [GPTQModifier(config_groups=config["config_groups"])]
+    else:
+        mappings = [
+            AWQMapping(_exactly(group.smooth), [_exactly(linear) for linear in group.linears])
+            for group in groups
+            if group.smooth
+        ]
+        recipe = [AWQModifier(mappings=mappings), QuantizationModifier(config_groups=config["config_groups"])]
+    if not torch.accelerator.is_available():  # pinning memory raises where there is nothing to copy to
+        IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None
+    run_oneshot(vlm, batches, recipe, models.layer_class(vlm.model, vlm.spec))
+
+
+def _exactly(name: str | None) -> str:
+    return f"re:^{re.escape(name or '')}$"
