@@ -33,6 +33,7 @@ from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import Attachment, refusal
 from vlmcompress.reduction import attach as _attach
 from vlmcompress.results import Results
+from vlmcompress.statistics.inputs import NEEDS
 
 __all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
 
@@ -67,13 +68,17 @@ def calibrate(
 
     Args:
         recipe: its model, data, seed, reducer and `kv_cache` decide what is collected; its scheme does not.
-        needs: names of the statistics to collect, from `KINDS`; None: all that the data allow.
+        needs: names of the statistics to collect, from `KINDS`; None: `gram`, `absmax` and `absmean`, all that a scheme
+            reads without options. `mbq` and the balances `auto` and `mbq` read `gradient`, too, and `bits.by` luq and
+            qvlm `entropy`.
         resume, overwrite, progress: as in `quantize`.
 
     Raises:
         UserError: bad input; nothing was written.
     """
-    return _calibrate(recipe, needs=needs, resume=resume, overwrite=overwrite, progress=progress)
+    return _calibrate(
+        recipe, needs=NEEDS if needs is None else needs, resume=resume, overwrite=overwrite, progress=progress
+    )
 
 
 def evaluate(

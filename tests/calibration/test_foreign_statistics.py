@@ -19,7 +19,7 @@ from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands.calibrate import STATISTICS
-from vlmcompress.compression.calibrate import KINDS, calibrate, gram_bytes
+from vlmcompress.compression.calibrate import KINDS, calibrate, gram_bytes, needed
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
 from vlmcompress.models import decoder_blocks
@@ -155,7 +155,7 @@ REFUSED = {
     no_folder: r"has no statistics.json; give a folder written by",
     no_json: r"statistics.json is not readable",
     no_blocks: r"statistics.json has no 'blocks'; calibrate again",
-    only_maxima: r"hold absmax and the scheme needs absmean, gram, too",
+    only_maxima: r"hold absmax and the scheme needs absmean, gram, too; calibrate again with --needs absmax,absmean,gram",
     no_ranges: r"no ranges of keys and values; calibrate with --kv-cache fp8",
     other_samples: r"calibrate.samples is 4 and statistics .* with 5; leave it out",
     by_block: r"objective 'block' searches with the model itself",
@@ -190,6 +190,9 @@ def test_refusals(spoiled, capfd, spoil):
     ("more", "message"),
     [
         (["--needs", "gramm"], "--needs: no 'gramm'; did you mean 'gram'?"),
+        (["--for", "gptk"], "--for: no scheme, rule for bits or balance 'gptk'; did you mean 'gptq'?"),
+        (["--for", "rtn,fp8"], "--for rtn,fp8: needs no statistics; quantize without --stats"),
+        (["--for", "gptq", "--needs", "gram"], "not allowed with argument"),
         (["--set", "options.bits=4"], "--set options: no such key of calibrate"),
         (["--set", "calibrate.stats=x"], "no such key of calibrate"),
         (["--samples", "0"], "calibrate.samples is 0"),
@@ -247,3 +250,12 @@ def test_only_statistics_are_overwritten(world, tmp_path):
     calibrate(recipe(world, tmp_path / "other"), needs=("absmax",))
     calibrate(recipe(world, tmp_path / "other"), needs=("absmean",), overwrite=True)
     assert statistics_folder.read(tmp_path / "other").facts["needs"] == ["absmean"]
+
+
+def test_statistics_for_what_will_read_them(world, tmp_path):
+    """`--for` collects what schemes, rules and balances read, together, and nothing else."""
+    command = ["calibrate", str(world / "llava"), "--calib", str(world / "calib.jsonl"), "--samples", "2"]
+    assert cli.main([*command, "-o", str(tmp_path / "stats"), "--for", "int8,auto"]) == 0
+    assert statistics_folder.read(tmp_path / "stats").facts["needs"] == ["absmax", "gradient"]
+    assert needed(["gptq"]) == {"gram"} and needed(["error", "fp8"]) == {"gram"}
+    assert needed(["gptq", "mbq", "luq"]) == {"gram", "absmean", "gradient", "entropy"}

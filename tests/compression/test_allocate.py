@@ -242,7 +242,10 @@ def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
     given["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 4}
     calibrate(resolve(given).recipe, needs={"gram"})
     bare = {"calibrate": {"stats": str(tmp_path / "bare")}}
-    with pytest.raises(UserError, match="bits.by luq needs entropy, which .*bare lacks; calibrate again"):
+    with pytest.raises(
+        UserError,
+        match="needs entropy, which .*bare lacks; calibrate again with --needs entropy,gram",
+    ):
         allocate.planned(plan.build(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
     with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):
         plan.build(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))

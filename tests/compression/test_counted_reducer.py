@@ -67,3 +67,14 @@ def test_virtual_unmerging_is_refused_before_anything_is_read(given, tmp_path):
     given, _ = given
     with pytest.raises(UserError, match="vtu is for evaluation"):
         plan.build(resolve(given | {"reduce": "dymu:0.5,vtu=true", "out": str(tmp_path / "out")}).recipe)
+
+
+def test_samples_to_learn_from_are_not_run_through_the_decoder(given):
+    """Nothing of it is quantized, so that neither the reducer nor a block is called for each of them."""
+    given, folder = given
+    labels: set[str] = set()
+    work = given | {"calibrate": {"data": str(folder / "images")}, "out": str(folder / "learnt")}
+    done = quantize(resolve(work).recipe, progress=lambda label, _done, _total: labels.add(label))
+    assert "thresholds" in labels and not labels & {"calibrating", "reducing visual tokens"}
+    assert done.manifest["calibration"]["samples"] == 5 and done.manifest["calibration"]["prefix"] is None
+    assert not done.manifest["warnings"]

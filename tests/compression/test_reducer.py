@@ -7,9 +7,10 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from tests.kit import tiny
+from tests.kit import calibration_rows, tiny
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.compression import inputs
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
@@ -125,3 +126,16 @@ def test_a_reduced_original_wants_its_reducer_named(models, tmp_path, capsys):
     assert config["vlmcompress"]["reduce"]["method"] == "uniform"
     assert config["architectures"] == ["VlmcompressLlavaForConditionalGeneration"]
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("more", [{}, {"vision": "fp8"}])
+def test_data_that_nothing_reads_are_not_read(models, tmp_path, monkeypatch, more):
+    """No sample is encoded or run where no layer of the language model is quantized; the manifest says so."""
+    calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
+    monkeypatch.setattr(inputs, "encode", lambda *_args, **_more: pytest.fail("samples were encoded"))
+    given = {"reduce": "dart:0.25", "calibrate": {"data": str(tmp_path / "calib.jsonl")}, "out": str(tmp_path / "out")}
+    done = quantize(recipe(models["llava"], **given, **more))
+    assert done.manifest["calibration"] is None
+    assert [line for line in done.manifest["warnings"] if "the calibration data calib.jsonl were not read" in line]
+    with pytest.raises(UserError, match="nowhere"):
+        quantize(recipe(models["llava"], **given | {"calibrate": {"data": "nowhere"}, "out": str(tmp_path / "no")}))

@@ -144,7 +144,7 @@ def test_whole_checkpoints(world, tmp_path):
     assert Gradients.from_dict(json.loads(kept.read_text())) == statistics_folder.read(world / "stats").gradients
     labels = set()
     quantize(again, resume=True, progress=lambda label, _done, _total: labels.add(label))
-    assert "calibrating" in labels and "measuring sensitivity" not in labels
+    assert "calibrating" in labels and "gradients" not in labels
     names = ("model.safetensors", "config.json")
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "again" / n).read_bytes() for n in names)
     quantize(recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "balance": "mbq"}))
@@ -160,15 +160,15 @@ def test_calibrate_goes_on_after_the_pass(world, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         calibrate(work, needs=needs, progress=stop)
     calibrate(work, needs=needs, resume=True, progress=lambda label, _done, _total: labels.add(label))
-    assert "measuring sensitivity" not in labels
+    assert "gradients" not in labels
     assert statistics_folder.read(tmp_path / "stats").gradients == statistics_folder.read(world / "stats").gradients
 
 
 def test_without_answers(world, tmp_path):
-    """All that can be had is collected when nothing is asked for, and what can't is refused when it is."""
+    """What schemes read without options is collected when nothing is asked for; what can't be had is refused when it is."""
     command = ["calibrate", str(world / "model"), "--calib", str(world / "silent.jsonl"), "-o", str(tmp_path / "all")]
     assert cli.main(command) == 0
-    assert "gradient" not in statistics_folder.read(tmp_path / "all").facts["needs"]
+    assert statistics_folder.read(tmp_path / "all").facts["needs"] == ["absmax", "absmean", "gram"]
     work = recipe(world, tmp_path / "asked", data="silent")
     refused(lambda: calibrate(work, needs=("absmax", "gradient")), "no calibration sample has an answer")
     for balance in ("auto", "mbq"):
@@ -183,7 +183,7 @@ def test_statistics_without_gradients_are_refused(world, tmp_path):
     given = given.model_copy(
         update={"calibrate": given.calibrate.model_copy(update={"stats": str(tmp_path / "stats")})}
     )
-    refused(lambda: quantize(given), "the scheme needs gradient, too; calibrate again")
+    refused(lambda: quantize(given), "needs gradient, too; calibrate again with --needs absmax,absmean,gradient,gram")
 
 
 def test_tokens_are_weighed_by_running_the_model(world, tmp_path):

@@ -1,11 +1,13 @@
-"""How much the answer's loss depends on what each linear layer puts out: one backward pass per calibration sample.
+"""How much the answer's loss depends on what each linear layer puts out: a backward pass over each calibration sample.
 
 The loss is the cross entropy of a sample's answer tokens, mean over them, teacher forced. At the output `Y [tokens, out]` of
 every linear layer of the decoder the gradient `dL/dY` is reduced to two numbers per modality: MBQ's mean magnitude (arXiv
 2412.19509) and the mean square, a diagonal of the empirical Fisher information (`statistics.gradients` says what they are
-for). The model is called as a whole, so that it computes its own positions (M-RoPE's too); no parameter gets a gradient, and
-the vision tower no graph. Decoder blocks are checkpointed: what a backward pass keeps is a block's input for each of them and
-the graph of one. Cost: two forward passes and a backward pass that computes no weight gradients, about three forward passes.
+for). Samples of like length run together (`calibration.batching`), each with its own loss, so that the numbers are those of
+samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); no parameter gets
+a gradient, and the vision tower no graph. Decoder blocks are checkpointed: what a backward pass keeps is a block's input for
+each of them and the graph of one. Cost: two forward passes and a backward pass that computes no weight gradients, about three
+forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`calibration.float_products`).
 
 On a machine with an accelerator the model is moved there, and back; one that does not fit is streamed through it module by
 module.
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
+from vlmcompress.calibration.batching import batched, together
+from vlmcompress.calibration.float_products import float_products
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER
@@ -33,6 +37,8 @@ from vlmcompress.statistics.inputs import MODALITIES
 
 NO_ANSWER = "no calibration sample has an answer, and gradients are those of the answer's loss; add answers"
 _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
+_NO_TARGET = -100  # where a token predicts nothing that counts
+_KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
 _ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
@@ -53,33 +59,31 @@ def gradients(
     Raises:
         UserError: no sample has an answer, or a gradient is not finite.
     """
-    answered = [batch for batch in batches if (batch["modality"][:, :-1] == ANSWER).any()]
+    answered = [index for index, batch in enumerate(batches) if (batch["modality"][:, :-1] == ANSWER).any()]
     if not answered:
         raise UserError(NO_ANSWER)
     blocks: list[list[str]] = [[] for _ in models.decoder_layers(vlm.model, vlm.spec)]
     for group in models.resolve(vlm.model, vlm.spec):
         blocks[group.layer] += group.linears
     names = [name for linears in blocks for name in linears]
-    scale = _HALF_SCALE if vlm.model.dtype == torch.float16 else 1.0
-    totals = {name: _Total() for name in names}
-    loss = 0.0
-    with accelerated(vlm.model) as device, _graph(vlm, checkpointed), torch.enable_grad():
-        seen: dict[str, Tensor] = {}
-        mask = torch.empty(0)
-        with contextlib.ExitStack() as hooks:
-            for name in names:
-                watch = _watch(name, seen, lambda: mask)
-                hooks.callback(vlm.model.get_submodule(name).register_forward_hook(watch).remove)
-            for index, batch in enumerate(answered):
-                batch = {key: value.to(device) for key, value in batch.items()}
-                mask = batch["modality"].flatten().long()
-                sample = answer_loss(vlm.model, batch)
-                (sample * scale).backward()
-                _add(totals, seen, mask, scale, index)
-                loss += float(sample.detach()) / len(answered)
-                progress("measuring sensitivity", index + 1, len(answered))
-    channels = {name: len(vlm.model.get_parameter(f"{name}.weight")) for name in names}
-    found = [{name: totals[name].mean(channels[name]) for name in linears} for linears in blocks]
+    totals, scale, loss, done = _Totals(names), _HALF_SCALE if vlm.model.dtype == torch.float16 else 1.0, 0.0, 0
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(accelerated(vlm.model))
+        for context in (_graph(vlm, checkpointed), totals.watching(vlm.model), torch.enable_grad()):
+            stack.enter_context(context)
+        stack.enter_context(float_products(vlm.model))
+        progress("gradients", 0, len(answered))
+        for rows in batched([batches[index] for index in answered]):
+            own = [answered[row] for row in rows]
+            batch = {key: value.to(device) for key, value in together([batches[index] for index in own]).items()}
+            totals.begin(batch["modality"])
+            losses = answer_losses(vlm.model, batch)
+            (losses.sum() * scale).backward()
+            totals.end(scale, own)
+            loss += float(losses.detach().double().sum()) / len(answered)
+            done += len(rows)
+            progress("gradients", done, len(answered))
+    found = [{name: totals.mean(name, vlm.model) for name in linears} for linears in blocks]
     return Gradients(loss, len(answered), found)
 
 
@@ -107,67 +111,92 @@ def kept_sensitivities(
     return sensitivities(kept_gradients(store, vlm, batches, progress), names)
 
 
-def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy in nats of the tokens that one sample's answer tokens predict, the next ones; mean over them."""
+def answer_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of each sample of a batch the cross entropy in nats of the tokens that its answer tokens predict, the next ones.
+
+    Args:
+        batch: as from `encode`, of one sample or several.
+
+    Returns:
+        `[samples]`, each the mean over the sample's answer tokens.
+    """
     inputs = {key: value for key, value in batch.items() if key != "modality"}
-    target = (batch["modality"][0, :-1] == ANSWER).nonzero().squeeze(1)
-    logits = model(**inputs, use_cache=False, logits_to_keep=target).logits[0]
+    answers = batch["modality"][:, :-1] == ANSWER
+    columns = answers.any(0).nonzero().squeeze(1)  # that any sample has an answer in
+    logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return nn.functional.cross_entropy(wide, batch["input_ids"][0, target + 1])
+    target = batch["input_ids"][:, columns + 1].masked_fill(~answers[:, columns], _NO_TARGET)
+    each = nn.functional.cross_entropy(wide.transpose(1, 2), target, ignore_index=_NO_TARGET, reduction="none")
+    return each.sum(1) / answers.sum(1)
 
 
-class _Total:
-    """Sums of one layer over samples, by modality: of sample means of magnitudes, of tokens' squares; samples, tokens."""
+class _Totals:
+    """Sums over samples of what backward passes bring to the outputs of linear layers, by modality.
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(len(MODALITIES), 4, dtype=torch.float64)
+    Attributes:
+        sums: layer -> `[modalities, 4]`: of sample means of magnitudes, of tokens' squares; samples, tokens.
+    """
 
-    def add(self, sums: Tensor, tokens: Tensor) -> None:
-        """Add a sample: `sums [modalities, 2]` of magnitudes and squares over `tokens [modalities]`."""
-        present = tokens > 0
-        magnitude = sums[:, 0] / tokens.clamp_min(1)
-        self.sums += torch.stack([magnitude, sums[:, 1], present, tokens], 1)
+    def __init__(self, names: Sequence[str]) -> None:
+        self.sums = {name: torch.zeros(len(MODALITIES), 4, dtype=torch.float64) for name in names}
+        self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples * kinds, 2]
+        self._codes = torch.empty(0)  # which of these each token adds to
+        self._rows = 0
 
-    def mean(self, channels: int) -> Gradient:
-        """The means, of those modalities that occurred."""
-        rows = {name: row for name, row in zip(MODALITIES, self.sums.tolist(), strict=True) if row[3]}
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Have the gradient at each layer's output reduced to sums over a sample's tokens of a modality."""
+        with contextlib.ExitStack() as hooks:
+            for name in self.sums:
+                hooks.callback(model.get_submodule(name).register_forward_hook(self._watch(name)).remove)
+            yield
+
+    def begin(self, modality: Tensor) -> None:
+        """Tell what the tokens of the next batch are: `modality [samples, tokens]`."""
+        self._rows = len(modality)
+        self._codes = (torch.arange(self._rows, device=modality.device)[:, None] * _KINDS + modality.long()).flatten()
+
+    def end(self, scale: float, indices: Sequence[int]) -> None:
+        """Add what was seen since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
+        if missing := self.sums.keys() - self._seen.keys():
+            raise UserError(
+                f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described"
+            )
+        tokens = self._codes.bincount(minlength=self._rows * _KINDS).cpu().view(-1, _KINDS)[:, 1:]
+        names = list(self._seen)
+        together = torch.stack([self._seen[name].cpu() for name in names]).double()
+        together = together.view(len(names), self._rows, _KINDS, 2) / torch.tensor([scale, scale**2]).double()
+        if not (finite := together.isfinite().all(3).all(2).all(0)).all():
+            index = indices[int(finite.logical_not().nonzero()[0])]
+            raise UserError(
+                f"calibration sample {index}: the gradients of the answer's loss hold NaN or Inf; drop the sample"
+            )
+        for name, sums in zip(names, together[:, :, 1:], strict=True):
+            magnitude = sums[..., 0] / tokens.clamp_min(1)
+            self.sums[name] += torch.stack([magnitude, sums[..., 1], tokens > 0, tokens], 2).sum(0)
+        self._seen.clear()
+
+    def mean(self, name: str, model: nn.Module) -> Gradient:
+        """A layer's means, of those modalities that occurred."""
+        rows = {m: row for m, row in zip(MODALITIES, self.sums[name].tolist(), strict=True) if row[3]}
         return Gradient(
-            channels,
-            {name: row[0] / row[2] for name, row in rows.items()},
-            {name: row[1] / row[3] for name, row in rows.items()},
+            len(model.get_parameter(f"{name}.weight")),
+            {m: row[0] / row[2] for m, row in rows.items()},
+            {m: row[1] / row[3] for m, row in rows.items()},
         )
 
+    def _watch(self, name: str) -> Callable:
+        def reduce(grad: Tensor) -> None:
+            rows = grad.detach().reshape(-1, grad.shape[-1]).float()
+            values = torch.stack([rows.abs().mean(1), rows.square().mean(1)], 1)
+            sums = values.new_zeros(self._rows * _KINDS, 2)
+            self._seen[name] = sums.index_add_(0, self._codes.to(rows.device), values)
 
-def _watch(name: str, seen: dict[str, Tensor], mask: Callable[[], Tensor]) -> Callable:
-    """A forward hook that has the gradient at a layer's output reduced to sums over modalities `[4, 2]` in `seen`."""
+        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(reduce)
 
-    def reduce(grad: Tensor) -> None:
-        rows = grad.detach().reshape(-1, grad.shape[-1]).float()
-        magnitude, square = rows.abs().mean(1), rows.square().mean(1)
-        values = torch.stack([magnitude, square], 1)
-        seen[name] = values.new_zeros(1 + len(MODALITIES), 2).index_add_(0, mask().to(rows.device), values)
-
-    def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(reduce)
-
-    return hook
-
-
-def _add(totals: dict[str, _Total], seen: dict[str, Tensor], mask: Tensor, scale: float, index: int) -> None:
-    """Add a sample to the totals, and forget it."""
-    tokens = mask.bincount(minlength=1 + len(MODALITIES))[1:].cpu()
-    if missing := totals.keys() - seen.keys():
-        raise UserError(f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described")
-    names = list(seen)
-    together = torch.stack([seen[name].cpu() for name in names]).double()
-    if not together.isfinite().all():
-        raise UserError(
-            f"calibration sample {index}: the gradients of the answer's loss hold NaN or Inf; drop the sample"
-        )
-    for name, sums in zip(names, together / torch.tensor([scale, scale**2]).double(), strict=True):
-        totals[name].add(sums[1:], tokens)
-    seen.clear()
+        return hook
 
 
 @contextlib.contextmanager
@@ -177,7 +206,7 @@ def _graph(vlm: VLM, checkpointed: bool) -> Iterator[None]:
     root = blocks[0].register_forward_pre_hook(_begin)
     try:
         for block in blocks if checkpointed else ():
-            block.forward = _checkpointed(block.forward)
+            block.forward = _checkpointed(block.forward, lambda: float_products(vlm.model))
         yield
     finally:
         root.remove()
@@ -189,9 +218,15 @@ def _begin(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return (args[0].detach().requires_grad_(), *args[1:])
 
 
-def _checkpointed(forward: Callable) -> Callable:
+def _checkpointed(forward: Callable, context: Callable[[], contextlib.AbstractContextManager]) -> Callable:
+    """A block's `forward` that runs twice, in `context` both times: a backward pass is in no context of its caller's."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(lambda: forward(*args, **kwargs), use_reentrant=False, preserve_rng_state=False)
+        def inside() -> Any:
+            with context():
+                return forward(*args, **kwargs)
+
+        return checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
 
     return run
 

@@ -29,10 +29,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     _flags.data(parser)
     parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
     _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--for",
+        dest="readers",
+        metavar="A,B",
+        help="collect what these read: schemes, rules that share out bits, balances; e.g. gptq,mbq,luq",
+    )
+    which.add_argument(
         "--needs",
         metavar="A,B",
-        help="of gram (the large one), absmax, absmean, entropy, gradient (only with answers); default: all",
+        help="collect these, of gram (the large one), absmax, absmean, entropy, and gradient (a backward pass over the "
+        "answers); default: gram,absmax,absmean, all that a scheme reads without options",
     )
     parser.add_argument(
         "--set", action="append", metavar="KEY=VALUE", default=[], help="calibrate.max_length or trust_remote_code"
@@ -53,25 +61,26 @@ def run(args: argparse.Namespace) -> Outcome:
     given = _flags.given(args)
     _refuse_foreign(given)
     recipe = resolve(given | {"scheme": "none"}).recipe
-    needs = _needs(args.needs)
-    from vlmcompress.compression.calibrate import calibrate
+    asked = {"needs": _needs(args.needs)} if args.needs else {}
+    from vlmcompress.compression.calibrate import calibrate, needed
+
+    if args.readers:
+        asked = {"needs": needed(args.readers.split(","))}
 
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
-        done = calibrate(recipe, needs=needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = calibrate(recipe, **asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
     return OK, data, text(data)
 
 
-def _needs(text: str | None) -> tuple[str, ...] | None:
-    """The statistics that `--needs` names; None: all that the data have."""
-    if text is None:
-        return None
-    names = tuple(text.split(","))
+def _needs(text: str) -> frozenset[str]:
+    """The statistics that `--needs` names."""
+    names = text.split(",")
     for name in names:
         if name not in STATISTICS:
             raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
-    return names
+    return frozenset(names)
 
 
 def _refuse_foreign(values: dict[str, Any]) -> None:

@@ -97,7 +97,9 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
         for r in plan.rows
     ]
     calibrate = plan.recipe.calibrate
-    data = f"{calibrate.samples} samples" if plan.needs_data or calibrate.data else "no data needed"
+    data = (
+        f"{calibrate.samples} samples" if plan.needs_data or (calibrate.data and plan.reads_data) else "no data needed"
+    )
     if plan.statistics:
         data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
     prefix = {"float": "float: blocks are solved behind unquantized ones", None: "none: nothing is observed"}

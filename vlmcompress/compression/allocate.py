@@ -77,7 +77,8 @@ def decide(
     assert given is not None and bits is not None
     rule = RULES.get(bits.by)
     if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
-        raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; calibrate again")
+        remedy = reuse.remedy(statistics, lacking)
+        raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     errors = predicted(work, statistics, read, progress, rows)
     order = {key: list(own) for key, own in given.sizes.items()}
     candidates = {

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmcompress import models
+from vlmcompress.allocation import REGISTRY as RULES
+from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
@@ -25,20 +27,48 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.text import size
 from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
 from vlmcompress.compression.reducer import settled
-from vlmcompress.errors import UserError
+from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks
+from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
+from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import NEEDS
 
 KINDS = NEEDS | {"entropy", "gradient"}
-"""Names of what can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients
-of the answers' loss (`calibration.gradient_pass`)."""
+"""What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
+answers' loss (`calibration.gradient_pass`)."""
+
+
+def needed(names: Collection[str]) -> frozenset[str]:
+    """Statistics that schemes with their default options, rules that share out bits, and balances read.
+
+    Args:
+        names: of any of these; one that is several (`mbq`, `qvlm`) stands for all.
+
+    Raises:
+        UserError: a name that is none of them, or names that together read nothing.
+    """
+    found: set[str] = set()
+    for name in names:
+        known = {*SCHEMES.names(), *RULES.names(), *BY_GRADIENT}
+        if name not in known:
+            raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, known)}")
+        if name in SCHEMES.names():
+            module = SCHEMES.get(name)
+            found |= Method(module, module.Options()).needs
+        if name in RULES.names():
+            found |= {"gram", *RULES.get(name).NEEDS}
+        if name in BY_GRADIENT:
+            found.add("gradient")
+    if not found:
+        raise UserError(f"--for {','.join(names)}: needs no statistics; quantize without --stats")
+    return frozenset(found)
 
 
 def calibrate(
     recipe: Recipe,
     *,
-    needs: Collection[str] | None = NEEDS,
+    needs: Collection[str] = NEEDS,
     likes: Collection[str] = (),
     resume: bool = False,
     overwrite: bool = False,
@@ -48,7 +78,8 @@ def calibrate(
 
     Args:
         recipe: resolved recipe; its model, data, seed, reducer and `kv_cache` decide what is collected.
-        needs: the statistics to collect, a subset of `KINDS`; None: all that the data allow (gradients need answers).
+        needs: the statistics to collect, a subset of `KINDS`; by default those that every scheme can do with, without
+            options. `entropy` needs scikit-learn, `gradient` answers and a backward pass.
         likes: more of `KINDS`, which are collected only if the data allow it.
         resume: go on after an interrupted run with the same model, data and settings.
         overwrite: replace existing statistics.
@@ -60,7 +91,7 @@ def calibrate(
     assert recipe.out is not None
     source, out = recipe.model, recipe.out
     folders.check(source, out, overwrite=overwrite, mark=NAME)
-    if needs is None or "entropy" in needs:
+    if "entropy" in needs:
         _need_sklearn()
     vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
@@ -69,7 +100,9 @@ def calibrate(
     inputs = whole.behind(reducer, progress)
     vlm, origin = inputs.vlm, inputs.origin
     assert origin is not None
-    needs = _possible(needs, origin["tokens"]) | (_possible(None, origin["tokens"]) & frozenset(likes))
+    if "gradient" in needs and not origin["tokens"]["answer"]:
+        raise UserError(NO_ANSWER)
+    needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
     blocks = decoder_blocks(vlm.model, vlm.spec)
     if "gram" in needs:
         _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
@@ -144,15 +177,6 @@ def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]
         "processor": processor_identity(vlm.path),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
     }
-
-
-def _possible(asked: Collection[str] | None, tokens: Mapping[str, int]) -> frozenset[str]:
-    """The kinds of statistics to collect, of those asked for, from data with these numbers of tokens by modality."""
-    if asked is None:
-        return KINDS if tokens["answer"] else KINDS - {"gradient"}
-    if "gradient" in asked and not tokens["answer"]:
-        raise UserError(NO_ANSWER)
-    return frozenset(asked)
 
 
 def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:

@@ -62,7 +62,7 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
     count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
     work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
-    if work.statistics or not (work.needs_data or recipe.calibrate.data):  # only the reducer learnt from them
+    if work.prefix != "quantized":  # only the reducer learnt from them
         inputs = replace(inputs, batches=[])
     calibrated = inputs.behind(reducer, progress)
     store = _solved(work, calibrated, resume, progress)
@@ -82,6 +82,8 @@ def _inputs(work: Plan) -> Inputs:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         samples = read_inputs(recipe, vlm, needing(work)).batches if tokens and tokens.counted else []
         return Inputs(vlm, samples, work.statistics.origin)
+    if not work.reads_data:
+        return Inputs(vlm, [], None)
     inputs = read_inputs(recipe, vlm, needing(work))
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=reducers.warnings(recipe.reduce, origin) + warnings(results) + renamed,
+            warnings=[*_unread(work), *reducers.warnings(recipe.reduce, origin), *warnings(results), *renamed],
             allocation=work.allocation,
             visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),
@@ -79,6 +80,15 @@ def write_checkpoint(
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),
     )
+
+
+def _unread(work: Plan) -> list[str]:
+    """A line about calibration data that are named and serve nothing."""
+    data = work.recipe.calibrate.data
+    if data is None or work.reads_data or work.statistics:
+        return []
+    why = "no layer of the language model is quantized, and nothing is learnt from them"
+    return [f"the calibration data {Path(data).name} were not read: {why}"]
 
 
 def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[str]) -> dict[str, Tensor]:

@@ -84,14 +84,20 @@ class Plan:
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        return self.statistics is None and bool(self.method.needs or self.recipe.kv_cache or self.recipe.bits)
+        wanted = self.method.needs or self.recipe.kv_cache or self.recipe.bits
+        return self.statistics is None and any(self.blocks) and bool(wanted)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether calibration samples that are named are read: some layer is quantized, or the reducer learns from them."""
+        return any(self.blocks) or (self.visual_tokens is not None and self.visual_tokens.learns)
 
     @property
     def prefix(self) -> str | None:
         """The blocks behind which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
         if self.statistics:
             return "float"
-        return "quantized" if self.needs_data or self.recipe.calibrate.data else None
+        return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.blocks)) else None
 
     def to_dict(self) -> dict:
         """The plan as JSON data."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlmcompress.blocks.solve import Method
@@ -52,7 +52,8 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
     if lacking := sorted(method.needs - set(known.facts["needs"])):
         have = ", ".join(known.facts["needs"])
         found.append(
-            f"statistics {known.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; calibrate again"
+            f"statistics {known.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; "
+            f"{remedy(known, lacking)}"
         )
     if kv_cache and not known.facts["kv_cache"]:
         found.append(f"statistics {known.folder} hold no ranges of keys and values; calibrate with --kv-cache fp8")
@@ -62,6 +63,11 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
             if not set(group.linears) <= set(there.get(group.name, ())):
                 return [*found, f"statistics {known.folder} have none of {group.linears[0]}; calibrate again"]
     return found
+
+
+def remedy(known: Statistics, lacking: Iterable[str]) -> str:
+    """What collects statistics with what these lack besides what they have."""
+    return f"calibrate again with --needs {','.join(sorted({*known.facts['needs'], *lacking}))}"
 
 
 def _other_settings(known: Statistics, asked: Calibrate) -> list[str]:

@@ -1,0 +1,131 @@
+"""Samples that run together: which do, and that their gradients are those of samples that run alone, on every family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.kit.pictures import picture
+from vlmcompress.calibration import float_products, gradient_pass
+from vlmcompress.calibration.batching import batched, together
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.data import Sample, encode
+from vlmcompress.models import VLM
+from vlmcompress.recipe.reducer import parse
+
+
+def samples() -> list[Sample]:
+    """One image, two, and none, with questions and answers of several lengths."""
+    one, two = (picture(60, 80, seed=3),), (picture(60, 80, seed=4), picture(60, 80, seed=5))
+    return [
+        Sample("a", one, "what is this", "red"),
+        Sample("b", (picture(60, 80),), "and what is it?", "a blue one"),
+        Sample("c", (), "what is two and two", "four"),
+        Sample("d", (), "two and two is", "four or five"),
+        Sample("e", two, "which?", "the first"),
+        Sample("f", two, "which one?", "no, the second"),
+        Sample("g", (picture(80, 60, seed=6),), "what", "x"),
+    ]
+
+
+def wide(vlm: VLM) -> VLM:
+    return VLM(copy.deepcopy(vlm.model).float(), vlm.processor, vlm.spec, vlm.path)
+
+
+def alone(rows) -> list[list[int]]:
+    return [[index] for index in range(len(rows))]
+
+
+def same_together_and_alone(vlm: VLM, rows, monkeypatch) -> None:
+    groups = batched(rows)
+    lengths = [{rows[index]["modality"].shape[1] for index in group} for group in groups]
+    assert sorted(sum(groups, [])) == list(range(len(rows)))
+    assert len(groups) < len(rows) and any(len(own) > 1 for own in lengths), "the test needs a batch with padding"
+    seen: list[tuple] = []
+    found = gradient_pass.gradients(vlm, rows, lambda *what: seen.append(what))
+    assert seen[0] == ("gradients", 0, len(rows)) and seen[-1] == ("gradients", len(rows), len(rows))
+    monkeypatch.setattr(gradient_pass, "batched", alone)
+    expected = gradient_pass.gradients(vlm, rows)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5) and found.samples == expected.samples
+    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
+        for name, gradient in theirs.items():
+            assert ours[name].channels == gradient.channels
+            assert ours[name].absolute == pytest.approx(gradient.absolute, rel=1e-4), name
+            assert ours[name].square == pytest.approx(gradient.square, rel=1e-4), name
+
+
+def test_gradients_are_those_of_single_samples(family, loaded, monkeypatch):
+    """Padding is in no statistic and moves no token's position, among images of several counts and sizes."""
+    vlm = wide(loaded(family))
+    same_together_and_alone(vlm, encode(samples(), vlm), monkeypatch)
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_behind_a_reducer(model, loaded, monkeypatch):
+    """Inputs of a decoder alone, whose positions (three a token) and features of the first layers stand along other axes."""
+    vlm, chosen = wide(loaded(model)), parse("uniform:0.5")
+    rows = reduced(vlm, encode(samples(), vlm), chosen)
+    same_together_and_alone(decoder(vlm), rows, monkeypatch)
+
+
+def sample(length: int, **more) -> dict[str, torch.Tensor]:
+    ids = torch.ones(1, length, dtype=torch.long)
+    return {"input_ids": ids, "attention_mask": ids, "modality": ids.byte(), **more}
+
+
+def test_what_goes_together():
+    """Like lengths up to a number of tokens, equal inputs, and without a mask equal lengths only."""
+    assert batched([sample(n) for n in (40, 10, 41, 39, 15)]) == [[1], [4], [3, 0, 2]]
+    assert batched([sample(n) for n in (40, 41, 42)], tokens=100) == [[0, 1], [2]]
+    assert batched([sample(500)], tokens=100) == [[0]]
+    pixels = [torch.zeros(n, 3, 8, side) for n, side in ((1, 8), (2, 8), (1, 9))]
+    assert sorted(batched([sample(40), *(sample(40, pixel_values=one) for one in pixels)])) == [[0], [1, 2], [3]]
+    bare = [{key: value for key, value in sample(n).items() if key != "attention_mask"} for n in (40, 41, 40)]
+    assert batched(bare) == [[0, 2], [1]]
+
+
+def test_padding_is_on_the_left_and_looks_like_no_image():
+    short, long = sample(2), sample(4)
+    short["input_ids"], short["modality"] = torch.tensor([[9, 5]]), torch.tensor([[2, 3]], dtype=torch.uint8)
+    batch = together([short, long])
+    assert batch["input_ids"].tolist() == [[5, 5, 9, 5], [1, 1, 1, 1]]
+    assert batch["modality"].tolist() == [[0, 0, 2, 3], [1, 1, 1, 1]] and batch["modality"].dtype == torch.uint8
+    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+
+
+def test_products_in_float32(loaded, monkeypatch):
+    """Near the 16-bit products, which stay away where they are slow; on a processor that has them nothing changes."""
+    vlm = loaded("llava")
+    rows, exact = encode(samples(), vlm), gradient_pass.gradients(wide(vlm), encode(samples(), vlm))
+    used: list[torch.dtype] = []
+    linear = vlm.model.get_submodule("model.language_model.layers.0.mlp.up_proj")
+
+    def note(_module, _args, output):
+        used.append(output.dtype)
+
+    with linear.register_forward_hook(note):
+        for instructions in ({}, {"avx512_bf16": True}):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=instructions: has, raising=False)
+            assert float_products.emulated(torch.bfloat16) is not bool(instructions)
+            found = gradient_pass.gradients(vlm, rows)
+            assert found.loss == pytest.approx(exact.loss, rel=1e-2)
+            for ours, theirs in zip(found.blocks, exact.blocks, strict=True):
+                for name, gradient in theirs.items():
+                    assert ours[name].absolute == pytest.approx(gradient.absolute, rel=0.1), name
+    assert set(used) == {torch.bfloat16} and not float_products.emulated(torch.float32)
+
+
+def test_weights_are_multiplied_in_float32():
+    """The product of rounded factors in float32, rounded once; a weight that is left out and other types are untouched."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 64).bfloat16().requires_grad_(), torch.randn(8, 64).bfloat16()
+    with float_products.FloatProducts(torch.bfloat16):
+        y = torch.nn.functional.linear(x, weight)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, (x.float() @ weight.float().T).bfloat16())
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, weight.float().sum(0).bfloat16().expand_as(x))
+    with float_products.FloatProducts(torch.bfloat16, but=weight):
+        kept = torch.nn.functional.linear(x, weight)
+    assert torch.equal(kept, torch.nn.functional.linear(x, weight))
