@@ -14,6 +14,7 @@ WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval"),
     *("vlmcompress.models", "vlmcompress.planning", "vlmcompress.compression", "vlmcompress.diagnosis"),
     *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.modifiers", "vlmcompress.commands", "vlmcompress.cli"),
+    "eval.demo",
 }
 
 

@@ -69,10 +69,10 @@ def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> s
 
 def in_vllm(folders: list[Path]) -> dict[str, dict]:
     """Folder -> what the engine said, all in one engine process."""
-    from tests.kit import answers
+    from tests.kit import vllm_answers
     from tests.kit.engine import asked
 
-    return dict(zip(map(str, folders), asked("answers", answers.jobs(folders)), strict=True))
+    return dict(zip(map(str, folders), asked("answers", vllm_answers.jobs(folders)), strict=True))
 
 
 def measure() -> dict:

@@ -152,7 +152,7 @@ REFUSED = {
     later_schema: r"schema 3, this vlmcompress reads 2",
     damaged: r"layer-0001.safetensors is damaged",
     cut: r"layer-0001.safetensors is missing or of another size",
-    no_folder: r"has no statistics_folder.json; give a folder written by",
+    no_folder: r"has no statistics.json; give a folder written by",
     no_json: r"statistics.json is not readable",
     no_blocks: r"statistics.json has no 'blocks'; calibrate again",
     only_maxima: r"hold absmax and the scheme needs absmean, gram, too; calibrate again with --needs absmax,absmean,gram",
@@ -216,7 +216,7 @@ def test_no_room(world, tmp_path, monkeypatch):
     assert 0.4 * written < gram_bytes(vlm, decoder_blocks(vlm.model, vlm.spec), 3) < written
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: full)
-    with pytest.raises(UserError, match=r"need about .* has 1 kB left; choose another folder or leave out Gram"):
+    with pytest.raises(UserError, match=r"need about .* has 1.00 kB left; choose another folder or leave out Gram"):
         calibrate(recipe(world, tmp_path / "more"))
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
 

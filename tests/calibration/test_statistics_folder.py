@@ -242,7 +242,7 @@ def test_interrupted_is_uninterrupted(world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stats", "whole"]
 
 
-def test_killed(world, tmp_path):
+def test_killed(world, tmp_path, capfd):
     """`kill -9` in the second block leaves no STATS, and `--resume` finishes them."""
     stats = tmp_path / "stats"
     command = ["calibrate", str(world / "llava"), "-o", str(stats), "--samples", "5", "--kv-cache", "fp8"]
@@ -256,10 +256,8 @@ def test_killed(world, tmp_path):
     )
     killed = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL and not stats.exists()
-    command = [sys.executable, "-m", "vlmcompress", *command]
-    done = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    assert cli.main([*command, "--resume", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
     assert told["calibration"]["tokens"]["vision"] > 0 and told["bytes"] == sum(map(len, files(stats).values()))
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
     assert {name for name in os.listdir(stats)} == {*files(stats), statistics_folder.NAME}

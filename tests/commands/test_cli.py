@@ -40,7 +40,7 @@ def replaced(monkeypatch, verb):
     monkeypatch.setattr(cli.VERBS.get("list"), "run", verb)
 
 
-def test_quantize_in_a_process_of_its_own(model, tmp_path):
+def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
     """One JSON object on stdout, nothing on stderr (no terminal, no bars), a whole OUT; then OUT exists."""
     out = tmp_path / "out"
     done = run("quantize", model, "-o", out, "--scheme", "rtn", "--set", "options.group_size=64", "--json")
@@ -50,9 +50,9 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path):
     assert result["next"][0] == f"vlmcompress eval {out} --baseline {model}"
     assert json.loads((out / "vlmcompress.json").read_text())["recipe"]["options"]["group_size"] == 64
 
-    again = run("quantize", model, "-o", out, "--scheme", "rtn")
-    assert again.returncode == 2 and again.stdout == ""
-    assert again.stderr.startswith("error: output ") and again.stderr.count("\n") == 1
+    assert cli.main(["quantize", str(model), "-o", str(out), "--scheme", "rtn"]) == 2
+    again = capfd.readouterr()
+    assert again.out == "" and again.err.startswith("error: output ") and again.err.count("\n") == 1
 
 
 def test_every_verb_has_its_place(capfd):

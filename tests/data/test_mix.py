@@ -58,7 +58,7 @@ def test_as_many_of_each(world):
     ("rows", "problem"),
     [
         ([{"image": "0.png", "question": "x"}], "shows an image; give a file of text alone"),
-        ([{"words": "x"}], "needs a column messages, question or text; found: words"),
+        ([{"words": "x"}], "needs a column messages, conversations, question or text; found: words"),
         ([{"text": ""}], "question is missing or empty"),
     ],
 )

@@ -131,7 +131,7 @@ REFUSED = {
     other_model: "was made of another model than",
     other_statistics: "are of another model: sha256 of config is 000000000000",
     no_gram: "have no Gram matrices; calibrate with --needs gram",
-    no_statistics: "has no statistics_folder.json",
+    no_statistics: "has no statistics.json",
     no_model: "is not a folder; give the original",
 }
 

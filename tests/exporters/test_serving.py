@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.kit import answers, rtn
+from tests.kit import rtn, vllm_answers
 from tests.kit.engine import asked
 from tests.kit.inputs import encode
 from tests.kit.tiny import build
@@ -39,7 +39,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def served(folders) -> dict[str, dict]:
     """Family -> what vLLM makes of it."""
-    return dict(zip(folders, asked("answers", answers.jobs(folders.values(), max_tokens=6)), strict=True))
+    return dict(zip(folders, asked("answers", vllm_answers.jobs(folders.values(), max_tokens=6)), strict=True))
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -53,7 +53,7 @@ def test_answers_like_transformers(family, folders, served):
     vlm = models.VLM(model, AutoProcessor.from_pretrained(folder), spec, folder)
     batch, got = encode(vlm, 1), found["answers"][0]
     assert got["prompt"] == batch["input_ids"][0].tolist()
-    assert answers.gap(model, batch, got["answer"]) < 0.05
+    assert vllm_answers.gap(model, batch, got["answer"]) < 0.05
     if CASES[family][2]:
         scales = found["kv_scales"]
         assert scales and all(pair == pytest.approx([0.02, 0.03], rel=2**-8) for pair in scales)

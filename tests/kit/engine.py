@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ SETTINGS = {
 
 
 class Process:
-    """`engine_worker.py`, asked one job at a time."""
+    """`engine_worker.py`, asked one job at a time. It ends by itself when nobody can ask it any more."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -55,10 +56,10 @@ class Process:
         return json.loads(out.read_text())
 
     def close(self) -> None:
-        """End it; its files go."""
+        """End it, and remove its files."""
         self.child.kill()
         self.child.wait()
-        self.log.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _running: list[Process] = []

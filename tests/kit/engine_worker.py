@@ -11,9 +11,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import answers, reduced_answers
+from tests.kit import vllm_answers, vllm_reduced
 
-KINDS = {"answers": answers.run, "reduced": reduced_answers.run}
+KINDS = {"answers": vllm_answers.run, "reduced": vllm_reduced.run}
 
 
 def main() -> None:

@@ -12,9 +12,7 @@ import pytest
 
 from tests.kit.inputs import QUESTION, images
 from tests.kit.tiny import build
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.models import REGISTRY, VLM, load, read_config, spec_for
-from vlmcompress.recipe import resolve
 
 FAMILIES = [*REGISTRY.names(), "smolvlm"]  # smolvlm: the second model type of idefics3
 
@@ -69,6 +67,9 @@ def quantized(
     checkpoint: Callable[..., Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Path]:
     """`quantized(family, recipe)`: folder of the quantized tiny model, `recipe` a key of `RECIPES`."""
+
+    from vlmcompress.compression.quantize import quantize  # so that modules of `--quick` in these folders start soon
+    from vlmcompress.recipe import resolve
 
     @functools.cache
     def get(family: str, recipe: str) -> Path:

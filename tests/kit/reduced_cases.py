@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval.demo.measure import load_rows, messages
-from tests.kit.reduced_answers import about
 from tests.kit.tiny import build
+from tests.kit.vllm_reduced import about
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, load
 from vlmcompress.recipe.reducer import ReducerChoice, parse

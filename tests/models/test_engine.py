@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.kit import answers
+from tests.kit import vllm_answers
 from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, RECIPES, can_process
 from tests.kit.inputs import encode
@@ -37,7 +37,7 @@ def folders(checkpoint, quantized) -> dict[tuple[str, str], Path]:
 @pytest.fixture(scope="module")
 def answered(folders) -> dict[Path, dict]:
     """Folder -> what vLLM makes of it."""
-    return dict(zip(folders.values(), asked("answers", answers.jobs(folders.values())), strict=True))
+    return dict(zip(folders.values(), asked("answers", vllm_answers.jobs(folders.values())), strict=True))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_answers_like_transformers(family, kind, result, folders, loaded):
     for count, got in enumerate(result["answers"], start=1):
         batch = encode(vlm, count)
         assert got["prompt"] == batch["input_ids"][0].tolist()
-        assert answers.gap(model, batch, got["answer"]) < MARGIN[kind]
+        assert vllm_answers.gap(model, batch, got["answer"]) < MARGIN[kind]
 
 
 @pytest.mark.parametrize("kind", ["source"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.kit import answers, rtn
+from tests.kit import rtn, vllm_answers
 from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
 from vlmcompress import cli, models
@@ -87,7 +87,7 @@ def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path
     given = {"model": str(source), "out": str(out), "scheme": "awq", "vision": "fp8"}
     quantize(resolve(given | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
     assert "vision_tower.vision_model." in " ".join(manifest.read(out)["warnings"])
-    (found,) = asked("answers", answers.jobs([out]))
+    (found,) = asked("answers", vllm_answers.jobs([out]))
     assert "error" not in found, found["error"]
     assert all(answer["answer"] for answer in found["answers"])
 

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 from tests.kit import tiny
 from tests.kit.pictures import file_of, picture, refused
-from vlmcompress import calibration, cli, models
+from vlmcompress import cli, models
 from vlmcompress.blocks.solve import Method, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.gradient_pass import gradients
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
 from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
@@ -77,7 +78,7 @@ def test_mbqs_rule():
 
 def test_they_are_kept_with_the_statistics(world):
     vlm = models.load(world / "model")
-    batches = calibration.encode(calibration.load_samples(world / "calib.jsonl", samples=128, seed=0), vlm)
+    batches = encode(load_samples(world / "calib.jsonl", samples=128, seed=0), vlm)
     expected = gradients(vlm, batches)
     kept = statistics_folder.read(world / "stats")
     assert kept.gradients == expected and kept.facts["needs"] == ["absmax", "absmean", "gradient", "gram"]
