@@ -114,8 +114,10 @@ def test_quantize(world, tmp_path, scheme, balance):
     others = {(0, g): Method(module, module.Options(**options, balance=w)) for g, w in weights.items()}
     groups = decoder_blocks(vlm.model, vlm.spec)[0]
     linears = {name: vlm.model.get_parameter(f"{name}.weight") for group in groups for name in group.linears}
-    expected = solve_block(groups, linears, stats, Method(module, plain.options, others), torch.bfloat16)
-    off = solve_block(groups, linears, statistics_folder.read(world / "stats").load(0)[0], plain, torch.bfloat16)
+    norms = {g.smooth: vlm.model.get_parameter(f"{g.smooth}.weight") for g in groups if g.smooth_kind == "norm"}
+    weighed, fresh = Method(module, plain.options, others), statistics_folder.read(world / "stats").load(0)[0]
+    expected = solve_block(groups, linears, stats, weighed, torch.bfloat16, None, norms)
+    off = solve_block(groups, linears, fresh, plain, torch.bfloat16, None, norms)
     for found in stores.values():
         assert all(torch.equal(found.weights[name].q, weight.q) for name, weight in expected.weights.items())
         assert not all(torch.equal(found.weights[name].q, weight.q) for name, weight in off.weights.items())

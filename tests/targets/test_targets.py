@@ -72,7 +72,9 @@ def test_default_scheme(name, goal, scheme):
 
 
 def test_a100_refuses_fp8_and_says_what_to_use():
-    with pytest.raises(UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or awq for memory"):
+    with pytest.raises(
+        UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or awq for memory"
+    ):
         targets.refuse("a100", FP8)
 
 

@@ -114,12 +114,9 @@ def calibrate(
             kept_gradients(store, vlm, inputs.batches, progress)
         kv_cache, seed = bool(recipe.kv_cache), recipe.seed
         collect(vlm, blocks, inputs.batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
-    described = {
-        **_description(whole.vlm, weights, blocks),
+    described = _description(recipe, whole.vlm, weights, blocks) | {
         "calibration": origin | {"prefix": "float"},
-        "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
         "needs": sorted(needs),
-        "kv_cache": bool(recipe.kv_cache),
     }
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
@@ -164,7 +161,7 @@ def collect(
     run_oneshot(vlm, batches, modifiers, models.layer_class(vlm.model, vlm.spec), twice=False)
 
 
-def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
+def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:
     """The description of model and software for `statistics.json`."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -176,6 +173,8 @@ def _description(vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]
         },
         "processor": processor_identity(vlm.path),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
+        "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
+        "kv_cache": bool(recipe.kv_cache),
     }
 
 

@@ -62,5 +62,4 @@ def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
     """Round `weight [out, in]`, smoothed already, to nearest."""
-    importance = None if stats is None else stats.importance()
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)
+    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
