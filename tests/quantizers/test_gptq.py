@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.quant_data import inputs, output_error, slow_gptq, statistics, weight
-from vlmcompress.numerics import Format
+from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.quantizers import gptq, rtn
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -59,12 +59,12 @@ def test_beats_rounding_to_nearest(seed, bits, symmetric):
 
 
 def test_uncorrelated_inputs_leave_nothing_to_feed_back():
-    """With a diagonal Gram matrix GPTQ is rounding to nearest."""
+    """With a diagonal Gram matrix GPTQ is rounding to nearest, with scales chosen by the error that the diagonal weighs."""
     stats = GroupStats(64)
     stats.update(torch.diag(torch.rand(64) + 0.5))
     w = weight(20, 64)
     fed = gptq.quantize(w, stats, gptq.Options(group_size=32), torch.bfloat16)
-    plain = rtn.quantize(w, stats, rtn.Options(group_size=32), torch.bfloat16)
+    plain = round_to_nearest(w, Format("int", 4, 32), scale_dtype=torch.bfloat16, importance=stats.importance())
     assert torch.equal(fed.q, plain.q) and torch.equal(fed.scale, plain.scale)
 
 

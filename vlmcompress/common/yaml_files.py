@@ -34,7 +34,8 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == around.anchor for around in self._open if hasattr(around, "anchor")):
-                raise yaml.composer.ComposerError(None, None, f"'*{event.anchor}' holds itself", event.start_mark)
+                mark: Any = event.start_mark
+                raise yaml.composer.ComposerError(None, None, f"'*{event.anchor}' holds itself", mark)
         elif len(self._open) == DEPTH:
             raise yaml.composer.ComposerError(None, None, f"nested more than {DEPTH} deep", event.start_mark)
         self._open.append(event)

@@ -83,11 +83,12 @@ def encoded(value: Mapping[str, Any]) -> bytes | Path:
 
 def _locate(name: str, source: str, split: str, data: str | None, pretrained: str | None) -> Path:
     root = os.environ.get(VARIABLE)
+    path: Path | None
     if data:
         path = hub.local(data, "dataset", whole=split)
     else:
-        path = Path(root, name) if root else pretrained and bundled(pretrained, split)
-    if not path:
+        path = Path(root, name) if root else bundled(pretrained, split) if pretrained else None
+    if path is None:
         raise UserError(
             f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
         )
