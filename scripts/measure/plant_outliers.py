@@ -41,9 +41,10 @@ from vlmcompress.statistics.inputs import GroupStats
 
 Batch = dict[str, Tensor]
 CARD = """\
-> **Planted outliers.** This is {source} with salient channels planted by `scripts/measure/plant_outliers.py`: {channels}
-> channels of each norm of the language model times {factor}, the columns that read them divided by it ({where}). It computes
-> the same as {source}, bit for bit in BF16, and is harder to quantize. It is a test object; nothing was trained."""
+> **Planted outliers.** This is {source} with salient channels planted by
+> `scripts/measure/plant_outliers.py`: {channels} channels of each norm of the language model times {factor}, the
+> columns that read them divided by it ({where}). It computes the same as {source}, bit for bit in BF16, and is harder
+> to quantize. It is a test object; nothing was trained."""
 WHERE = {
     "all": "channels drawn at random, seed {seed}",
     "vision": "those with the most visual inputs, {visual_share:.0%}",
