@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from vlmcompress.allocation import REGISTRY, Candidate, Unreachable, cost, error, luq, luq_reverse, qvlm
+from vlmcompress.allocation import Candidate, Unreachable, cost, error, luq, luq_reverse, qvlm
+from vlmcompress.common.registry import RULES
 
 ENTROPY = {"entropy": {"luq": [3.0, 1.0, 2.0, 4.0], "qvlm": [1.0, 2.0, 3.0, 4.0]}}
 
@@ -109,11 +110,11 @@ def test_ranked_rules_at_the_ends_of_the_budget():
         luq.decide(blocks(layers=5), 1000, ENTROPY)
 
 
-@pytest.mark.parametrize("name", REGISTRY.names())
+@pytest.mark.parametrize("name", RULES.names())
 @pytest.mark.parametrize("seed", range(5))
 def test_every_rule_keeps_to_the_budget(name, seed):
     candidates = random_groups(seed, count=8, size=3, step=8)
-    rule = REGISTRY.get(name)
+    rule = RULES.get(name)
     facts = {key: ENTROPY[key] for key in rule.NEEDS}
     smallest = sum(min(c.nbytes for c in own) for own in candidates.values())
     for budget in range(smallest, 4 * smallest, 97):

@@ -12,6 +12,7 @@ from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import block_clip
+from vlmcompress.common.registry import SCHEMES
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import encode, load_samples
@@ -19,7 +20,6 @@ from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.models import decoder_blocks
 from vlmcompress.numerics import fake_quantize, find_params
-from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.quantizers import qvlm
 from vlmcompress.recipe import resolve
 

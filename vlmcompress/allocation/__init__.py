@@ -15,10 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vlmcompress.common.registry import Registry
-
-REGISTRY = Registry("vlmcompress.allocation", "allocation rule")
-
 Key = tuple[int, str]
 """A group: number of the decoder block and name within it."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import FAMILIES, FORMATS, REDUCERS, SCHEMES, TARGETS, Registry
 from vlmcompress.common.text import table
 
 PLACE = 140
@@ -29,24 +29,14 @@ def _registered(registry: Registry) -> Entries:
     return [{"name": name, "about": registry.summary(name)} for name in registry.names()]
 
 
-def _schemes() -> Entries:
-    from vlmcompress.recipe import SCHEMES
-
-    return _registered(SCHEMES)
-
-
 def _targets() -> Entries:
     from vlmcompress import targets
 
-    machines = [(name, targets.get(name)) for name in targets.REGISTRY.names()]
+    machines = [(name, targets.get(name)) for name in TARGETS.names()]
     return [
         {"name": name, "about": f"{m.title}: {m.schemes[None]} by default, {m.schemes['throughput']} for throughput"}
         for name, m in machines
     ]
-
-
-def _families() -> Entries:
-    return _registered(Registry("vlmcompress.models", "model family"))  # `models.REGISTRY` would bring torch along
 
 
 def _recipes() -> Entries:
@@ -56,14 +46,8 @@ def _recipes() -> Entries:
     return [{"name": name, "about": line.lstrip("# ")} for name, line in lines.items()]
 
 
-def _formats() -> Entries:
-    from vlmcompress.recipe import FORMATS
-
-    return _registered(FORMATS)
-
-
 def _reducers() -> Entries:
-    from vlmcompress.engines.vllm.plugin import REDUCERS, served
+    from vlmcompress.engines.vllm.plugin import served
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
     return [
@@ -86,11 +70,11 @@ def _gates() -> Entries:
 
 
 KINDS: dict[str, Callable[[], Entries]] = {
-    "schemes": _schemes,
+    "schemes": lambda: _registered(SCHEMES),
     "targets": _targets,
-    "families": _families,
+    "families": lambda: _registered(FAMILIES),
     "recipes": _recipes,
-    "formats": _formats,
+    "formats": lambda: _registered(FORMATS),
     "reducers": _reducers,
     "suites": _suites,
     "gates": _gates,

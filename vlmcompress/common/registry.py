@@ -94,3 +94,12 @@ class Registry:
             return None
         files = (Path(folder, f"{module.rpartition('.')[2]}.py") for folder in spec.submodule_search_locations)
         return ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))
+
+
+# Every plug folder's entries, declared here once: the folders themselves import torch, and what lists or checks names must not.
+SCHEMES = Registry("vlmcompress.quantizers", "scheme")
+REDUCERS = Registry("vlmcompress.reducers", "reducer")
+RULES = Registry("vlmcompress.allocation", "allocation rule")
+FORMATS = Registry("vlmcompress.exporters", "format")
+FAMILIES = Registry("vlmcompress.models", "model family")
+TARGETS = Registry("vlmcompress.targets", "target")

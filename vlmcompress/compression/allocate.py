@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.allocation import REGISTRY as RULES
 from vlmcompress.allocation import Candidate, Key
 from vlmcompress.blocks.predict import ROWS, Predictor
 from vlmcompress.blocks.solve import Method
@@ -23,6 +22,7 @@ from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import tensor_files
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress
+from vlmcompress.common.registry import RULES
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source

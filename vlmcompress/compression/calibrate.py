@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from vlmcompress import models
-from vlmcompress.allocation import REGISTRY as RULES
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
@@ -24,12 +23,12 @@ from vlmcompress.checkpoint import manifest
 from vlmcompress.common import folders, identity
 from vlmcompress.common.block_files import block_file
 from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common.registry import RULES, SCHEMES
 from vlmcompress.common.text import size
 from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
 from vlmcompress.compression.reducer import settled
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks
-from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import NEEDS

@@ -19,11 +19,11 @@ from vlmcompress.allocation import Candidate, error
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common.progress import Progress
+from vlmcompress.common.registry import SCHEMES
 from vlmcompress.compression import allocate
 from vlmcompress.errors import UserError
 from vlmcompress.planning import plan
 from vlmcompress.planning.plan import Plan
-from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 
 ROWS = 16  # rows of a group that errors are predicted on

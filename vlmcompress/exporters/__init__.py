@@ -15,7 +15,3 @@ A recipe's `format` names the file. An exporter is a module with
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
-
-from vlmcompress.common.registry import Registry
-
-REGISTRY = Registry("vlmcompress.exporters", "format")

@@ -13,15 +13,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from vlmcompress.common.messages import reason
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models._bounds import check_processor, check_total
 from vlmcompress.models._names import disk_names
 from vlmcompress.models._read import read_config, tensor_headers
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.models._template import endless
-
-REGISTRY = Registry("vlmcompress.models", "model family")
 
 
 @dataclass(frozen=True)

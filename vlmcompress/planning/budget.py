@@ -17,12 +17,12 @@ from typing import Any
 from vlmcompress import targets
 from vlmcompress.allocation import Key
 from vlmcompress.blocks.solve import Method
+from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.planning import fit
-from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
 

@@ -14,13 +14,13 @@ from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import sizes
 from vlmcompress.checkpoint.layer_targets import targets as config_targets
+from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme
 from vlmcompress.planning import fit, memory, reducer, reuse
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.planning.reducer import VisualTokens
-from vlmcompress.quantizers import REGISTRY as SCHEMES
 from vlmcompress.recipe import Recipe
 
 Others = Mapping[tuple[int, str], Method]

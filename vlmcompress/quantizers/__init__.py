@@ -36,14 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import SCHEMES as REGISTRY
 from vlmcompress.numerics import QTensor
 from vlmcompress.quantizers._base import Quantizer, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 __all__ = ["REGISTRY", "Quantizer", "QuantizerOptions", "Solution", "sketch", "smooth", "solve"]
-
-REGISTRY = Registry("vlmcompress.quantizers", "scheme")
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import RULES
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import did_you_mean
 
-RULES = Registry("vlmcompress.allocation", "allocation rule")
 NAMED = ("fp8", "int8", "bf16")  # besides the recipe's own scheme at 2 to 8 bits
 DEFAULT = (2, 3, 4, 8)
 

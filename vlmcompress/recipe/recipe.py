@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vlmcompress import targets
 from vlmcompress.common import hub, yaml_files
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import FORMATS, SCHEMES
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.bits import Bits
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 else:  # pydantic reads annotations when the class is made, and these bring torch along; `resolve` checks the values
     ReducerChoice = QuantizerOptions = Any
 
-SCHEMES = Registry("vlmcompress.quantizers", "scheme")
-FORMATS = Registry("vlmcompress.exporters", "format")
 DEFAULT = "default"
 MOST = 10**9
 """The most samples of a calibration, and the most tokens of a sample."""

@@ -31,7 +31,7 @@ a video `evs` always keeps the first frame). To add a reducer, add a file.
 
 from __future__ import annotations
 
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import REDUCERS as REGISTRY
 from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals
 from vlmcompress.reducers._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reducers._layerwise import Merger
@@ -52,5 +52,3 @@ __all__ = [
     "reduce",
     "too_small",
 ]
-
-REGISTRY = Registry("vlmcompress.reducers", "reducer")

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import TARGETS as REGISTRY
 from vlmcompress.errors import UserError
 
-REGISTRY = Registry("vlmcompress.targets", "target")
 Goal = Literal["memory", "throughput"]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlmcompress.common.registry import Registry
+from vlmcompress.common.registry import REDUCERS, Registry
 from vlmcompress.errors import did_you_mean
 
 if TYPE_CHECKING:
     from vlmcompress.recipe.reducer import ReducerChoice
 
 FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
-REDUCERS = Registry("vlmcompress.reducers", "reducer")
 PREFIX = "Vlmcompress"  # `checkpoint.reducer_block.PREFIX`, which would bring torch along
 LEAST, BELOW = (0, 32), (0, 33)
 """Supported versions of vLLM: from the first one up to, not including, the second."""
