@@ -17,8 +17,10 @@ from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import fp8_static, int8
 from vlmcompress.recipe import resolve
 from vlmcompress.report import error_text
+from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import MODALITIES, SAMPLE, GroupStats
 from vlmcompress.statistics.reservoir import Reservoir
+from vlmcompress.statistics.tokens import splits
 
 
 def data(tokens: int = 60, width: int = 96) -> tuple[Tensor, Tensor]:
@@ -32,10 +34,11 @@ def data(tokens: int = 60, width: int = 96) -> tuple[Tensor, Tensor]:
 
 
 def observed(x: Tensor, mask: Tensor, needs=("gram", "absmax")) -> GroupStats:
-    stats = GroupStats(x.shape[1], needs)
-    for part in range(0, len(x), 25):
-        stats.update(x[part : part + 25], mask[part : part + 25])
-    return stats
+    collector = Collector(x.shape[1], needs)
+    parts = mask.split(25)
+    for one, split in zip(x.split(25), splits(parts, [[i] for i in range(len(parts))], SAMPLE), strict=True):
+        collector.add(one, split)
+    return collector.finish()
 
 
 def test_rounding_is_the_engines():

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
 from vlmcompress.calibration.batching import batched, together
+from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
@@ -39,7 +40,6 @@ NO_ANSWER = "no calibration sample has an answer, and gradients are those of the
 _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
 _NO_TARGET = -100  # where a token predicts nothing that counts
 _KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
-_ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
 def gradients(
@@ -229,35 +229,3 @@ def _checkpointed(forward: Callable, context: Callable[[], contextlib.AbstractCo
         return checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
 
     return run
-
-
-@contextlib.contextmanager
-def accelerated(model: Any) -> Iterator[torch.device]:
-    """The model on the accelerator, if there is one: as a whole, or streamed where it is too large."""
-    if not torch.accelerator.is_available():
-        yield model.device
-        return
-    device, home = torch.accelerator.current_accelerator(), model.device
-    assert device is not None
-    if sum(tensor.nbytes for tensor in model.state_dict().values()) > _ROOM * torch.accelerator.get_memory_info()[0]:
-        with streamed(model, device):
-            yield device
-        return
-    try:
-        model.to(device)
-        yield device
-    finally:
-        model.to(home)
-
-
-@contextlib.contextmanager
-def streamed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Each module's weights are on `device` while it runs, and for as long as the graph of its block is kept."""
-    from accelerate import cpu_offload
-    from accelerate.hooks import remove_hook_from_submodules
-
-    try:
-        cpu_offload(model, device, offload_buffers=True)
-        yield
-    finally:
-        remove_hook_from_submodules(model)

@@ -17,11 +17,13 @@ import torch
 
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
 from vlmcompress.common import folders, identity
 from vlmcompress.common.block_files import block_file
+from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.registry import RULES, SCHEMES
 from vlmcompress.common.text import size
@@ -142,22 +144,27 @@ def collect(
     measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
     if measured and all(store.has(layer) for layer in filled):
         return
-    from vlmcompress.calibration.sequential import BlockCollector, attention_modules, run_oneshot
+    from vlmcompress.calibration.observe import Wanted, observe
 
-    collector = BlockCollector(
-        blocks=blocks,
-        attention=attention_modules(vlm) if kv_cache else {},
-        needs=needs & NEEDS,
-        store=store,
-        batches=len(batches),
-        progress=progress,
-    )
-    modifiers: list[Any] = [collector]
-    if "entropy" in needs:
-        from vlmcompress.calibration.entropy import EntropyCollector
+    tokens = entropy.TOKENS if "entropy" in needs else 0
+    wanted, before = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed), None
+    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, progress=progress):
+        assert seen is not None
+        if not store.has(layer):
+            with phase("storing"):
+                store.save(layer, seen.stats, seen.kv_ranges)
+        if seen.tokens is not None:
+            with phase("entropy"):
+                before = _measure(store, layer, before, seen.tokens)
 
-        modifiers.append(EntropyCollector(blocks=blocks, store=store, seed=seed))
-    run_oneshot(vlm, batches, modifiers, models.layer_class(vlm.model, vlm.spec), twice=False)
+
+def _measure(store: Collected, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Keep a block's entropies, from drawn `tokens` of its input and those of the block before; return its own for the next."""
+    paired = tokens[: entropy.PAIRED]
+    if layer not in store.entropies():
+        bits = {"luq": entropy.cluster_entropy(tokens), "qvlm": entropy.conditional_entropy(before, paired)}
+        store.save_entropy(layer, bits)
+    return paired
 
 
 def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:

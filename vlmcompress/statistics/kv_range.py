@@ -48,14 +48,15 @@ class KVRange:
         if mask is None:
             mask = torch.ones(size.shape[:2], dtype=torch.uint8)
         mask = mask.to(x.device)
+        self.ranges = self.ranges.to(x.device)
         place = ((size.log2() - _LOW) * _PER_OCTAVE).clamp_(0, BINS - 1).long()
         place += mask.long()[..., None] * BINS  # one histogram after the other, that of ignored tokens first
         counts = torch.bincount(place.flatten(), minlength=(1 + len(MODALITIES)) * BINS).view(-1, BINS)[1:]
-        self.ranges[which, :, 1:] += counts.cpu()
+        self.ranges[which, :, 1:] += counts
+        largest = size.amax(-1)
         for index in range(len(MODALITIES)):
-            if (chosen := size[mask == index + 1]).numel():
-                found = self.ranges[which, index, 0]
-                torch.maximum(found, chosen.amax().to(found), out=found)
+            found = self.ranges[which, index, 0]
+            torch.maximum(found, torch.where(mask == index + 1, largest, 0).amax().to(found), out=found)
 
 
 def scales(ranges: Tensor) -> Tensor:
