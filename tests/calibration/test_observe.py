@@ -84,9 +84,7 @@ def test_a_changed_block_passes_on_what_it_puts_out_now(model_name, loaded):
     batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
     changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     first = next(layer for layer, groups in enumerate(blocks) if groups)
-    for layer, seen in observe(
-        vlm, blocks, batches, Wanted(NEEDS), twice=True, known=lambda layer: layer == first
-    ):
+    for layer, seen in observe(vlm, blocks, batches, Wanted(NEEDS), twice=True, known=lambda layer: layer == first):
         assert (seen is None) is (layer == first)
         if seen is not None:
             expected = inputs(changed, batches)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.calibration.block_inputs import Batch, record
 from vlmcompress.calibration.devices import accelerator, resident
-from vlmcompress.calibration.float_products import float_products
+from vlmcompress.calibration.float_products import widened
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
@@ -127,18 +127,18 @@ class _Run:
 
     def pass_on(self, layer: int, block: nn.Module) -> None:
         """Take all samples through a block."""
+        run = widened(block)
         for batch in self.batches:
-            with float_products(self.vlm.model):
-                batch.hidden = batch.through(block, layer)
+            batch.hidden = batch.through(run, layer, self.device)
 
     def watch(self, layer: int, block: nn.Module, groups: Sequence[Group], *, passes_on: bool) -> Seen:
         """Take all samples through a block, or as far as there is something to see, and tell what was seen."""
-        eye = _Eye(self, layer, groups, stops=not passes_on and not self.wanted.kv_cache)
+        eye, run = _Eye(self, layer, groups, stops=not passes_on and not self.wanted.kv_cache), widened(block)
         with eye:
             for number, batch in enumerate(self.batches):
                 eye.begin(number)
-                with float_products(self.vlm.model), suppress(_Enough):
-                    output = batch.through(block, layer)
+                with suppress(_Enough):
+                    output = batch.through(run, layer, self.device)
                     if passes_on:
                         batch.hidden = output
                 self.done += 1
@@ -149,7 +149,7 @@ class _Run:
         """The first sample whose hidden states before or behind a block hold NaN or Inf."""
         found = []
         for batch in self.batches:
-            behind = batch.through(block, layer)
+            behind = batch.through(block, layer, self.device)
             bad = ~(batch.hidden.to(behind.device).isfinite().all(-1) & behind.isfinite().all(-1)).cpu()
             rows = (bad & (batch.modality > 0)).any(1).tolist()
             found += [sample for sample, wrong in zip(batch.samples, rows, strict=True) if wrong]
