@@ -12,7 +12,8 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.statistics.inputs import SAMPLE, GroupStats
+from vlmcompress.statistics.tokens import splits
 
 WIDTH, INNER, TOKENS = 128, 256, 300
 GATE_UP = Group(0, "gate_up", ("gate", "up"), "norm", "norm", fused=True)
@@ -59,7 +60,7 @@ def observe(block: Block, x: Tensor, needs: frozenset[str]) -> dict[str, GroupSt
     stats = {}
     for name, values in (("gate_up", block.norm(x)), ("down", block.inner(x))):
         collector = Collector(values.shape[1], needs | {"gram"})
-        collector.add(values, mask)
+        collector.add(values, splits([mask], [[0]], SAMPLE)[0])
         stats[name] = collector.finish()
     return stats
 

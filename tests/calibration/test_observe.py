@@ -98,6 +98,16 @@ def test_a_changed_block_passes_on_what_it_puts_out_now(model_name, loaded):
                     model.get_submodule(name).weight.data.mul_(1.25)
 
 
+def test_rows_of_all_tokens(loaded):
+    """A draw of more tokens than there are takes them all, in the order of the samples, padding left out."""
+    vlm = wide(loaded("qwen2_vl"))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    expected = inputs(vlm, batches)
+    for layer, seen in observe(vlm, blocks, batches, Wanted(frozenset(), tokens=10_000), twice=False):
+        rows = torch.cat([one[mask > 0] for one, mask in expected[blocks[layer][0].linears[0]]])
+        torch.testing.assert_close(seen.tokens, rows, rtol=1e-3, atol=1e-4)
+
+
 def test_drawn_rows_do_not_hang_on_batches(loaded, monkeypatch):
     """A sample of the inputs, and the rows that are kept of each group, are the same tokens when samples run alone."""
     vlm = wide(loaded("qwen2_5_vl"))

@@ -74,6 +74,8 @@ def record(
         for done, rows in enumerate(chosen, start=1):
             inputs = together([samples[row] for row in rows])
             found.append(Batch(rows, inputs.pop("modality").cpu()))
+            if vlm.spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
+                inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)  # not counting padding
             inputs = {key: value.to(device) for key, value in inputs.items()}
             with float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False, logits_to_keep=1)
