@@ -167,7 +167,7 @@ class Memory:
         return layer in self.stats
 
     def save(self, layer: int, stats: dict[str, GroupStats], _kv_scales: dict) -> None:
-        self.stats[layer] = stats
+        self.stats[layer] = dict(stats)
 
 
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):

@@ -21,13 +21,21 @@ _within: ContextVar[list[float] | None] = ContextVar("within", default=None)  # 
 @contextmanager
 def measured() -> Iterator[dict[str, float]]:
     """Measure the phases in the context: name -> seconds, in the order in which they first ended."""
-    token = _seconds.set({})
+    found = _seconds.get()
+    if found is not None:
+        yield found  # a run within a run
+        return
+    token = _seconds.set(found := {})
     try:
-        found = _seconds.get()
-        assert found is not None
         yield found
     finally:
         _seconds.reset(token)
+
+
+def so_far() -> dict[str, float]:
+    """Seconds of each phase that has ended, to the millisecond, the longest first."""
+    found = _seconds.get() or {}
+    return {name: round(found[name], 3) for name in sorted(found, key=lambda name: -found[name])}
 
 
 @contextmanager

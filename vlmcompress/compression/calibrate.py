@@ -21,7 +21,7 @@ from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
-from vlmcompress.common import folders, identity
+from vlmcompress.common import folders, identity, phases
 from vlmcompress.common.block_files import block_file
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
@@ -89,12 +89,20 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
+    with phases.measured():
+        return _calibrated(recipe, needs, likes, resume, overwrite, progress)
+
+
+def _calibrated(
+    recipe: Recipe, needs: Collection[str], likes: Collection[str], resume: bool, overwrite: bool, progress: Progress
+) -> Result:
     assert recipe.out is not None
     source, out = recipe.model, recipe.out
     folders.check(source, out, overwrite=overwrite, mark=NAME)
     if "entropy" in needs:
         _need_sklearn()
-    vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
+    with phase("loading"):
+        vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
     reducer = settled(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer})
@@ -112,7 +120,8 @@ def calibrate(
     store = Collected(out.with_name(f".{out.name}.resume"), mark, resume)
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
-            kept_gradients(store, vlm, inputs.batches, progress)
+            with phase("gradients"):
+                kept_gradients(store, vlm, inputs.batches, progress)
         kv_cache, seed = bool(recipe.kv_cache), recipe.seed
         collect(vlm, blocks, inputs.batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
     described = _description(recipe, whole.vlm, weights, blocks) | {
@@ -123,6 +132,7 @@ def calibrate(
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
         described["gradients"] = store.noted("gradients")
+    described["timing"] = phases.so_far()
     written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
     store.remove()
     return Result(out, written)
@@ -153,6 +163,7 @@ def collect(
         if not store.has(layer):
             with phase("storing"):
                 store.save(layer, seen.stats, seen.kv_ranges)
+        seen.stats.clear()  # they are large, and the next block's are about to come
         if seen.tokens is not None:
             with phase("entropy"):
                 before = _measure(store, layer, before, seen.tokens)

@@ -15,7 +15,8 @@ import torch
 from vlmcompress import models
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders
+from vlmcompress.common import folders, phases
+from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import allocate
 from vlmcompress.compression.blocks import compress, solve_blocks
@@ -47,6 +48,11 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     Raises:
         UserError: bad input; nothing was written.
     """
+    with phases.measured():
+        return _quantized(recipe, resume, overwrite, progress)
+
+
+def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress) -> Result:
     assert recipe.out is not None, "a plan has no output"
     out = recipe.out
     folders.check(recipe.model, out, overwrite=overwrite, mark=MANIFEST)
@@ -59,8 +65,9 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         work = allocate.planned(work, resume=resume, progress=progress)
     inputs = _inputs(work)
     known = work.statistics.reducer if work.statistics else None
-    reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
-    count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
+    with phase("reducer"):
+        reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
+        count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
     work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
     if work.prefix != "quantized":  # only the reducer learnt from them
         inputs = replace(inputs, batches=[])
@@ -77,7 +84,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 def _inputs(work: Plan) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
-    vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    with phase("loading"):
+        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     if work.statistics:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         samples = read_inputs(recipe, vlm, needing(work)).batches if tokens and tokens.counted else []
