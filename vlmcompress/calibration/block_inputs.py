@@ -23,6 +23,7 @@ from vlmcompress import models
 from vlmcompress.calibration.batching import batched, together
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
+from vlmcompress.common import team
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM
 
@@ -57,20 +58,17 @@ class Batch:
 
 
 @torch.no_grad()
-def record(
-    vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = silent, *, share: slice = slice(None)
-) -> list[Batch]:
-    """Batches with the input of the first block, ready to go through all of them.
+def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = silent) -> list[Batch]:
+    """Batches with the input of the first block, ready to go through all of them; of several workers, this one's share.
 
     Args:
         samples: from `encode`, one sample each.
         progress: called with (label, done, total).
-        share: which of the batches to make.
     """
     paths = models.decoder_layers(vlm.model, vlm.spec)
     found: list[Batch] = []
     with _stubs(vlm.model, paths, lambda *given: _note(found[-1], *given)), accelerated(vlm.model) as device:
-        chosen = batched(samples)[share]
+        chosen = team.own(batched(samples))
         for done, rows in enumerate(chosen, start=1):
             inputs = together([samples[row] for row in rows])
             found.append(Batch(rows, inputs.pop("modality").cpu()))

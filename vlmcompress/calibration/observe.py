@@ -21,10 +21,11 @@ from vlmcompress.calibration.block_inputs import Batch, record
 from vlmcompress.calibration.devices import accelerator, resident
 from vlmcompress.calibration.float_products import widened
 from vlmcompress.calibration.kv_cache import watch
+from vlmcompress.common import team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
+from vlmcompress.statistics.balance import MODALITIES
 from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import SAMPLE, GroupStats
 from vlmcompress.statistics.kv_range import KVRange
@@ -119,7 +120,8 @@ class _Run:
         with phase("reading images"):
             self.batches: list[Batch] = record(vlm, samples, progress)
         self.device = accelerator() or vlm.model.device
-        masks, rows = [one["modality"] for one in samples], [batch.samples for batch in self.batches]
+        masks = self.masks = [one["modality"] for one in samples]
+        rows = [batch.samples for batch in self.batches]
         self.splits = [one.to(self.device) for one in splits(masks, rows, SAMPLE)]
         kept = [mask.clamp(max=1) for mask in masks]
         self.drawn = [one.to(self.device) for one in splits(kept, rows, wanted.tokens, wanted.seed)]
@@ -144,6 +146,10 @@ class _Run:
                 self.done += 1
                 self.progress("calibrating", self.done, self.total)
         return eye.seen(lambda: self._culprit(layer, block))
+
+    def counts(self) -> dict[str, int]:
+        """Modality -> its tokens in all samples, those of other workers included."""
+        return {name: sum(int((mask == code).sum()) for mask in self.masks) for code, name in enumerate(MODALITIES, 1)}
 
     def _culprit(self, layer: int, block: nn.Module) -> int | None:
         """The first sample whose hidden states before or behind a block hold NaN or Inf."""
@@ -197,17 +203,25 @@ class _Eye:
 
     def seen(self, culprit: Callable[[], int | None]) -> Seen:
         """What was seen of all batches."""
-        found = Seen(kv_ranges={name: one.ranges.cpu() for name, one in self.ranges.items()})
+        problem, device, counts = None, self.run.device, self.run.counts()
         for group, collector in zip(self.groups, self.collectors, strict=True):
             try:
-                found.stats[group.name] = collector.finish()
+                collector.settle()
             except ValueError as error:
                 sample = culprit()
                 where = "" if sample is None else f", calibration sample {sample}"
-                raise UserError(f"{group.linears[0]}{where}: {error}") from error
-        if self.tokens is not None:
-            tokens = sum(one.count.get("text", 0) for one in self.run.drawn)
-            found.tokens = self.tokens[:tokens].float().cpu()
+                problem = problem or f"{group.linears[0]}{where}: {error}"
+        team.agreed(problem)
+        found = Seen()
+        for group, collector in zip(self.groups, self.collectors, strict=True):
+            found.stats[group.name] = collector.pooled(counts, device, team.total, team.largest)
+        for name, one in self.ranges.items():
+            found.kv_ranges[name] = one.pooled(team.total, team.largest).cpu()
+        if self.wanted.tokens:
+            tokens = (
+                self.tokens if self.tokens is not None else torch.zeros(self.wanted.tokens, self.linears[0].in_features)
+            )
+            found.tokens = team.total(tokens.float().to(device))[: sum(counts.values())].cpu()
         return found
 
     def _sees(self, index: int) -> Callable:

@@ -13,7 +13,7 @@ from typing import Any
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> Outcome:
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = calibrate(recipe, **asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not team.first():
+        return OK, None, ""
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
     return OK, data, text(data, args.verbose)
 

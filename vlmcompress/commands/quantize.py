@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, smaller, table
 from vlmcompress.errors import UserError
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> Outcome:
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not team.first():
+        return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
     data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - began)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration.statistics_folder import Statistics
+from vlmcompress.common import team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
@@ -121,5 +122,6 @@ def _solved(
 def _keep(store: BlockStore, layer: int, result: BlockResult, modules: Mapping[str, Any], norm_offset: float) -> None:
     """Put a block's result on disk and into the model."""
     with phase("storing"):
-        store.save(layer, result)
+        if team.first():
+            store.save(layer, result)
         apply(result, modules, norm_offset)

@@ -21,7 +21,7 @@ from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
-from vlmcompress.common import folders, identity, phases
+from vlmcompress.common import folders, identity, phases, team
 from vlmcompress.common.block_files import block_file
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
@@ -89,7 +89,7 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
-    with phases.measured():
+    with phases.measured(), team.met():
         return _calibrated(recipe, needs, likes, resume, overwrite, progress)
 
 
@@ -118,6 +118,7 @@ def _calibrated(
     weights = weights_hash(source)
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
     store = Collected(out.with_name(f".{out.name}.resume"), mark, resume)
+    team.wait()
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
             with phase("gradients"):
@@ -133,9 +134,11 @@ def _calibrated(
     if "gradient" in needs:
         described["gradients"] = store.noted("gradients")
     described["timing"] = phases.so_far()
-    written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
-    store.remove()
-    return Result(out, written)
+    if team.first():
+        described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
+        store.remove()
+    team.wait()
+    return Result(out, described)
 
 
 def collect(
@@ -160,11 +163,11 @@ def collect(
     wanted, before = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed), None
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, progress=progress):
         assert seen is not None
-        if not store.has(layer):
+        if team.first() and not store.has(layer):
             with phase("storing"):
                 store.save(layer, seen.stats, seen.kv_ranges)
         seen.stats.clear()  # they are large, and the next block's are about to come
-        if seen.tokens is not None:
+        if seen.tokens is not None and team.first():
             with phase("entropy"):
                 before = _measure(store, layer, before, seen.tokens)
 

@@ -15,7 +15,7 @@ import torch
 from vlmcompress import models
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders, phases
+from vlmcompress.common import folders, phases, team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import allocate
@@ -45,6 +45,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
+    One of several workers (`common.team`) does its share; only the first one's result has a manifest.
+
     Raises:
         UserError: bad input; nothing was written.
     """
@@ -61,18 +63,21 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
     if work.statistics:
         folders.check_apart(work.statistics.folder, out, "statistics")
         reuse.verify(work.statistics, recipe)
-    if work.budget:
-        work = allocate.planned(work, resume=resume, progress=progress)
-    inputs = _inputs(work)
-    known = work.statistics.reducer if work.statistics else None
-    with phase("reducer"):
-        reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
-        count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
-    work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
-    if work.prefix != "quantized":  # only the reducer learnt from them
-        inputs = replace(inputs, batches=[])
-    calibrated = inputs.behind(reducer, progress)
-    store = _solved(work, calibrated, resume, progress)
+    with team.met():
+        if work.budget:
+            work = allocate.planned(work, resume=resume, progress=progress)
+        inputs = _inputs(work)
+        known = work.statistics.reducer if work.statistics else None
+        with phase("reducer"):
+            reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
+            count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
+        work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
+        if work.prefix != "quantized":  # only the reducer learnt from them
+            inputs = replace(inputs, batches=[])
+        calibrated = inputs.behind(reducer, progress)
+        store = _solved(work, calibrated, resume, progress)
+    if not team.first():
+        return Result(out, {})
     written = write_checkpoint(
         work, inputs.vlm, store, calibrated.origin, count, overwrite=overwrite, progress=progress
     )
@@ -104,7 +109,9 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Blo
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
         store = BlockStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
-        allocate.hand_over(recipe.out, store)
+        if team.first():
+            allocate.hand_over(recipe.out, store)
+        team.wait()
         if work.statistics:
             offset = inputs.vlm.spec.norm_offset
             solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, norm_offset=offset, **more)

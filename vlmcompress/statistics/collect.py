@@ -8,7 +8,7 @@ beforehand (`statistics.tokens`), and NaN or Inf are looked for at the end, as t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from vlmcompress.statistics.tokens import split as split_by
 
 ROWS = 2048  # rows of a modality that are gathered for one product
 _CACHE = 2**17  # numbers that are visited at a time on a CPU: half a megabyte in float32
+
+
+Reduce = Callable[[Tensor], Tensor]
 
 
 class Collector:
@@ -61,16 +64,43 @@ class Collector:
 
     def finish(self) -> GroupStats:
         """The statistics of all batches. Raises ValueError if there was a NaN or Inf among rows that count."""
+        self.settle()
+        return self._trimmed()
+
+    def pooled(self, counts: Mapping[str, int], device: torch.device, total: Reduce, largest: Reduce) -> GroupStats:
+        """After `settle`, the statistics of the batches of several workers, who all call this.
+
+        Args:
+            counts: modality -> rows that all of them see.
+            total, largest: replace a tensor by the sum, or the maxima, of all workers' ones.
+        """
+        stats, width, needs = self._stats, self._stats.width, self._stats.needs
+        stats.count.update(counts)
+        for name in (name for name, count in counts.items() if count):
+            if "gram" in needs:
+                stats._gram[name] = total(stats._gram.get(name, torch.zeros(width, width, device=device)))
+            if "absmean" in needs:
+                stats._abssum[name] = total(stats._abssum.get(name, torch.zeros(width, device=device)))
+            if "absmax" in needs:
+                stats._absmax[name] = largest(stats._absmax.get(name, torch.zeros(width, device=device)))
+                stats._rows[name] = total(stats._rows.get(name, torch.zeros(SAMPLE, width, device=device)).float())
+        return self._trimmed()
+
+    def settle(self) -> None:
+        """Visit what still waits. Raises ValueError if there was a NaN or Inf among rows that count."""
         stats = self._stats
         for name, filled in self._filled.items():
             self._visit(name, self._waiting[name][:filled])
         self._waiting, self._filled = {}, {}
-        for name, rows in stats._rows.items():
-            stats._rows[name] = rows[: min(SAMPLE, stats.count[name])]
         sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
         sums += [gram.diagonal() for gram in stats._gram.values()]
         if sums and not torch.stack([value.sum() for value in sums]).isfinite().all():
             raise ValueError("the activations hold NaN or Inf")
+
+    def _trimmed(self) -> GroupStats:
+        stats = self._stats
+        for name, rows in stats._rows.items():
+            stats._rows[name] = rows[: min(SAMPLE, stats.count[name])]
         return stats
 
     def _gather(self, name: str, x: Tensor, index: Tensor | None) -> None:

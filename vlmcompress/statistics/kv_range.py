@@ -14,6 +14,7 @@ and answer, which has seen the images; calibration on text without any may diffe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class KVRange:
         for index in range(len(MODALITIES)):
             found = self.ranges[which, index, 0]
             torch.maximum(found, torch.where(mask == index + 1, largest, 0).amax().to(found), out=found)
+
+    def pooled(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tensor:
+        """The ranges of what several workers saw; `total` and `largest` replace a tensor by all workers' sum or maxima."""
+        return torch.cat([largest(self.ranges[..., :1].contiguous()), total(self.ranges[..., 1:].contiguous())], -1)
 
 
 def scales(ranges: Tensor) -> Tensor:
