@@ -299,7 +299,9 @@ def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 
     for name, scale in result.smoothing.items():
         offset = 0.0 if isinstance(modules[name], nn.Linear) else norm_offset
         for local, parameter in modules[name].named_parameters(recurse=False):
+            if local == "weight" and isinstance(modules[name], nn.Linear):
+                continue  # smoothed already, as it is quantized
             parameter.copy_(_divided(parameter, scale, offset if local == "weight" else 0.0))
     for name, quantized in result.weights.items():
         weight = modules[name].weight
-        weight.copy_(quantized.dequantize(weight.dtype))
+        weight.data = quantized.dequantize(weight.dtype).to(weight.device)  # not into memory that is mapped from a file

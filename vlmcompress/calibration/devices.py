@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,10 +52,26 @@ def streamed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """A module on `device` while it is worked with, and where it was before afterwards."""
-    home = next(module.parameters()).device
+    """A module on `device` while it is worked with, and where it was before afterwards.
+
+    What was not changed meanwhile is put back as it was: weights that are mapped from a file stay so, and take no memory.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(one.device == device for one in tensors):
+        yield
+        return
+    homes = [one.data for one in tensors]
+    for one in tensors:
+        one.data = one.data.to(device)
+    before = [(one.data_ptr(), one._version) for one in tensors]
     try:
-        module.to(device)
         yield
     finally:
-        module.to(home)
+        for one, home, known in zip(tensors, homes, before, strict=True):
+            one.data = home if (one.data_ptr(), one._version) == known else one.data.to(home.device)
+
+
+def trim() -> None:
+    """Give memory that is free back to the system: glibc keeps what small blocks leave between others that are in use."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
+from vlmcompress.calibration.devices import trim
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import team
 from vlmcompress.common.phases import phase
@@ -26,14 +27,19 @@ def compress(
     store: BlockStore,
     *,
     kv_cache: bool = False,
+    lean: bool = False,
     progress: Progress = silent,
 ) -> None:
     """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
 
     With calibration data each block is observed behind those that are quantized already; without, each stands alone.
+
+    Args:
+        lean: let go of a block's linear weights when it has passed on what it puts out. What is loaded is mapped from files
+            until it is changed, so memory holds the weights of one block, however large the model.
     """
     if not batches:
-        return solve_blocks(vlm.model, blocks, method, store, progress=progress)  # smooths nothing
+        return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
     from vlmcompress.calibration import block_clip
     from vlmcompress.calibration.block_search import search_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
@@ -51,8 +57,11 @@ def compress(
     needs = method.needs & NEEDS | {"gram"} | ({"absmax"} if activations else set())
     wanted = Wanted(needs, kv_cache=kv_cache, weights=weights)
     offset = vlm.spec.norm_offset
+    finished: dict[str, Any] = {}
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=store.has, progress=progress):
-        modules = _modules(vlm.model, blocks[layer])
+        if lean:
+            _let_go(finished)
+        modules = finished = _modules(vlm.model, blocks[layer])
         if seen is None:
             apply(store.load(layer), modules, offset)
             continue
@@ -61,7 +70,10 @@ def compress(
         own = {name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer}
         result = _solved(blocks[layer], modules, seen.stats, method, own, offset)
         result.kv_ranges |= seen.kv_ranges
-        _keep(store, layer, result, modules, offset)
+        _save(store, layer, result)
+        apply(result, modules, offset)
+    if lean:
+        _let_go(finished)
 
 
 def solve_blocks(
@@ -73,24 +85,28 @@ def solve_blocks(
     *,
     norm_offset: float = 0.0,
     kv_cache: bool = False,
+    lean: bool = False,
     progress: Progress = silent,
 ) -> None:
     """Quantize the decoder's blocks, each on its own: without data, or from statistics of the unquantized model.
 
     Norms compute `x * (norm_offset + weight)`. No forward pass. Arithmetic is done on the accelerator where there is one,
-    block by block.
+    block by block. `lean`: of the model change norms and biases alone.
     """
     device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     for layer, groups in enumerate(blocks):
         modules = _modules(model, groups)
         if groups and store.has(layer):
-            apply(store.load(layer), modules, norm_offset)
+            apply(store.load(layer, weights=not lean), modules, norm_offset)
         elif groups:
             with phase("reading statistics"):
                 stats, kv_ranges = statistics.load(layer, device) if statistics else ({}, {})
             result = _solved(groups, modules, stats, method, {}, norm_offset, device)
             result.kv_ranges |= kv_ranges if kv_cache else {}
-            _keep(store, layer, result, modules, norm_offset)
+            _save(store, layer, result)
+            if lean:
+                result.weights.clear()
+            apply(result, modules, norm_offset)
         progress("quantizing", layer + 1, len(blocks))
 
 
@@ -119,9 +135,15 @@ def _solved(
         return solve_block(groups, weights, stats, method, dtype, scales, norms, norm_offset)
 
 
-def _keep(store: BlockStore, layer: int, result: BlockResult, modules: Mapping[str, Any], norm_offset: float) -> None:
-    """Put a block's result on disk and into the model."""
+def _save(store: BlockStore, layer: int, result: BlockResult) -> None:
     with phase("storing"):
         if team.first():
             store.save(layer, result)
-        apply(result, modules, norm_offset)
+
+
+def _let_go(modules: Mapping[str, Any]) -> None:
+    """Leave of linear layers' weights the shape alone."""
+    for module in modules.values():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+    trim()

@@ -105,7 +105,7 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Blo
     """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results."""
     recipe = work.recipe
     assert recipe.out is not None
-    more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "progress": progress}
+    more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "lean": True, "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
         store = BlockStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)

@@ -1,0 +1,54 @@
+"""Memory of a run: a model of twice the memory that it may take is quantized."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.kit import calibration_rows, tiny
+from tests.kit.tiny import llava
+from tests.kit.tiny._text import TEXT
+
+# Loads what a run loads, then stops itself when anonymous memory, which no system can drop, grows by more than allowed.
+RUN = """
+import os, sys, threading, time
+import torch, transformers
+from vlmcompress import cli
+from vlmcompress.compression import quantize, calibrate
+from vlmcompress.calibration import observe
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+def watch(limit):
+    peak = 0
+    while True:
+        peak = max(peak, anonymous())
+        if peak > limit:
+            os.write(2, f"over by {peak - limit:,} bytes".encode())
+            os._exit(9)
+        time.sleep(0.002)
+
+allowed = int(sys.argv[1])
+threading.Thread(target=watch, args=(anonymous() + allowed,), daemon=True).start()
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+SHAPE = {**TEXT, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 64, "num_attention_heads": 16}
+
+
+def test_half_of_the_model(tmp_path, monkeypatch):
+    """Weights of a block at a time, mapped from the file until they are changed, and let go when the next block begins."""
+    monkeypatch.setattr(llava, "TEXT", SHAPE | {"num_key_value_heads": 16})
+    model = tiny.build("llava", tmp_path / "model")
+    calibration_rows.write(tmp_path, 4)
+    weights = (model / "model.safetensors").stat().st_size
+    call = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "gptq"]
+    call += ["--calib", str(tmp_path / "calib.jsonl"), "--samples", "4"]
+    done = subprocess.run([sys.executable, "-c", RUN, str(weights // 2), *call], capture_output=True, text=True)
+    assert done.returncode == 0, f"of {weights // 2:,} bytes: {done.stderr[-500:]}"
+    assert (tmp_path / "out" / "vlmcompress.json").exists()
+    stopped = subprocess.run([sys.executable, "-c", RUN, "1000000", *call], capture_output=True, text=True)
+    assert stopped.returncode == 9 and "over by" in stopped.stderr, "the limit is none"
