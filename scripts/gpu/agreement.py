@@ -12,7 +12,7 @@ from typing import Any
 
 
 def reference(folder: Path, images: Sequence[Path], question: str) -> list[Any]:
-    """Log-probabilities `[vocabulary]` of the first answer token for each picture; by transformers, on a GPU if there is one."""
+    """Log-probabilities `[vocabulary]` of the first answer token for each picture, by transformers."""
     import torch
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor

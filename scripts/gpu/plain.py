@@ -107,7 +107,7 @@ def block(place: Place) -> dict[str, Any]:
 
     from vlmcompress import models
     from vlmcompress.compression.inputs import read_inputs
-    from vlmcompress.statistics.inputs import GroupStats
+    from vlmcompress.statistics.inputs import NEEDS, GroupStats
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = shapes.model(place, SHAPE, "shallow")
@@ -116,7 +116,7 @@ def block(place: Place) -> dict[str, Any]:
     rows = [{k: v.to(device) for k, v in row.items()} for row in read_inputs(recipe, vlm, "the check").batches]
     groups = models.decoder_blocks(vlm.model, vlm.spec)[1]
     first = {group.name: vlm.model.get_submodule(group.linears[0]) for group in groups}
-    stats = {name: GroupStats(linear.in_features) for name, linear in first.items()}
+    stats = {name: GroupStats(linear.in_features, NEEDS) for name, linear in first.items()}
     now: dict[str, Any] = {}
 
     def observe(name: str) -> Callable[..., None]:

@@ -21,12 +21,12 @@ def run(place: Place, shape: str, name: str) -> dict[str, Any]:
 
     scheme, options = SCHEMES[name]
     source = shapes.model(place, shape, "full")
-    out, phases = source.with_name(name), Phases()
+    out = source.with_name(name)
     recipe = shapes.recipe(place, source, out, scheme, options)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    began = time.monotonic()
+    began, phases = time.monotonic(), Phases()
     manifest = vlmcompress.quantize(recipe, overwrite=True, progress=phases).manifest
     seconds = time.monotonic() - began
     config = json.loads((source / "config.json").read_text())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.part import Place
+from gpu.steps import FREE
 
 SPECIALS = ("<|im_start|>", "<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
             "<|video_pad|>")  # fmt: skip
@@ -110,11 +111,12 @@ def quantized(place: Place, name: str, kind: str, scheme: str, options: Mapping[
 
 
 def recipe(place: Place, source: Path, out: Path, scheme: str, options: Mapping[str, Any], **more: Any) -> Any:
-    """A recipe with the check's calibration data."""
+    """A recipe, with the check's calibration data where it needs any."""
     import vlmcompress
 
-    data = {"data": str(calibration(place)), "samples": 4 if place.tiny else 64}
-    return vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, options=dict(options), calibrate=data, **more)
+    if scheme not in FREE or "kv_cache" in more:
+        more["calibrate"] = {"data": str(calibration(place)), "samples": 4 if place.tiny else 64}
+    return vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, options=dict(options), **more)
 
 
 def reduced(full: Path, reduce: str) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHAPES = ("qwen2.5-vl-7b", "qwen3-vl-8b")
+FREE = ("fp8", "w8a16", "rtn")  # schemes that need no calibration data, and get none
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> scheme and its options
     "fp8": ("fp8", {}),
     "w8a16": ("w8a16", {}),

@@ -28,8 +28,8 @@ def run(place: Place, piece: str) -> dict[str, Any]:
     collect = place.tiny and kind != "quick"
     if place.tiny and kind == "quick":
         own = [ROOT / "tests" / "targets"]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", MARKS[kind], *map(str, own)]
-    said, code = said_by([*command, "--collect-only", "-q"] if collect else command)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKS[kind], *map(str, own)]
+    said, code = said_by([*command, "--collect-only" if collect else "-vv"])  # the project's own options have one -q
     if collect:
         found: dict[str, Any] = {"collected": len(re.findall(r"^\S+::|^\S+\.py: \d+", said, re.MULTILINE))}
         if code or not found["collected"]:
