@@ -38,9 +38,9 @@ def gpu() -> Gpu | None:
 
 
 def python(wanted: str | None) -> str:
-    """The Python that runs the steps: the one named, else the checkout's environment, else this one."""
-    own = ROOT / ".venv" / "bin" / "python"
-    return wanted or (str(own) if own.exists() else sys.executable)
+    """The Python that runs the steps: the one named, else the checkout's environment if it is whole, else this one."""
+    own, whole = ROOT / ".venv" / "bin" / "python", ROOT / ".venv" / ".vlmcompress-stamp"
+    return wanted or (str(own) if own.exists() and whole.exists() else sys.executable)
 
 
 def missing(interpreter: str, packages: Iterable[str]) -> list[str]:

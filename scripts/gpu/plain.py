@@ -113,7 +113,10 @@ def block(place: Place) -> dict[str, Any]:
     source = shapes.model(place, SHAPE, "shallow")
     vlm = models.load(source, device=device)
     recipe = shapes.recipe(place, source, source.with_name("unused"), "gptq", {})
-    rows = [{k: v.to(device) for k, v in row.items()} for row in read_inputs(recipe, vlm, "the check").batches]
+    rows = [
+        {k: v if k == "modality" else v.to(device) for k, v in row.items()}
+        for row in read_inputs(recipe, vlm, "the check").batches
+    ]
     groups = models.decoder_blocks(vlm.model, vlm.spec)[1]
     first = {group.name: vlm.model.get_submodule(group.linears[0]) for group in groups}
     stats = {name: GroupStats(linear.in_features, NEEDS) for name, linear in first.items()}
@@ -129,7 +132,10 @@ def block(place: Place) -> dict[str, Any]:
                 vlm.model.model(**{k: v for k, v in row.items() if k != "modality"})
 
     forward()  # not measured: kernels are loaded
-    plain, watch = timed(forward), Watch()
+    plain, alone, watch = timed(forward), Watch(), Watch()
+    alone.start()
+    forward()
+    of_model = alone.found(len(rows))
     hooks = [linear.register_forward_pre_hook(observe(name)) for name, linear in first.items()]
     observed = timed(forward)
     watch.start()
@@ -143,6 +149,7 @@ def block(place: Place) -> dict[str, Any]:
         "forward_seconds": round(plain, 3),
         "one_block_observed_seconds": round(observed - plain, 3),
         "block": waits,
+        "model_waits_per_sample": of_model and of_model["waits_per_sample"],
         "solve_seconds": {name: round(solved(vlm, groups, stats, name), 3) for name in SOLVED},
         **peaks(),
     }
@@ -156,6 +163,7 @@ def solved(vlm: Any, groups: Any, stats: Any, scheme: str) -> float:
     from vlmcompress.blocks.solve import Method, solve_block
 
     module = quantizers.REGISTRY.get(scheme)
+    own = dict(stats)  # it is emptied
     weights = {name: vlm.model.get_submodule(name).weight.detach() for group in groups for name in group.linears}
     norms = {
         group.smooth: vlm.model.get_submodule(group.smooth).weight.detach()
@@ -164,7 +172,7 @@ def solved(vlm: Any, groups: Any, stats: Any, scheme: str) -> float:
     }
     method = Method(module, module.Options())
     with torch.no_grad():
-        return timed(lambda: solve_block(groups, weights, stats, method, torch.bfloat16, None, norms))
+        return timed(lambda: solve_block(groups, weights, own, method, torch.bfloat16, None, norms))
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -103,7 +103,7 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
     llm = LLM(
         job["model"],
         enforce_eager=True,
-        max_model_len=1024,
+        max_model_len=2048,
         max_num_seqs=4,
         max_logprobs=LOGPROBS,
         limit_mm_per_prompt={"image": 1, "video": 0},

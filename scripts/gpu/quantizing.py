@@ -20,7 +20,7 @@ def run(place: Place, shape: str, name: str) -> dict[str, Any]:
     import vlmcompress
 
     scheme, options = SCHEMES[name]
-    source = shapes.model(place, shape, "full")
+    source = shapes.model(place, shape, "full", apart=True)
     out = source.with_name(name)
     recipe = shapes.recipe(place, source, out, scheme, options)
     if torch.cuda.is_available():

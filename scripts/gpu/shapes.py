@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,9 +95,16 @@ def shape(place: Place, name: str, kind: str) -> Shape:
     return _tiny(full) if place.tiny else {"full": full, "shallow": _shallow(full)}[kind]
 
 
-def model(place: Place, name: str, kind: str) -> Path:
-    """Return the folder of the unquantized checkpoint, made if it isn't there."""
+def model(place: Place, name: str, kind: str, apart: bool = False) -> Path:
+    """Return the folder of the unquantized checkpoint, made if it isn't there.
+
+    Args:
+        apart: make it in another process, so that this one's peak memory is that of its own work.
+    """
     folder = place.work / f"{name}-{kind}" / "bf16"
+    if apart and not (folder / "config.json").is_file():
+        size = "tiny" if place.tiny else "full"
+        subprocess.run([sys.executable, "-m", "gpu.shapes", str(place.work), size, name, kind], check=True)
     return _made(folder, lambda partial: _build(shape(place, name, kind), partial))
 
 
@@ -218,3 +227,8 @@ def _tokenizer(size: int) -> Any:
         tokenizer_object=core, bos_token=SPECIALS[0], eos_token=SPECIALS[2], pad_token=SPECIALS[1],
         extra_special_tokens=list(SPECIALS[3:]), model_max_length=32768,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    where, size_given, *wanted = sys.argv[1:]
+    model(Place(Path(where), size_given == "tiny"), *wanted)

@@ -112,7 +112,9 @@ def _waits(ran: Parts) -> str:
         one = _result(ran, f"transformers-only/{name}")
         if one and one.get("block"):
             own = one["block"]
-            lines.append(f"* One block in {what}: {own['waits_per_sample']:g} {own['counted']} for each sample.")
+            beside = one.get("model_waits_per_sample")
+            alone = "" if beside is None else f", {beside:g} of them in the model itself"
+            lines.append(f"* One block in {what}: {own['waits_per_sample']:g} {own['counted']} for each sample{alone}.")
     return "\n".join(lines)
 
 
