@@ -24,7 +24,7 @@ LOGPROBS = 20
 SECONDS = 420
 _KERNEL = re.compile(r"(?:Using|Selected) (\w*Kernel\w*) for (\w[\w -]*\w)")
 _ERROR = re.compile(r"(\(.*?\) )?(ERROR .*\] )?\s*[\w.]*(Error|Exception)\b: ")
-_BACKEND = re.compile(r"Using (\w+) (?:attention )?backend\b(?! for)")
+_BACKEND = re.compile(r"Using ([A-Z][A-Z0-9_]+) (?:attention )?backend\b")
 
 
 def start(folder: Path, log: Path, images: Sequence[Path], question: str, **options: Any) -> subprocess.Popen:
