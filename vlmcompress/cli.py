@@ -19,7 +19,7 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
 from vlmcompress.commands._parser import Parser
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.messages import shortened
 from vlmcompress.common.paths import unusable
 from vlmcompress.errors import GateError, UserError
@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         hub.only_ids()  # nothing is fetched behind the user's back
         with terminal.stdout_kept_clean():
             code, data, text = VERBS.get(args.verb).run(args)
-        print(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text, flush=True)
+        if team.first():
+            print(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text, flush=True)
         return code
     except BrokenPipeError:  # the reader of our stdout left
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -100,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if debug:
             traceback.print_exc()
+        if not team.first() and (isinstance(error, team.AgreedError) or not team.has_met()):
+            return BAD_INPUT  # the first worker says it
         return _fail(str(error), BAD_INPUT, as_json)
     except Exception as error:
         if debug:
@@ -124,6 +127,8 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
 def _fail(message: str, code: int, as_json: bool) -> int:
     """Say what went wrong, in one line on stderr and with `--json` also as an object."""
     line = shortened(" ".join(message.split()))
+    if not team.first():
+        line = f"worker {team.rank()}: {line}"
     print(f"error: {line}" if code != INTERRUPTED else line, file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps({"ok": False, "error": line, "exit_code": code}), flush=True)

@@ -37,7 +37,7 @@ from vlmcompress.common import folders
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.statistics.collect import Collector
 
 Batch = dict[str, Tensor]
 CARD = """\
@@ -79,12 +79,12 @@ def drawn(vlm: VLM, count: int, seed: int) -> dict[str, Tensor]:
 
 def visual_shares(vlm: VLM, batches: list[Batch]) -> dict[str, Tensor]:
     """Measure the share of visual tokens in the mean magnitudes of each norm's output: norm -> `[channels]`, 0 to 1."""
-    stats, modality, hooks = {}, [torch.empty(0)], []
+    collectors, modality, hooks = {}, [torch.empty(0)], []
     for norm in readers(vlm):
-        stats[norm] = GroupStats(len(vlm.model.get_parameter(f"{norm}.weight")), ["absmean"])
+        collectors[norm] = Collector(len(vlm.model.get_parameter(f"{norm}.weight")), ["absmean"])
 
         def see(_module: Any, _args: Any, output: Tensor, name: str = norm) -> None:
-            stats[name].update(output, modality[0])
+            collectors[name].add(output, modality[0])
 
         hooks.append(vlm.model.get_submodule(norm).register_forward_hook(see))
     for batch in batches:
@@ -93,7 +93,8 @@ def visual_shares(vlm: VLM, batches: list[Batch]) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     shares = {}
-    for norm, one in stats.items():
+    for norm, collector in collectors.items():
+        one = collector.finish()
         if not one.count["vision"]:
             raise UserError("the calibration data have no images, so no channel is visual; name others with --calib")
         others = {"text": 1, "vision": 0, "answer": 1 if one.count["answer"] else 0}

@@ -17,8 +17,9 @@ from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import fp8_static, int8
 from vlmcompress.recipe import resolve
 from vlmcompress.report import error_text
+from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import MODALITIES, SAMPLE, GroupStats
-from vlmcompress.statistics.reservoir import Reservoir
+from vlmcompress.statistics.tokens import splits
 
 
 def data(tokens: int = 60, width: int = 96) -> tuple[Tensor, Tensor]:
@@ -32,10 +33,11 @@ def data(tokens: int = 60, width: int = 96) -> tuple[Tensor, Tensor]:
 
 
 def observed(x: Tensor, mask: Tensor, needs=("gram", "absmax")) -> GroupStats:
-    stats = GroupStats(x.shape[1], needs)
-    for part in range(0, len(x), 25):
-        stats.update(x[part : part + 25], mask[part : part + 25])
-    return stats
+    collector = Collector(x.shape[1], needs)
+    parts = mask.split(25)
+    for one, split in zip(x.split(25), splits(parts, [[i] for i in range(len(parts))], SAMPLE), strict=True):
+        collector.add(one, split)
+    return collector.finish()
 
 
 def test_rounding_is_the_engines():
@@ -97,17 +99,6 @@ def test_the_sample_is_kept_on_disk_and_small():
     smoothed = stats.rescaled(torch.full((x.shape[1],), 2.0))
     loaded = GroupStats.from_state_dict(smoothed.state_dict())
     assert torch.equal(loaded.sample()["text"], stats.sample()["text"] / 2)
-
-
-def test_draws_are_fair():
-    """Each of 40 rows in a quarter of 2,000 samples of ten, however they come in batches."""
-    counts = torch.zeros(40)
-    for seed in range(2000):
-        drawn = Reservoir(10, seed)
-        for part in torch.arange(40.0)[:, None].split([1, 4, 20, 15]):
-            drawn.update(part)
-        counts[drawn.rows()[:, 0].long()] += 1
-    assert counts.sum() == 20000 and (counts / 2000 - 0.25).abs().max() < 5 * (0.25 * 0.75 / 2000) ** 0.5
 
 
 def test_whose_maxima():

@@ -13,13 +13,14 @@ from vlmcompress.blocks.solve import BlockResult, warnings
 from vlmcompress.checkpoint import manifest
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.quantizers import gptq, solve
+from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import GroupStats
 
 
 def stats(rows: torch.Tensor) -> GroupStats:
-    found = GroupStats(rows.shape[1])
-    found.update(rows, torch.full(rows.shape[:1], 2, dtype=torch.uint8))
-    return found
+    collector = Collector(rows.shape[1])
+    collector.add(rows, torch.full(rows.shape[:1], 2, dtype=torch.uint8))
+    return collector.finish()
 
 
 @pytest.mark.parametrize("form", ["direct", "stored"])
@@ -59,8 +60,9 @@ def test_it_is_not_rounding_to_nearest():
 
 def test_a_balance_counts_the_tokens_that_have_weight():
     x = torch.randn(200, 64)
-    found = GroupStats(64)
-    found.update(x, torch.tensor([2] * 190 + [3] * 10, dtype=torch.uint8))
+    collector = Collector(64)
+    collector.add(x, torch.tensor([2] * 190 + [3] * 10, dtype=torch.uint8))
+    found = collector.finish()
     weight, plain = torch.randn(32, 64), gptq.Options(group_size=32)
     answers = gptq.Options(group_size=32, balance={"text": 0, "vision": 0, "answer": 1})
     assert not solve(gptq, [weight], found, plain, torch.float32).warnings

@@ -11,6 +11,7 @@ from vlmcompress.blocks.predict import Predictor, evenly, input_noise
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import REGISTRY
 from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
@@ -20,10 +21,10 @@ SQUARES = {"text": 0.3, "vision": 0.01, "answer": 2.0}
 def observed(seed: int = 0) -> tuple[dict[str, torch.Tensor], GroupStats]:
     """Inputs by modality, of different covariance, and their statistics."""
     parts = {name: inputs(WIDTH, 100 + 80 * i, seed=seed + i) for i, name in enumerate(MODALITIES)}
-    stats = GroupStats(WIDTH, NEEDS)
+    collector = Collector(WIDTH, NEEDS)
     for code, x in enumerate(parts.values(), start=1):
-        stats.update(x, torch.full((len(x),), code))
-    return parts, stats
+        collector.add(x, torch.full((len(x),), code))
+    return parts, collector.finish()
 
 
 def finished(name: str, options, weights: list[torch.Tensor], stats: GroupStats) -> list[torch.Tensor]:

@@ -11,7 +11,9 @@ from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.statistics.collect import Collector
+from vlmcompress.statistics.inputs import SAMPLE, GroupStats
+from vlmcompress.statistics.tokens import splits
 
 WIDTH, INNER, TOKENS = 128, 256, 300
 GATE_UP = Group(0, "gate_up", ("gate", "up"), "norm", "norm", fused=True)
@@ -57,8 +59,9 @@ def observe(block: Block, x: Tensor, needs: frozenset[str]) -> dict[str, GroupSt
     mask = torch.where(torch.arange(len(x)) < TOKENS // 2, 2, 1)
     stats = {}
     for name, values in (("gate_up", block.norm(x)), ("down", block.inner(x))):
-        stats[name] = GroupStats(values.shape[1], needs | {"gram"})
-        stats[name].update(values, mask)
+        collector = Collector(values.shape[1], needs | {"gram"})
+        collector.add(values, splits([mask], [[0]], SAMPLE)[0])
+        stats[name] = collector.finish()
     return stats
 
 

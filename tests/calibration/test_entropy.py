@@ -11,8 +11,7 @@ import torch
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.calibration.entropy import Reservoir, cluster_entropy, conditional_entropy
-from vlmcompress.calibration.sequential import alike
+from vlmcompress.calibration.entropy import cluster_entropy, conditional_entropy
 from vlmcompress.compression.calibrate import calibrate, collect
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
@@ -99,28 +98,6 @@ def test_what_the_block_before_tells_lowers_the_entropy():
     assert math.isfinite(conditional_entropy(torch.zeros(9, 2), torch.ones(9, 2)))
 
 
-def test_a_reservoir_draws_uniformly_whatever_the_batches():
-    """Each of 60 rows is kept 20/60 of the time; small inputs are kept whole; the same numbers keep the same places."""
-    hits, seeds = Counter(), 600
-    for seed in range(seeds):
-        kept = Reservoir(20, seed)
-        for batch in torch.arange(60.0)[:, None].split([7, 1, 30, 22]):
-            kept.update(batch)
-        rows = kept.rows()[:, 0].tolist()
-        assert len(set(rows)) == 20
-        hits.update(rows)
-    spread = math.sqrt(seeds * (1 / 3) * (2 / 3))
-    assert all(abs(hits[float(i)] - seeds / 3) < 4.5 * spread for i in range(60))
-    first, second = Reservoir(5, 3), Reservoir(5, 3)
-    for batch in torch.randn(4, 10, 2):
-        first.update(batch)
-        second.update(-batch)
-    assert torch.equal(first.rows(), -second.rows()), "two blocks would not be measured on the same tokens"
-    small = Reservoir(20, 0)
-    small.update(torch.arange(3.0)[:, None])
-    assert sorted(small.rows()[:, 0].tolist()) == [0, 1, 2]
-
-
 def test_calibrate_measures_the_plain_model(world, tmp_path):
     """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
     calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
@@ -133,15 +110,15 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
         norm = vlm.model.get_submodule(groups[0].smooth)
         assert groups[0].smooth.endswith("input_layernorm")
         norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
-    for batch in alike(encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)):
+    for batch in encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm):
         with torch.no_grad():
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
         for rows in seen:
             rows[-1] = rows[-1][batch["modality"][0] > 0]
     inputs = [torch.cat(rows) for rows in seen]
-    assert found["entropy"]["luq"] == pytest.approx([cluster_entropy(x) for x in inputs], abs=1e-6)
+    assert found["entropy"]["luq"] == pytest.approx([cluster_entropy(x) for x in inputs], abs=0.03)
     expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
-    assert found["entropy"]["qvlm"] == pytest.approx(expected, abs=1e-6)
+    assert found["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
 
 
 def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
@@ -157,7 +134,7 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     assert found[0] == {"luq": -1.0, "qvlm": -1.0}
     assert [found[i]["qvlm"] for i in range(1, len(found))] == expected["qvlm"][1:]
     assert [found[i]["luq"] for i in range(1, len(found))] == expected["luq"][1:]
-    monkeypatch.setattr("vlmcompress.calibration.sequential.run_oneshot", None)
+    monkeypatch.setattr("vlmcompress.calibration.observe.observe", None)
     collect(
         vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"})
     )  # nothing is left to run

@@ -24,7 +24,7 @@ from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.statistics.collect import Collector
 
 
 @pytest.fixture(scope="module")
@@ -224,14 +224,14 @@ def test_no_room(world, tmp_path, monkeypatch):
 def test_a_full_disk(tmp_path):
     """What safetensors reports as text is an error that names the file, and the block does not count as finished."""
     store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
-    stats = GroupStats(256)
-    stats.update(torch.ones(1, 256))
+    collector = Collector(256)
+    collector.add(torch.ones(1, 256))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(UserError, match="no space left while writing .*layer-0000"):
-            store.save(0, {"qkv": stats}, {})
+            store.save(0, {"qkv": collector.finish()}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)

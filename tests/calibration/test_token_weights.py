@@ -10,11 +10,10 @@ import torch
 from tests.kit.pictures import picture
 from vlmcompress import quantizers
 from vlmcompress.blocks.solve import Method
-from vlmcompress.blocks.store import BlockStore
-from vlmcompress.calibration.sequential import BlockModifier, alike, run_oneshot
+from vlmcompress.calibration.observe import Wanted, observe
 from vlmcompress.calibration.token_weights import token_weights
 from vlmcompress.data import Sample, encode
-from vlmcompress.models import VLM, decoder_blocks, decoder_layers, layer_class
+from vlmcompress.models import VLM, decoder_blocks, decoder_layers
 from vlmcompress.numerics import round_to_nearest
 
 GPTQ = quantizers.REGISTRY.get("gptq")
@@ -29,7 +28,7 @@ def float32(loaded):
         own = loaded(family)
         vlm = VLM(copy.deepcopy(own.model).float(), own.processor, own.spec, own.path)
         samples = [Sample("a", (picture(80, 60),), "what is it", "red"), Sample("b", (), "two and two", "four")]
-        return vlm, alike(encode(samples, vlm))
+        return vlm, encode(samples, vlm)
 
     return get
 
@@ -119,40 +118,28 @@ def test_every_family(family, float32):
         assert together.square().mean().item() == pytest.approx(1) and (together >= 0).all()
 
 
-def test_the_gram_matrix(float32, tmp_path, monkeypatch):
+def test_the_gram_matrix(float32):
     """`H = sum_t g_t^2 x_t x_t^T` of the tokens that count; the MLP's is as without weights."""
     vlm, batches = float32("llava")
     blocks, grams, inputs = decoder_blocks(vlm.model, vlm.spec), {}, {}
     generator = torch.Generator().manual_seed(0)
     weights = [{(1, "qkv"): torch.rand(batch["modality"].shape[1], generator=generator)} for batch in batches]
 
-    def keep(_self, layer, _groups, stats, _ranges):
-        grams.update({(layer, name): one.gram() for name, one in stats.items()})
-
     def note(name):
         return lambda _module, args: inputs.setdefault(name, []).append(args[0][0].detach())
 
-    monkeypatch.setattr(BlockModifier, "observed", keep)
     hooks = [
         vlm.model.get_submodule(group.linears[0]).register_forward_pre_hook(note((group.layer, group.name)))
         for group in blocks[1]
     ]
-    store = BlockStore(tmp_path / "store", "x", False)
-    modifier = BlockModifier(
-        blocks=blocks,
-        attention={},
-        method=METHOD,
-        sensitivity={},
-        token_weights=weights,
-        scales={},
-        store=store,
-        batches=len(batches),
-        progress=lambda *_: None,
-    )
     with torch.no_grad():
-        run_oneshot(vlm, batches, [modifier], layer_class(vlm.model, vlm.spec), twice=False)
+        for batch in batches:
+            vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
     for hook in hooks:
         hook.remove()
+    wanted = Wanted(frozenset({"gram"}), weights=weights)
+    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False):
+        grams.update({(layer, name): one.gram() for name, one in seen.stats.items()})
     for name in ("qkv", "gate_up"):
         expected = torch.zeros_like(grams[1, name])
         for x, batch, own in zip(inputs[1, name], batches, weights, strict=True):

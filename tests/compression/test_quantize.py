@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.kit import calibration_rows, tiny
 from vlmcompress import cli, models
-from vlmcompress.calibration import sequential
+from vlmcompress.compression import blocks
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
@@ -101,14 +101,14 @@ def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path):
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     """Gram matrices are the largest thing in memory: a block's must be gone before the next one is solved."""
     seen: list[weakref.ref] = []
-    solve = sequential.solve_block
+    solve = blocks.solve_block
 
     def solve_block(groups, weights, stats, *more):
         assert stats and not any(old() is not None for old in seen)
         seen.extend(weakref.ref(one) for one in stats.values())
         return solve(groups, weights, stats, *more)
 
-    monkeypatch.setattr(sequential, "solve_block", solve_block)
+    monkeypatch.setattr(blocks, "solve_block", solve_block)
     quantize(recipe(world, tmp_path / "out", "gptq", options={"group_size": 64}))
     assert len(seen) >= 8  # four groups a block
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import decode, encode, find_params
 from vlmcompress.statistics.balance import Sensitivity
+from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
@@ -30,11 +31,12 @@ def weight(rows: int, width: int, seed: int = 0) -> Tensor:
 
 def statistics(x: Tensor) -> GroupStats:
     """Everything about `x`, the second half of it called vision and the end of that answer."""
-    stats = GroupStats(x.shape[1], NEEDS)
+    collector = Collector(x.shape[1], NEEDS)
     mask = torch.ones(len(x), dtype=torch.uint8)
     mask[len(x) // 2 :] = 2
     mask[-len(x) // 8 :] = 3
-    stats.update(x, mask)
+    collector.add(x, mask)
+    stats = collector.finish()
     stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
     return stats
 
@@ -51,11 +53,11 @@ def tokens() -> dict[str, Tensor]:
 
 def collected(parts: dict[str, Tensor], repeat: dict[str, int] | None = None) -> GroupStats:
     """Statistics of `parts`, each of which is seen `repeat` times."""
-    stats = GroupStats(WIDTH, NEEDS)
+    collector = Collector(WIDTH, NEEDS)
     for code, name in enumerate(MODALITIES, start=1):
         for _ in range(1 if repeat is None else repeat[name]):
-            stats.update(parts[name], torch.full((len(parts[name]),), code))
-    return stats
+            collector.add(parts[name], torch.full((len(parts[name]),), code))
+    return collector.finish()
 
 
 def losses(parts: dict[str, Tensor], new: Tensor, old: Tensor) -> dict[str, float]:

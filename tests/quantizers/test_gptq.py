@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kit.quant_data import inputs, output_error, slow_gptq, statistics, weight
 from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.quantizers import gptq, rtn
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.statistics.collect import Collector
 
 
 @pytest.mark.parametrize("actorder", ["static", None])
@@ -60,8 +60,9 @@ def test_beats_rounding_to_nearest(seed, bits, symmetric):
 
 def test_uncorrelated_inputs_leave_nothing_to_feed_back():
     """With a diagonal Gram matrix GPTQ is rounding to nearest, with scales chosen by the error that the diagonal weighs."""
-    stats = GroupStats(64)
-    stats.update(torch.diag(torch.rand(64) + 0.5))
+    collector = Collector(64)
+    collector.add(torch.diag(torch.rand(64) + 0.5))
+    stats = collector.finish()
     w = weight(20, 64)
     fed = gptq.quantize(w, stats, gptq.Options(group_size=32), torch.bfloat16)
     plain = round_to_nearest(w, Format("int", 4, 32), scale_dtype=torch.bfloat16, importance=stats.importance())

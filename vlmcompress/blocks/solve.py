@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vlmcompress import quantizers
+from vlmcompress.common import team
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
@@ -97,6 +98,13 @@ class BlockResult:
     maxima: dict[str, dict[str, float]] = field(default_factory=dict)
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
 
+    def add(self, other: BlockResult) -> None:
+        """Add the changes of another part of the block."""
+        for one in fields(self):
+            if one.name != "warnings":
+                getattr(self, one.name).update(getattr(other, one.name))
+        self.warnings += other.warnings
+
 
 def solve_block(
     groups: Sequence[Group],
@@ -123,34 +131,56 @@ def solve_block(
         UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
     """
     result, current = BlockResult(), _Current(weights)
+    foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
+    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches.
+    found = team.merged(
+        {
+            group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
+            for group in team.own(foldable)
+        }
+    )
+    for group in foldable:
+        scale = found[group.name]
+        if scale is None:
+            continue
+        assert group.smooth is not None
+        if norms and group.smooth in norms:
+            scale = _as_stored(scale, norms[group.smooth], norm_offset)
+        result.smoothing[group.smooth] = scale
+        stats[group.name] = stats[group.name].rescaled(scale)
+        for name in group.linears:
+            current.multiply_columns(name, scale)
+        current.divide_rows(group.smooth, scale)
+    solved: dict[str, BlockResult] = {}
+    mine = [group.name for group in team.own(groups)]
     for group in groups:
-        if group.name in stats and _foldable(group, groups):
-            scale = _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
-            if scale is None:
-                continue
-            assert group.smooth is not None
-            if norms and group.smooth in norms:
-                scale = _as_stored(scale, norms[group.smooth], norm_offset)
-            result.smoothing[group.smooth] = scale
-            stats[group.name] = stats[group.name].rescaled(scale)
-            for name in group.linears:
-                current.multiply_columns(name, scale)
-            current.divide_rows(group.smooth, scale)
-    for group in groups:
-        own, chosen = [current[name] for name in group.linears], method.of(group)
         group_stats = stats.pop(group.name, None)
-        if group_stats is not None and "absmax" in group_stats.needs:
-            result.maxima[group.linears[0]] = group_stats.owners()
-        with _naming(group):
-            solution = quantizers.solve(chosen.module, own, group_stats, chosen.options, scale_dtype)
-        result.warnings += [(what, group.linears[0], detail) for what, detail in solution.warnings]
-        for name, weight, quantized in zip(group.linears, own, solution.weights, strict=True):
-            result.weights[name] = quantized
-            result.errors[name] = _error(weight, quantized, group_stats)
-            if group_stats is not None and (act := chosen.scheme and chosen.scheme.activations):
-                _add_rounding(result.errors[name], weight, quantized, group_stats, act, solution.input_scale)
-            if solution.input_scale is not None:
-                result.input_scales[name] = solution.input_scale
+        if group.name in mine:
+            own = [current[name] for name in group.linears]
+            solved[group.name] = _solve_group(group, own, group_stats, method.of(group), scale_dtype)
+    solved = team.merged(solved)
+    for group in groups:
+        result.add(solved[group.name])
+    return result
+
+
+def _solve_group(
+    group: Group, weights: list[Tensor], stats: GroupStats | None, method: Method, scale_dtype: torch.dtype
+) -> BlockResult:
+    """Quantize the layers of one group, whose `weights [out_i, in]` and statistics are smoothed already."""
+    result, first = BlockResult(), group.linears[0]
+    if stats is not None and "absmax" in stats.needs:
+        result.maxima[first] = stats.owners()
+    with _naming(group):
+        solution = quantizers.solve(method.module, weights, stats, method.options, scale_dtype)
+    result.warnings += [(what, first, detail) for what, detail in solution.warnings]
+    for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
+        result.weights[name] = quantized
+        result.errors[name] = _error(weight, quantized, stats)
+        if stats is not None and (act := method.scheme and method.scheme.activations):
+            _add_rounding(result.errors[name], weight, quantized, stats, act, solution.input_scale)
+        if solution.input_scale is not None:
+            result.input_scales[name] = solution.input_scale
     return result
 
 

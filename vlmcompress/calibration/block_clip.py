@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
-from vlmcompress.calibration.gradient_pass import accelerated
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import fake_quantize, find_params

@@ -29,17 +29,9 @@ the entropy of its own codes. The authors' code computes something else from nor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from llmcompressor.core import active_session
-from llmcompressor.modifiers import Modifier
-from pydantic import ConfigDict, PrivateAttr
-from torch import Tensor, nn
-
-from vlmcompress.models import Group
-from vlmcompress.statistics.reservoir import Reservoir
+from torch import Tensor
 
 CLUSTERS = 100
 STARTS = 10  # starts of k-means, of which the closest clusters are kept
@@ -87,68 +79,3 @@ def _memberships(x: Tensor, low: Tensor, step: Tensor, codes: int) -> Tensor:
     """Membership of each element of `x [tokens, in]` in each code: `[tokens * in, codes]`, rows sum to 1."""
     position = ((x - low) / step).reshape(-1, 1)
     return (position - torch.arange(codes)).square_().neg_().softmax(1)
-
-
-class EntropyCollector(Modifier):
-    """Modifier that measures the entropy of the input of one block after another, at its first linear layer.
-
-    Attributes:
-        blocks: the groups of each decoder block.
-        store: a `statistics_folder.Collected`; blocks that it knows are not measured again.
-        seed: seed of the choice of tokens.
-    """
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    requires_calibration_data: bool = True
-
-    blocks: list[list[Group]]
-    store: Any
-    seed: int = 0
-
-    _kept: dict[int, Reservoir] = PrivateAttr(default_factory=dict)
-    _observing: dict[int, Any] = PrivateAttr(default_factory=dict)  # hooks, which keep the tokens alive
-    _before: Tensor | None = PrivateAttr(default=None)  # tokens of the block before
-    _first: dict[int, Any] = PrivateAttr(default_factory=dict)
-
-    def on_initialize(self, state, **kwargs) -> bool:
-        for layer, groups in enumerate(self.blocks):
-            if groups:
-                self._first[layer] = state.model.get_submodule(groups[0].linears[0])
-        return True
-
-    def on_calibration_start(self, state, event, **kwargs) -> None:
-        known = self.store.entropies()
-        for layer, module in self._first.items():
-            later = next((other for other in self._first if other > layer), None)
-            if layer not in known or (later is not None and later not in known):
-                self._kept[layer] = Reservoir(TOKENS, self.seed)
-                self._observing[layer] = self.register_hook(module, _observer(self._kept[layer]), "forward_pre")
-
-    def on_sequential_epoch_end(self, state, event, modules=(), **kwargs) -> None:
-        for layer, module in self._first.items():
-            if any(module is other for other in modules) and layer in self._kept:
-                self.remove_hooks({self._observing.pop(layer)})
-                self._finish(layer, self._kept.pop(layer).rows())
-
-    def on_calibration_end(self, state, event, **kwargs) -> None:
-        self.remove_hooks()
-
-    def on_finalize(self, state, **kwargs) -> bool:
-        return True
-
-    def _finish(self, layer: int, x: Tensor) -> None:
-        before = self._before
-        self._before = x[:PAIRED]
-        if layer not in self.store.entropies():
-            bits = {"luq": cluster_entropy(x), "qvlm": conditional_entropy(before, self._before)}
-            self.store.save_entropy(layer, bits)
-
-
-def _observer(kept: Reservoir) -> Callable:
-    def observe(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        state = active_session().state
-        assert state.loss_masks is not None
-        x, mask = args[0], state.loss_masks[state.current_batch_idx]
-        kept.update(x[mask.to(x.device) > 0])
-
-    return observe

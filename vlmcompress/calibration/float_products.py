@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 _PRODUCTS = (functional.linear, functional.scaled_dot_product_attention)
 _INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
@@ -54,6 +56,26 @@ def float_products(model: Any) -> contextlib.AbstractContextManager[Any]:
         if emulated(model.dtype)
         else contextlib.nullcontext()
     )
+
+
+def widened(module: nn.Module) -> Callable[..., Any]:
+    """`module` as a function that computes in float32 throughout, where products in its own 16-bit type are emulated.
+
+    Its weights are converted once, as they are now, and its inputs at each call; a tensor that it returns has the dtype of its
+    first argument. Elsewhere the module itself. Hooks on its parts are called as ever.
+    """
+    if not emulated(next(module.parameters()).dtype):
+        return module
+    weights = {name: value.float() for name, value in module.state_dict(keep_vars=True).items()}
+
+    def wide(value: Tensor) -> Tensor:
+        return value.float() if value.is_floating_point() else value
+
+    def run(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = tree_map_only(Tensor, wide, ((first, *args), kwargs))
+        return tree_map_only(Tensor, lambda one: one.to(first.dtype), functional_call(module, weights, *given))
+
+    return run
 
 
 def emulated(dtype: torch.dtype) -> bool:

@@ -25,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
 from vlmcompress.calibration.batching import batched, together
+from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
+from vlmcompress.common import team
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER
@@ -39,7 +41,6 @@ NO_ANSWER = "no calibration sample has an answer, and gradients are those of the
 _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
 _NO_TARGET = -100  # where a token predicts nothing that counts
 _KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
-_ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
 def gradients(
@@ -73,16 +74,20 @@ def gradients(
             stack.enter_context(context)
         stack.enter_context(float_products(vlm.model))
         progress("gradients", 0, len(answered))
-        for rows in batched([batches[index] for index in answered]):
+        for rows in team.own(batched([batches[index] for index in answered])):
             own = [answered[row] for row in rows]
             batch = {key: value.to(device) for key, value in together([batches[index] for index in own]).items()}
             totals.begin(batch["modality"])
             losses = answer_losses(vlm.model, batch)
             (losses.sum() * scale).backward()
             totals.end(scale, own)
+            if totals.problem:
+                break
             loss += float(losses.detach().double().sum()) / len(answered)
             done += len(rows)
             progress("gradients", done, len(answered))
+        team.agreed(totals.problem)
+    loss = float(team.total(torch.tensor(loss, dtype=torch.float64)))
     found = [{name: totals.mean(name, vlm.model) for name in linears} for linears in blocks]
     return Gradients(loss, len(answered), found)
 
@@ -95,7 +100,8 @@ def kept_gradients(
     if known is not None:
         return Gradients.from_dict(known)
     found = gradients(vlm, batches, progress)
-    store.note("gradients", found.to_dict())
+    if team.first():
+        store.note("gradients", found.to_dict())
     return found
 
 
@@ -135,6 +141,7 @@ class _Totals:
 
     Attributes:
         sums: layer -> `[modalities, 4]`: of sample means of magnitudes, of tokens' squares; samples, tokens.
+        problem: the first thing that was wrong with a sample, in words; None: nothing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -142,6 +149,7 @@ class _Totals:
         self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples * kinds, 2]
         self._codes = torch.empty(0)  # which of these each token adds to
         self._rows = 0
+        self.problem: str | None = None
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -168,17 +176,17 @@ class _Totals:
         together = together.view(len(names), self._rows, _KINDS, 2) / torch.tensor([scale, scale**2]).double()
         if not (finite := together.isfinite().all(3).all(2).all(0)).all():
             index = indices[int(finite.logical_not().nonzero()[0])]
-            raise UserError(
-                f"calibration sample {index}: the gradients of the answer's loss hold NaN or Inf; drop the sample"
-            )
+            bad = f"calibration sample {index}: the gradients of the answer's loss hold NaN or Inf; drop the sample"
+            self.problem = self.problem or bad
         for name, sums in zip(names, together[:, :, 1:], strict=True):
             magnitude = sums[..., 0] / tokens.clamp_min(1)
             self.sums[name] += torch.stack([magnitude, sums[..., 1], tokens > 0, tokens], 2).sum(0)
         self._seen.clear()
 
     def mean(self, name: str, model: nn.Module) -> Gradient:
-        """A layer's means, of those modalities that occurred."""
-        rows = {m: row for m, row in zip(MODALITIES, self.sums[name].tolist(), strict=True) if row[3]}
+        """A layer's means over the samples of all workers, of those modalities that occurred."""
+        sums = team.total(self.sums[name])
+        rows = {m: row for m, row in zip(MODALITIES, sums.tolist(), strict=True) if row[3]}
         return Gradient(
             len(model.get_parameter(f"{name}.weight")),
             {m: row[0] / row[2] for m, row in rows.items()},
@@ -229,35 +237,3 @@ def _checkpointed(forward: Callable, context: Callable[[], contextlib.AbstractCo
         return checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
 
     return run
-
-
-@contextlib.contextmanager
-def accelerated(model: Any) -> Iterator[torch.device]:
-    """The model on the accelerator, if there is one: as a whole, or streamed where it is too large."""
-    if not torch.accelerator.is_available():
-        yield model.device
-        return
-    device, home = torch.accelerator.current_accelerator(), model.device
-    assert device is not None
-    if sum(tensor.nbytes for tensor in model.state_dict().values()) > _ROOM * torch.accelerator.get_memory_info()[0]:
-        with streamed(model, device):
-            yield device
-        return
-    try:
-        model.to(device)
-        yield device
-    finally:
-        model.to(home)
-
-
-@contextlib.contextmanager
-def streamed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Each module's weights are on `device` while it runs, and for as long as the graph of its block is kept."""
-    from accelerate import cpu_offload
-    from accelerate.hooks import remove_hook_from_submodules
-
-    try:
-        cpu_offload(model, device, offload_buffers=True)
-        yield
-    finally:
-        remove_hook_from_submodules(model)

@@ -6,36 +6,38 @@ vLLM stores `k / k_scale` and `v / v_scale` as float8_e4m3, with one scale of ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from compressed_tensors.modeling.kvcache import initialize_hooked_kv_cache
-from llmcompressor.core import active_session
-from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vlmcompress.statistics.kv_range import KVRange
 
 
-def watch(model: nn.Module, attention: nn.Module, hooks: HooksMixin) -> KVRange:
-    """Follow the keys and values of an attention module.
+class _Cache:
+    """Stands for an empty cache in one call of an attention module, which shows it its keys and values."""
+
+    def __init__(self, seen: KVRange, mask: Tensor):
+        self.seen, self.mask = seen, mask
+
+    def update(self, keys: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Note keys and values `[samples, heads, tokens, channels]` and give them back."""
+        for which, states in enumerate((keys, values)):
+            fits = (states.shape[0], states.shape[2]) == self.mask.shape
+            self.seen.update(which, states, self.mask if fits else None)
+        return keys, values
+
+
+def watch(attention: nn.Module, seen: KVRange, modality: Callable[[], Tensor]) -> RemovableHandle:
+    """Follow the keys and values of an attention module until the handle is removed.
 
     Args:
-        model: the whole model (its config describes the cache).
-        attention: the attention module, which gets a cache object that can be observed.
-        hooks: registers the hooks, so that they are off while a quantized block's output is passed on.
+        seen: takes them.
+        modality: gives that of the tokens of the present batch, `[samples, tokens]`.
     """
-    seen = KVRange()
 
-    def hook(which: int) -> Any:
-        def see(_module: nn.Module, states: Tensor) -> None:
-            state = active_session().state
-            assert state.loss_masks is not None
-            mask = state.loss_masks[state.current_batch_idx]
-            seen.update(which, states, mask if (states.shape[0], states.shape[2]) == mask.shape else None)
+    def show(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, kwargs | {"past_key_values": _Cache(seen, modality())}
 
-        return see
-
-    initialize_hooked_kv_cache(model, attention)
-    hooks.register_hook(attention, hook(0), "key")
-    hooks.register_hook(attention, hook(1), "value")
-    return seen
+    return attention.register_forward_pre_hook(show, with_kwargs=True)

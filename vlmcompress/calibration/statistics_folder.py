@@ -17,6 +17,7 @@ they depend on no scheme and serve all of them. `statistics.json`, schema 2, is 
 | blocks | for each decoder block, group -> its linear layers |
 | entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
 | gradients | optional: gradients of the answers' loss by linear layer and modality, from `statistics.gradients` |
+| timing | phase of the run -> seconds |
 | files | name -> sha256 and size, of every other file |
 """
 

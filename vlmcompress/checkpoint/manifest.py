@@ -17,9 +17,10 @@ Schema 1, one JSON object:
 | allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
 | size | bytes of weights before and after |
 | tensors | number of stored tensors |
+| timing | phase of the run -> seconds, up to the writing of this file |
 | files | name -> sha256 and size, of every file but this one |
 
-No dates, no paths of the machine: the same inputs give the same file.
+No dates, no paths of the machine: the same inputs give the same file, but for `timing`.
 """
 
 from __future__ import annotations

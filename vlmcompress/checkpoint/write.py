@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vlmcompress.checkpoint import card, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
-from vlmcompress.common import folders, json_files, tensor_files
+from vlmcompress.common import folders, json_files, phases, tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
@@ -102,14 +102,15 @@ def write(
     others = list(_other_files(source))
     _check_space(out, plan.nbytes + sum(file.stat().st_size for file, _ in others))
     with folders.new_folder(out) as tree:
-        _write_weights(tree, plan, limit, quantized, exporter, progress)
+        with phases.phase("writing"):
+            _write_weights(tree, plan, limit, quantized, exporter, progress)
         config |= {"quantization_config": quantization_config} if quantization_config else {}
         _write_json(tree / "config.json", reducer_block.write(config, reducer, counter) if reducer else config)
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)
         size = {"weights_before": sum(entry.spec.nbytes for entry in entries), "weights_after": plan.nbytes}
-        complete = manifest | {"size": size, "tensors": len(plan.pieces)}
+        complete = manifest | {"size": size, "tensors": len(plan.pieces), "timing": phases.so_far()}
         (tree / card.CARD).write_text(card.render(complete, tree, out.name), encoding="utf-8")
         complete["files"] = hash_files(tree)
         _write_json(tree / MANIFEST, complete)

@@ -26,7 +26,7 @@ RECIPE_KEYS = {
 def common(parser: argparse.ArgumentParser) -> None:
     """The flags of every verb."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--verbose", action="store_true", help="show what the libraries log")
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries log, and where the time went")
     parser.add_argument("--debug", action="store_true", help="print tracebacks")
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.common import hub
+from vlmcompress.commands._text import phases_text
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -70,8 +71,10 @@ def run(args: argparse.Namespace) -> Outcome:
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = calibrate(recipe, **asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not team.first():
+        return OK, None, ""
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
-    return OK, data, text(data)
+    return OK, data, text(data, args.verbose)
 
 
 def _needs(text: str) -> frozenset[str]:
@@ -110,14 +113,15 @@ def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> d
         "needs": facts["needs"],
         "kv_cache": facts["kv_cache"],
         "calibration": facts["calibration"],
+        "timing": facts["timing"],
         "next": [
             f"vlmcompress quantize {shlex.quote(str(model))} --stats {shlex.quote(str(out))}{same} -o OUT --scheme SCHEME"
         ],
     }
 
 
-def text(done: Mapping[str, Any]) -> str:
-    """What was collected, in words. `done`: what `result` returns."""
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """What was collected, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
     data = done["calibration"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
     words = data.get("text")
@@ -131,7 +135,8 @@ def text(done: Mapping[str, Any]) -> str:
     ]
     if data.get("reduce"):
         rows.append(("behind", f"{_asked_for(data['reduce'])}, whose dropped tokens are not counted"))
-    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), "Next:"]
+    spent = phases_text(done["timing"], done["seconds"]) if verbose else []
+    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), *spent, "Next:"]
     return "\n".join([*lines, *(f"  {command}" for command in done["next"])])
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.common import hub
+from vlmcompress.commands._text import phases_text
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, smaller, table
 from vlmcompress.errors import UserError
@@ -50,10 +51,12 @@ def run(args: argparse.Namespace) -> Outcome:
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not team.first():
+        return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
     data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - began)
-    return OK, data, text(data)
+    return OK, data, text(data, args.verbose)
 
 
 def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None) -> Outcome:
@@ -160,6 +163,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "reduce": recipe.get("reduce"),
         "visual_tokens": manifest.get("visual_tokens"),
         "warnings": manifest["warnings"],
+        "timing": manifest.get("timing", {}),
         "next": [compare, serve] if recipe.get("engine", "vllm") == "vllm" else [f"{compare} --engine hf"],
     }
 
@@ -185,8 +189,8 @@ def kv_cache(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"attentions": len(found), "clipped": {kind: {"share": s, "where": w} for kind, (s, w) in clipped.items()}}
 
 
-def text(done: Mapping[str, Any]) -> str:
-    """What was written, in words. `done`: what `result` returns."""
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """What was written, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
     lines = [f"Wrote {done['out']} in {duration(done['seconds'])}."]
     before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
@@ -209,6 +213,8 @@ def text(done: Mapping[str, Any]) -> str:
             f"scales for {done['kv_cache']['attentions']} layers; calibrated on text tokens alone they would clip up to"
         )
         lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
+    if verbose:
+        lines += phases_text(done["timing"], done["seconds"])
     lines += ["Next:", *(f"  {command}" for command in done["next"])]
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vlmcompress.common import folders
+from vlmcompress.common import folders, team
 
 
 class BlockFiles:
@@ -32,6 +32,8 @@ class BlockFiles:
 
     def __init__(self, folder: Path, fingerprint: str, resume: bool):
         self.folder = folder
+        if not team.first():  # the first worker makes it, and writes to it
+            return
         mark = folder / "fingerprint"
         with folders.user_errors(folder):
             if folder.exists() and not (resume and mark.exists() and mark.read_text() == fingerprint):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from vlmcompress.common import team
+
 
 def note(line: str) -> None:
     """Print on stderr a line that is no error but good to know."""
-    print(f"note: {line}", file=sys.stderr, flush=True)
+    if team.first():
+        print(f"note: {line}", file=sys.stderr, flush=True)

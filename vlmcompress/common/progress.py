@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from vlmcompress.common import team
 from vlmcompress.common.text import duration
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +38,7 @@ class ProgressBar:
         self._first = 0
 
     def __call__(self, label: str, done: int, total: int) -> None:
-        if total <= 0:
+        if total <= 0 or not team.first():
             return
         now = self._clock()
         if label != self._label:

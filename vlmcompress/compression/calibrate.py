@@ -17,11 +17,13 @@ import torch
 
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
-from vlmcompress.common import folders, identity
+from vlmcompress.common import folders, identity, phases, team
 from vlmcompress.common.block_files import block_file
+from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.registry import RULES, SCHEMES
 from vlmcompress.common.text import size
@@ -87,12 +89,20 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
+    with phases.measured(), team.met():
+        return _calibrated(recipe, needs, likes, resume, overwrite, progress)
+
+
+def _calibrated(
+    recipe: Recipe, needs: Collection[str], likes: Collection[str], resume: bool, overwrite: bool, progress: Progress
+) -> Result:
     assert recipe.out is not None
     source, out = recipe.model, recipe.out
     folders.check(source, out, overwrite=overwrite, mark=NAME)
     if "entropy" in needs:
         _need_sklearn()
-    vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
+    with phase("loading"):
+        vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
     reducer = settled(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer})
@@ -108,9 +118,11 @@ def calibrate(
     weights = weights_hash(source)
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
     store = Collected(out.with_name(f".{out.name}.resume"), mark, resume)
+    team.wait()
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
-            kept_gradients(store, vlm, inputs.batches, progress)
+            with phase("gradients"):
+                kept_gradients(store, vlm, inputs.batches, progress)
         kv_cache, seed = bool(recipe.kv_cache), recipe.seed
         collect(vlm, blocks, inputs.batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
     described = _description(recipe, whole.vlm, weights, blocks) | {
@@ -121,9 +133,12 @@ def calibrate(
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
         described["gradients"] = store.noted("gradients")
-    written = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
-    store.remove()
-    return Result(out, written)
+    described["timing"] = phases.so_far()
+    if team.first():
+        described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
+        store.remove()
+    team.wait()
+    return Result(out, described)
 
 
 def collect(
@@ -142,22 +157,28 @@ def collect(
     measured = "entropy" not in needs or set(filled) <= store.entropies().keys()
     if measured and all(store.has(layer) for layer in filled):
         return
-    from vlmcompress.calibration.sequential import BlockCollector, attention_modules, run_oneshot
+    from vlmcompress.calibration.observe import Wanted, observe
 
-    collector = BlockCollector(
-        blocks=blocks,
-        attention=attention_modules(vlm) if kv_cache else {},
-        needs=needs & NEEDS,
-        store=store,
-        batches=len(batches),
-        progress=progress,
-    )
-    modifiers: list[Any] = [collector]
-    if "entropy" in needs:
-        from vlmcompress.calibration.entropy import EntropyCollector
+    tokens = entropy.TOKENS if "entropy" in needs else 0
+    wanted, before = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed), None
+    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, progress=progress):
+        assert seen is not None
+        if team.first() and not store.has(layer):
+            with phase("storing"):
+                store.save(layer, seen.stats, seen.kv_ranges)
+        seen.stats.clear()  # they are large, and the next block's are about to come
+        if seen.tokens is not None and team.first():
+            with phase("entropy"):
+                before = _measure(store, layer, before, seen.tokens)
 
-        modifiers.append(EntropyCollector(blocks=blocks, store=store, seed=seed))
-    run_oneshot(vlm, batches, modifiers, models.layer_class(vlm.model, vlm.spec), twice=False)
+
+def _measure(store: Collected, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Keep a block's entropies, from drawn `tokens` of its input and those of the block before; return its own for the next."""
+    paired = tokens[: entropy.PAIRED]
+    if layer not in store.entropies():
+        bits = {"luq": entropy.cluster_entropy(tokens), "qvlm": entropy.conditional_entropy(before, paired)}
+        store.save_entropy(layer, bits)
+    return paired
 
 
 def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence[Sequence[Group]]) -> dict[str, Any]:

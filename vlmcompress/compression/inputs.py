@@ -15,6 +15,7 @@ from torch import Tensor
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.common import hub, identity
 from vlmcompress.common.notes import note
+from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data import bundled, encode, load_mixed, provenance, refuse_missing
 from vlmcompress.data.provenance import notes, token_counts
@@ -45,7 +46,8 @@ class Inputs:
         chosen = calibrated(reducer)
         if chosen is None or not self.batches or self.origin is None:
             return self
-        shorter = reduced(self.vlm, self.batches, chosen, progress)
+        with phase("reducing"):
+            shorter = reduced(self.vlm, self.batches, chosen, progress)
         origin = self.origin | token_counts(shorter) | {"reduce": chosen.plain()}
         return Inputs(decoder(self.vlm), shorter, origin)
 
@@ -70,8 +72,9 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
         return Inputs(vlm, [], None)
     source = hub.local(named, "dataset")
     mixed = hub.local(settings.text, "dataset") if settings.text else None
-    samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
-    batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
+    with phase("encoding"):
+        samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
+        batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
     text = (texts, mixed) if mixed else None
     asked = settings.samples // 2 * 2 if mixed else settings.samples
     more: dict[str, Any] = {"processor": vlm.processor, "text": text, "asked": asked}

@@ -15,7 +15,8 @@ import torch
 from vlmcompress import models
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders
+from vlmcompress.common import folders, phases, team
+from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import allocate
 from vlmcompress.compression.blocks import compress, solve_blocks
@@ -44,9 +45,16 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
+    One of several workers (`common.team`) does its share; only the first one's result has a manifest.
+
     Raises:
         UserError: bad input; nothing was written.
     """
+    with phases.measured():
+        return _quantized(recipe, resume, overwrite, progress)
+
+
+def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress) -> Result:
     assert recipe.out is not None, "a plan has no output"
     out = recipe.out
     folders.check(recipe.model, out, overwrite=overwrite, mark=MANIFEST)
@@ -55,17 +63,21 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     if work.statistics:
         folders.check_apart(work.statistics.folder, out, "statistics")
         reuse.verify(work.statistics, recipe)
-    if work.budget:
-        work = allocate.planned(work, resume=resume, progress=progress)
-    inputs = _inputs(work)
-    known = work.statistics.reducer if work.statistics else None
-    reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
-    count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
-    work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
-    if work.prefix != "quantized":  # only the reducer learnt from them
-        inputs = replace(inputs, batches=[])
-    calibrated = inputs.behind(reducer, progress)
-    store = _solved(work, calibrated, resume, progress)
+    with team.met():
+        if work.budget:
+            work = allocate.planned(work, resume=resume, progress=progress)
+        inputs = _inputs(work)
+        known = work.statistics.reducer if work.statistics else None
+        with phase("reducer"):
+            reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
+            count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
+        work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
+        if work.prefix != "quantized":  # only the reducer learnt from them
+            inputs = replace(inputs, batches=[])
+        calibrated = inputs.behind(reducer, progress)
+        store = _solved(work, calibrated, resume, progress)
+    if not team.first():
+        return Result(out, {})
     written = write_checkpoint(
         work, inputs.vlm, store, calibrated.origin, count, overwrite=overwrite, progress=progress
     )
@@ -77,7 +89,8 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 def _inputs(work: Plan) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
-    vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    with phase("loading"):
+        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     if work.statistics:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         samples = read_inputs(recipe, vlm, needing(work)).batches if tokens and tokens.counted else []
@@ -96,7 +109,9 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Blo
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
         store = BlockStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
-        allocate.hand_over(recipe.out, store)
+        if team.first():
+            allocate.hand_over(recipe.out, store)
+        team.wait()
         if work.statistics:
             offset = inputs.vlm.spec.norm_offset
             solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, norm_offset=offset, **more)

@@ -1,4 +1,4 @@
-"""Statistics of the input `X [tokens, in]` of a group of linear layers, each modality apart.
+"""Statistics of the input `X [tokens, in]` of a group of linear layers, each modality apart (`statistics.collect` makes them).
 
 A weight change `dW` changes the output by `X dW^T`, whose squared size needs no `X` once `G = X^T X` is known:
 
@@ -8,7 +8,7 @@ so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-moda
 weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
 absolute maxima and means cost next to nothing, so a method says what it `needs`. With the maxima, for schemes that round
 activations, come a few rows of X: what rounding does to them follows from no sum. Only the block upper triangle of `G`
-is computed and kept current (the rest follows by symmetry): it is the hot loop of calibration.
+is computed (the rest follows by symmetry).
 
 With a balance (`statistics.balance`) modality m has the share `p_m` of the whole, whatever its number of tokens `n_m`:
 
@@ -23,14 +23,13 @@ is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmcompress.statistics.balance import MODALITIES, Sensitivity, shares
-from vlmcompress.statistics.reservoir import Reservoir
 
 SAMPLE = 64  # rows of each modality that are kept
 NEEDS = frozenset({"gram", "absmax", "absmean"})
@@ -54,43 +53,11 @@ class GroupStats:
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
-        self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in], once they are complete
-        self._drawn: dict[str, Reservoir] = {}  # rows drawn so far, while they are not complete
+        self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
         self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
         self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
-
-    @torch.no_grad()
-    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            x: `[..., in]` inputs, any float dtype.
-            mask: `[...]` modality of each token (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
-        """
-        if x.shape[-1] != self.width:
-            raise ValueError(f"expected inputs of {self.width} features, got {x.shape[-1]}")
-        if self._scale is not None or self._shares is not None:
-            raise ValueError("rescaled or balanced statistics take no further batches")
-        x = x.reshape(-1, self.width)
-        for name, rows in _by_modality(x, mask):
-            if not rows.isfinite().all():
-                raise ValueError("the activations hold NaN or Inf")
-            self.count[name] += rows.shape[0]
-            if "gram" in self.needs:
-                if name not in self._gram:
-                    self._gram[name] = torch.zeros(self.width, self.width, device=x.device)
-                _accumulate(self._gram[name], rows)
-            if "absmax" in self.needs:
-                new = rows.abs().amax(0).float()
-                old = self._absmax.get(name)
-                self._absmax[name] = new if old is None else torch.maximum(old, new)
-                self._drawn.setdefault(name, Reservoir(SAMPLE, 0)).update(rows)
-            if "absmean" in self.needs:
-                new = rows.abs().sum(0, dtype=torch.float32)
-                old = self._abssum.get(name)
-                self._abssum[name] = new if old is None else old + new
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
         """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or the balance's.
@@ -137,9 +104,8 @@ class GroupStats:
 
     def sample(self) -> dict[str, Tensor]:
         """Modality -> at most `SAMPLE` rows of the input, float32 `[rows, in]`, fairly drawn; empty without `absmax`."""
-        found = self._rows | {name: drawn.rows() for name, drawn in self._drawn.items()}
-        on = {name: found[name].bfloat16().to(self._absmax[name].device) for name in MODALITIES if name in found}
-        return {name: self._divided(rows.float()) for name, rows in on.items()}  # bfloat16 is what a file keeps
+        found = {name: self._rows[name].bfloat16() for name in MODALITIES if name in self._rows}
+        return {name: self._divided(rows.float()) for name, rows in found.items()}  # bfloat16 is what a file keeps
 
     def absmean(self) -> Tensor:
         """The means `mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
@@ -271,11 +237,26 @@ def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
     return _mirror(gram, block)
 
 
-def _accumulate(gram: Tensor, rows: Tensor) -> None:
-    """Add `rows^T rows` to the block upper triangle of `gram`, in place."""
-    rows = rows.float()
-    for a, b in _blocks(gram.shape[0]):
-        gram[:b, a:b].addmm_(rows[:, :b].T, rows[:, a:b])
+def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = None) -> None:
+    """Add `rows^T rows` to the block upper triangle of `gram [in, in]`, in place, for columns `start` to `end`.
+
+    Halved again and again, so that products are as large as a triangle allows. An accelerator multiplies 16-bit rows as they
+    are and sums in float32; a CPU gets `rows [tokens, in]` in float32.
+    """
+    end = gram.shape[0] if end is None else end
+    blocks = -(-(end - start) // _BLOCK)
+    middle = start + _BLOCK * (-(-blocks // 2)) if blocks > 1 else end
+    left = rows[:, start:middle]
+    parts = [(start, left)] if blocks <= 1 else [(middle, rows[:, middle:end])]
+    for column, right in parts:
+        target = gram[start:middle, column:end]
+        if rows.dtype == gram.dtype:
+            target.addmm_(left.T, right)
+        else:
+            target.add_(torch.mm(left.T, right, out_dtype=gram.dtype))
+    if blocks > 1:
+        add_product(gram, rows, start, middle)
+        add_product(gram, rows, middle, end)
 
 
 def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
@@ -290,24 +271,6 @@ def _finite(values: Tensor) -> Tensor:
     if not torch.stack(torch.aminmax(values)).isfinite().all():
         raise ValueError("the calibration statistics hold NaN or Inf; collect them again")
     return values
-
-
-def _by_modality(x: Tensor, mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """Split the rows of `x [tokens, in]` by modality, for those that occur; no copy when there is only one."""
-    if x.shape[0] == 0:
-        return
-    if mask is None:
-        yield MODALITIES[0], x
-        return
-    if mask.numel() != x.shape[0]:
-        raise ValueError(f"the modality mask has {mask.numel()} entries for {x.shape[0]} tokens")
-    mask = mask.reshape(-1).to(x.device)
-    for code, name in enumerate(MODALITIES, start=1):
-        index = (mask == code).nonzero().squeeze(1)
-        if index.numel() == x.shape[0]:
-            yield name, x
-        elif index.numel():
-            yield name, x.index_select(0, index)
 
 
 def _weights(seen: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:

@@ -14,6 +14,7 @@ and answer, which has seen the images; calibration on text without any may diffe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,14 +49,19 @@ class KVRange:
         if mask is None:
             mask = torch.ones(size.shape[:2], dtype=torch.uint8)
         mask = mask.to(x.device)
+        self.ranges = self.ranges.to(x.device)
         place = ((size.log2() - _LOW) * _PER_OCTAVE).clamp_(0, BINS - 1).long()
         place += mask.long()[..., None] * BINS  # one histogram after the other, that of ignored tokens first
         counts = torch.bincount(place.flatten(), minlength=(1 + len(MODALITIES)) * BINS).view(-1, BINS)[1:]
-        self.ranges[which, :, 1:] += counts.cpu()
+        self.ranges[which, :, 1:] += counts
+        largest = size.amax(-1)
         for index in range(len(MODALITIES)):
-            if (chosen := size[mask == index + 1]).numel():
-                found = self.ranges[which, index, 0]
-                torch.maximum(found, chosen.amax().to(found), out=found)
+            found = self.ranges[which, index, 0]
+            torch.maximum(found, torch.where(mask == index + 1, largest, 0).amax().to(found), out=found)
+
+    def pooled(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tensor:
+        """The ranges of what several workers saw; `total` and `largest` replace a tensor by all workers' sum or maxima."""
+        return torch.cat([largest(self.ranges[..., :1].contiguous()), total(self.ranges[..., 1:].contiguous())], -1)
 
 
 def scales(ranges: Tensor) -> Tensor:

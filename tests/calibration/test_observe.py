@@ -1,0 +1,152 @@
+"""What blocks are seen to get: that of the whole model, sample by sample, on every family; and what a block passes on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.calibration.test_batching import samples, wide
+from vlmcompress.calibration import block_inputs
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.data import encode
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM, decoder_blocks
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.statistics.inputs import MODALITIES, NEEDS
+
+Rows = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]  # linear layer -> for each sample, its input and modalities
+
+
+def inputs(vlm: VLM, batches) -> Rows:
+    """The oracle: the whole model runs over one sample after another, and hooks keep what the layers get."""
+    found: Rows = {}
+    hooks = []
+    for groups in decoder_blocks(vlm.model, vlm.spec):
+        for group in groups:
+            rows = found[group.linears[0]] = []
+
+            def keep(_module, args, rows=rows):
+                rows.append((args[0].reshape(-1, args[0].shape[-1]), modality))
+
+            hooks.append(vlm.model.get_submodule(group.linears[0]).register_forward_pre_hook(keep))
+    for batch in batches:
+        modality = batch["modality"].flatten()
+        with torch.no_grad():
+            vlm.model(**{key: value for key, value in batch.items() if key != "modality"}, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def same(vlm: VLM, batches, wanted: Wanted, expected: Rows, **more) -> None:
+    blocks, layers = decoder_blocks(vlm.model, vlm.spec), []
+    for layer, seen in observe(vlm, blocks, batches, wanted, **more):
+        layers.append(layer)
+        assert seen is not None and list(seen.stats) == [group.name for group in blocks[layer]]
+        for group in blocks[layer]:
+            stats, rows = seen.stats[group.name], expected[group.linears[0]]
+            for code, name in enumerate(MODALITIES, start=1):
+                x = torch.cat([one[mask == code] for one, mask in rows]).double()
+                assert stats.count[name] == len(x) > 0
+                gram = x.T @ x
+                error = (stats.gram({name: 1.0}).double() - gram).norm()
+                assert error <= 2e-5 * gram.norm(), (group.linears[0], name, float(error))
+                torch.testing.assert_close(stats._absmax[name].double(), x.abs().amax(0), rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(stats._abssum[name].double(), x.abs().sum(0), rtol=1e-3, atol=1e-3)
+    assert layers == [layer for layer, groups in enumerate(blocks) if groups]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_statistics_are_those_of_the_whole_model(family, loaded, twice):
+    """Padding is in none, text without an image and images of several sizes and counts run in batches of their own."""
+    vlm = wide(loaded(family))
+    batches = encode(samples(), vlm)
+    together = block_inputs.batched(batches)
+    assert any(len({batches[i]["modality"].shape[1] for i in one}) > 1 for one in together), "no batch has padding"
+    same(vlm, batches, Wanted(NEEDS), inputs(vlm, batches), twice=twice)
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen3_vl"])
+def test_behind_a_reducer(model, loaded):
+    vlm = wide(loaded(model))
+    rows = reduced(vlm, encode(samples(), vlm), parse("uniform:0.5"))
+    behind = decoder(vlm)
+    same(behind, rows, Wanted(NEEDS), inputs(behind, rows), twice=False)
+
+
+@pytest.mark.parametrize("model_name", ["llava", "qwen3_vl", "lfm2_vl"])
+def test_a_changed_block_passes_on_what_it_puts_out_now(model_name, loaded):
+    """Oracle: a model whose blocks before are changed. A block that is known already is changed in its turn, too."""
+    vlm = wide(loaded(model_name))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
+    first = next(layer for layer, groups in enumerate(blocks) if groups)
+    for layer, seen in observe(vlm, blocks, batches, Wanted(NEEDS), twice=True, known=lambda layer: layer == first):
+        assert (seen is None) is (layer == first)
+        if seen is not None:
+            expected = inputs(changed, batches)
+            for group in blocks[layer]:
+                x = torch.cat([one[mask > 0] for one, mask in expected[group.linears[0]]]).double()
+                gram = x.T @ x
+                assert (seen.stats[group.name].gram().double() - gram).norm() / gram.norm() < 2e-5
+        for model in (vlm.model, changed.model):
+            for group in blocks[layer]:
+                for name in group.linears:
+                    model.get_submodule(name).weight.data.mul_(1.25)
+
+
+def test_rows_of_all_tokens(loaded):
+    """A draw of more tokens than there are takes them all, in the order of the samples, padding left out."""
+    vlm = wide(loaded("qwen2_vl"))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    expected = inputs(vlm, batches)
+    for layer, seen in observe(vlm, blocks, batches, Wanted(frozenset(), tokens=10_000), twice=False):
+        rows = torch.cat([one[mask > 0] for one, mask in expected[blocks[layer][0].linears[0]]])
+        torch.testing.assert_close(seen.tokens, rows, rtol=1e-3, atol=1e-4)
+
+
+def test_drawn_rows_do_not_hang_on_batches(loaded, monkeypatch):
+    """A sample of the inputs, and the rows that are kept of each group, are the same tokens when samples run alone."""
+    vlm = wide(loaded("qwen2_5_vl"))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+
+    def run():
+        wanted = Wanted(frozenset({"absmax"}), tokens=20, seed=3)
+        return [seen for _, seen in observe(vlm, blocks, batches, wanted, twice=False)]
+
+    found = run()
+    monkeypatch.setattr(block_inputs, "batched", lambda rows: [[index] for index in range(len(rows))])
+    for ours, theirs in zip(found, run(), strict=True):
+        torch.testing.assert_close(ours.tokens, theirs.tokens, rtol=1e-4, atol=1e-5)
+        assert ours.tokens.shape[0] == 20
+        for group, stats in theirs.stats.items():
+            for name, rows in stats.sample().items():
+                torch.testing.assert_close(ours.stats[group].sample()[name], rows, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_one_bad_sample_in_a_batch_is_named(loaded, twice):
+    """NaN in one sample's pixels: the message names the sample and the first layer; NaN where nothing counts is no matter."""
+    vlm = wide(loaded("llava"))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    together = next(one for one in block_inputs.batched(batches) if len(one) > 1 and "pixel_values" in batches[one[0]])
+    bad = together[-1]
+    batches[bad] = {**batches[bad], "pixel_values": batches[bad]["pixel_values"].clone()}
+    batches[bad]["pixel_values"][0, 0, 0, 0] = float("nan")
+    with pytest.raises(UserError, match=f"layers.0.self_attn.q_proj, calibration sample {bad}: .* NaN or Inf"):
+        list(observe(vlm, blocks, batches, Wanted(NEEDS), twice=twice))
+    batches[bad]["modality"] = torch.zeros_like(batches[bad]["modality"])
+    assert all(seen for _, seen in observe(vlm, blocks, batches, Wanted(NEEDS), twice=twice))
+
+
+def test_the_model_is_left_as_it_was(loaded):
+    """Blocks that stubs stood for are back in their places when a sample is refused while it is read."""
+    vlm = loaded("llava")
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    before = dict(vlm.model.named_modules())
+    with pytest.raises(ValueError, match="image size"):
+        list(observe(vlm, blocks, [{**batches[0], "pixel_values": torch.zeros(1, 3, 5, 5)}], Wanted(NEEDS), twice=True))
+    assert list(before.values()) == list(vlm.model.modules())

@@ -1,0 +1,60 @@
+"""Where a model is while it runs: on the accelerator, if there is one, as a whole or module by module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_ROOM = 0.8  # share of an accelerator's free memory that weights may take
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator of this process; None where there is none."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+@contextlib.contextmanager
+def accelerated(model: Any) -> Iterator[torch.device]:
+    """The model on the accelerator, if there is one: as a whole, or streamed where it is too large."""
+    if not torch.accelerator.is_available():
+        yield model.device
+        return
+    device, home = torch.accelerator.current_accelerator(), model.device
+    assert device is not None
+    if sum(tensor.nbytes for tensor in model.state_dict().values()) > _ROOM * torch.accelerator.get_memory_info()[0]:
+        with streamed(model, device):
+            yield device
+        return
+    try:
+        model.to(device)
+        yield device
+    finally:
+        model.to(home)
+
+
+@contextlib.contextmanager
+def streamed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Each module's weights are on `device` while it runs, and for as long as the graph of its block is kept."""
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    try:
+        cpu_offload(model, device, offload_buffers=True)
+        yield
+    finally:
+        remove_hook_from_submodules(model)
+
+
+@contextlib.contextmanager
+def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """A module on `device` while it is worked with, and where it was before afterwards."""
+    home = next(module.parameters()).device
+    try:
+        module.to(device)
+        yield
+    finally:
+        module.to(home)

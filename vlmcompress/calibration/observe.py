@@ -1,0 +1,263 @@
+"""Run a decoder block by block over calibration samples, and tell what each block was seen to get.
+
+`observe` yields a block when it has seen all samples. Whoever takes it may change the block's weights before asking for the
+next one. With the *float prefix* nothing is changed and a block runs once. With the *quantized prefix* it is changed, and runs
+again to pass on what it puts out now, which is the next one's input; its first run ends where the last layer is reached whose
+input is wanted. Memory holds one block's statistics, and on an accelerator one block's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.calibration.block_inputs import Batch, record
+from vlmcompress.calibration.devices import accelerator, resident
+from vlmcompress.calibration.float_products import widened
+from vlmcompress.calibration.kv_cache import watch
+from vlmcompress.common import team
+from vlmcompress.common.phases import phase
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.models import VLM, Group
+from vlmcompress.statistics.balance import MODALITIES
+from vlmcompress.statistics.collect import Collector
+from vlmcompress.statistics.inputs import SAMPLE, GroupStats
+from vlmcompress.statistics.kv_range import KVRange
+from vlmcompress.statistics.tokens import Split, splits
+
+TokenWeights = Sequence[dict[tuple[int, str], Tensor]]
+"""For each sample, (block, group) -> factors `[tokens]` of the rows of the group's input."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be seen of each block.
+
+    Attributes:
+        needs: names of the statistics of each group of linear layers.
+        kv_cache: ranges of keys and values.
+        tokens: how many rows of the first group's input are drawn; 0: none.
+        seed: of that draw.
+        weights: factors of the rows of a group's input, where single tokens are weighed.
+    """
+
+    needs: frozenset[str]
+    kv_cache: bool = False
+    tokens: int = 0
+    seed: int = 0
+    weights: TokenWeights = ()
+
+
+@dataclass
+class Seen:
+    """What a block was seen to get.
+
+    Attributes:
+        stats: by group of linear layers.
+        kv_ranges: attention module -> ranges of keys and values; empty where they are not wanted.
+        tokens: drawn rows of the first group's input, `[at most wanted, in]` float32; None where they are not wanted.
+    """
+
+    stats: dict[str, GroupStats] = field(default_factory=dict)
+    kv_ranges: dict[str, Tensor] = field(default_factory=dict)
+    tokens: Tensor | None = None
+
+
+@torch.no_grad()
+def observe(
+    vlm: VLM,
+    blocks: Sequence[Sequence[Group]],
+    samples: Sequence[dict[str, Tensor]],
+    wanted: Wanted,
+    *,
+    twice: bool,
+    known: Callable[[int], bool] = lambda _layer: False,
+    progress: Progress = silent,
+) -> Iterator[tuple[int, Seen | None]]:
+    """Yield each block that has groups, with what it was seen to get.
+
+    Args:
+        blocks: the groups to observe of each decoder block.
+        samples: from `encode`, one sample each.
+        twice: the taker changes a block, which passes on what it puts out then.
+        known: whether a block need not be observed; it is yielded with None in its turn.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: NaN or Inf among the inputs of a layer.
+    """
+    run = _Run(vlm, samples, wanted, progress)
+    last = max((layer for layer, groups in enumerate(blocks) if groups and not known(layer)), default=-1)
+    run.total = len(run.batches) * sum(bool(groups) and not known(layer) for layer, groups in enumerate(blocks))
+    for layer, groups in enumerate(blocks):
+        block = vlm.model.get_submodule(run.paths[layer])
+        with resident(block, run.device):
+            if groups and known(layer):
+                yield layer, None
+            elif groups:
+                with phase("observing"):
+                    seen = run.watch(layer, block, groups, passes_on=not twice and layer < last)
+                yield layer, seen
+                if not twice:
+                    continue
+            if layer < last:
+                with phase("passing on"):
+                    run.pass_on(layer, block)
+
+
+class _Run:
+    """The samples on their way through the blocks."""
+
+    def __init__(self, vlm: VLM, samples: Sequence[dict[str, Tensor]], wanted: Wanted, progress: Progress):
+        self.vlm, self.wanted, self.progress = vlm, wanted, progress
+        self.paths = models.decoder_layers(vlm.model, vlm.spec)
+        with phase("reading images"):
+            self.batches: list[Batch] = record(vlm, samples, progress)
+        self.device = accelerator() or vlm.model.device
+        masks = self.masks = [one["modality"] for one in samples]
+        rows = [batch.samples for batch in self.batches]
+        self.splits = [one.to(self.device) for one in splits(masks, rows, SAMPLE)]
+        kept = [mask.clamp(max=1) for mask in masks]
+        self.drawn = [one.to(self.device) for one in splits(kept, rows, wanted.tokens, wanted.seed)]
+        self.done = self.total = 0
+
+    def pass_on(self, layer: int, block: nn.Module) -> None:
+        """Take all samples through a block."""
+        run = widened(block)
+        for batch in self.batches:
+            batch.hidden = batch.through(run, layer, self.device)
+
+    def watch(self, layer: int, block: nn.Module, groups: Sequence[Group], *, passes_on: bool) -> Seen:
+        """Take all samples through a block, or as far as there is something to see, and tell what was seen."""
+        eye, run = _Eye(self, layer, groups, stops=not passes_on and not self.wanted.kv_cache), widened(block)
+        with eye:
+            for number, batch in enumerate(self.batches):
+                eye.begin(number)
+                with suppress(_Enough):
+                    output = batch.through(run, layer, self.device)
+                    if passes_on:
+                        batch.hidden = output
+                self.done += 1
+                self.progress("calibrating", self.done, self.total)
+        return eye.seen(lambda: self._culprit(layer, block))
+
+    def counts(self) -> dict[str, int]:
+        """Modality -> its tokens in all samples, those of other workers included."""
+        return {name: sum(int((mask == code).sum()) for mask in self.masks) for code, name in enumerate(MODALITIES, 1)}
+
+    def _culprit(self, layer: int, block: nn.Module) -> int | None:
+        """The first sample whose hidden states before or behind a block hold NaN or Inf."""
+        found = []
+        for batch in self.batches:
+            behind = batch.through(block, layer, self.device)
+            bad = ~(batch.hidden.to(behind.device).isfinite().all(-1) & behind.isfinite().all(-1)).cpu()
+            rows = (bad & (batch.modality > 0)).any(1).tolist()
+            found += [sample for sample, wrong in zip(batch.samples, rows, strict=True) if wrong]
+        return min(found, default=None)
+
+
+class _Enough(Exception):
+    """There is nothing more to see in this block."""
+
+
+class _Eye:
+    """Hooks on a block that see what its layers get, while it is a context."""
+
+    def __init__(self, run: _Run, layer: int, groups: Sequence[Group], *, stops: bool):
+        self.run, self.layer, self.groups, self.wanted = run, layer, groups, run.wanted
+        self.linears: list[Any] = [run.vlm.model.get_submodule(group.linears[0]) for group in groups]
+        self.collectors = [Collector(linear.in_features, self.wanted.needs) for linear in self.linears]
+        self.ranges: dict[str, KVRange] = {}
+        self.tokens: Tensor | None = None
+        self.stops = stops
+        self.number = 0
+        self.passed: set[int] = set()  # groups whose input was seen of the present batch
+        self.hooks = ExitStack()
+
+    def __enter__(self) -> _Eye:
+        for index, linear in enumerate(self.linears):
+            self.hooks.callback(linear.register_forward_pre_hook(self._sees(index)).remove)
+        attention = f"{self.run.paths[self.layer]}.self_attn"
+        if self.wanted.kv_cache and attention in dict(self.run.vlm.model.named_modules()):
+            self.ranges[attention] = KVRange()
+            module = self.run.vlm.model.get_submodule(attention)
+            self.hooks.callback(watch(module, self.ranges[attention], lambda: self._batch.modality).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hooks.close()
+
+    @property
+    def _batch(self) -> Batch:
+        return self.run.batches[self.number]
+
+    def begin(self, number: int) -> None:
+        """Tell which batch comes next."""
+        self.number, self.passed = number, set()
+
+    def seen(self, culprit: Callable[[], int | None]) -> Seen:
+        """What was seen of all batches."""
+        problem, device, counts = None, self.run.device, self.run.counts()
+        for group, collector in zip(self.groups, self.collectors, strict=True):
+            try:
+                collector.settle()
+            except ValueError as error:
+                sample = culprit()
+                where = "" if sample is None else f", calibration sample {sample}"
+                problem = problem or f"{group.linears[0]}{where}: {error}"
+        team.agreed(problem)
+        found = Seen()
+        for group, collector in zip(self.groups, self.collectors, strict=True):
+            found.stats[group.name] = collector.pooled(counts, device, team.total, team.largest)
+        for name, one in self.ranges.items():
+            found.kv_ranges[name] = one.pooled(team.total, team.largest).cpu()
+        if self.wanted.tokens:
+            tokens = (
+                self.tokens if self.tokens is not None else torch.zeros(self.wanted.tokens, self.linears[0].in_features)
+            )
+            found.tokens = team.total(tokens.float().to(device))[: sum(counts.values())].cpu()
+        return found
+
+    def _sees(self, index: int) -> Callable:
+        def see(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0]
+            self.collectors[index].add(self._weighed(index, x), self._split(x))
+            if index == 0 and self.wanted.tokens:
+                self._draw(x)
+            self.passed.add(index)
+            if self.stops and len(self.passed) == len(self.groups):
+                raise _Enough
+
+        return see
+
+    def _split(self, x: Tensor) -> Split | None:
+        """Modalities of the rows of `x [..., in]`; None where these are not the batch's tokens."""
+        split = self.run.splits[self.number]
+        return split if x.numel() // x.shape[-1] == split.tokens else None
+
+    def _weighed(self, index: int, x: Tensor) -> Tensor:
+        if not self.wanted.weights:
+            return x
+        key = (self.layer, self.groups[index].name)
+        own = [self.wanted.weights[sample].get(key) for sample in self._batch.samples]
+        if all(one is None for one in own):
+            return x
+        factors = x.new_ones(self._batch.modality.shape, dtype=torch.float32)
+        for row, one in zip(factors, own, strict=True):
+            if one is not None:
+                row[len(row) - len(one) :] = one
+        return x * factors.view(*x.shape[:-1], 1)
+
+    def _draw(self, x: Tensor) -> None:
+        drawn, rows = self.run.drawn[self.number].drawn, x.reshape(-1, x.shape[-1])
+        if self.tokens is None:
+            self.tokens = rows.new_zeros(self.wanted.tokens, rows.shape[1])
+        if "text" in drawn:
+            places, chosen = drawn["text"]
+            self.tokens.index_copy_(0, places, rows.index_select(0, chosen))

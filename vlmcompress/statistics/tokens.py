@@ -1,0 +1,92 @@
+"""Which rows of a batch are of which modality, and which of them are kept: worked out once, on the CPU, from masks alone.
+
+All layers of a decoder see the same tokens, so that what is worked out for a batch serves every one of them, and no layer has
+to ask an accelerator how many rows of a kind there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vlmcompress.statistics.balance import MODALITIES
+from vlmcompress.statistics.reservoir import Reservoir
+
+Drawn = tuple[Tensor, Tensor]
+"""Places in a sample of rows, and which rows of a batch go there: `[n]` each."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of a batch `[tokens, in]` by modality, for modalities that occur.
+
+    Attributes:
+        tokens: rows of the batch, those of no modality included.
+        count: modality -> number of its rows.
+        rows: modality -> their indices `[n]`; None: all rows of the batch are of it.
+        drawn: modality -> where those of its rows go that a sample of all batches keeps.
+    """
+
+    tokens: int
+    count: dict[str, int]
+    rows: dict[str, Tensor | None]
+    drawn: dict[str, Drawn]
+
+    def to(self, device: torch.device) -> Split:
+        """The same with its indices on `device`."""
+        rows = {name: None if index is None else index.to(device) for name, index in self.rows.items()}
+        drawn = {name: (places.to(device), index.to(device)) for name, (places, index) in self.drawn.items()}
+        return replace(self, rows=rows, drawn=drawn)
+
+
+def split(mask: Tensor) -> Split:
+    """Split a batch by the modality of its tokens, `[...]`: 0 ignored, 1 text, 2 vision, 3 answer. No rows are drawn."""
+    flat, found = mask.reshape(-1).cpu(), Split(mask.numel(), {}, {}, {})
+    for code, name in enumerate(MODALITIES, start=1):
+        index = (flat == code).nonzero().squeeze(1)
+        if len(index):
+            found.count[name] = len(index)
+            found.rows[name] = None if len(index) == len(flat) else index
+    return found
+
+
+def splits(masks: Sequence[Tensor], batches: Sequence[Sequence[int]], size: int, seed: int = 0) -> list[Split]:
+    """Split all batches of a run, and draw `size` rows of each modality from all of them.
+
+    Args:
+        masks: modality of each sample's tokens, `[tokens]` or `[1, tokens]`.
+        batches: the samples of each batch, where shorter ones are padded on the left. What is drawn does not hang on it.
+        seed: of the draw; the same numbers of tokens draw the same ones.
+    """
+    flat = [mask.reshape(-1).cpu() for mask in masks]
+    owners = {name: _owners(flat, code, size, seed) for code, name in enumerate(MODALITIES, start=1)}
+    found = []
+    for batch in batches:
+        length = max(len(flat[sample]) for sample in batch)
+        one = split(torch.stack([_padded(flat[sample], length) for sample in batch]))
+        starts = torch.full((len(flat),), -1)  # of each sample's first token; -1: it is in another batch
+        for row, sample in enumerate(batch):
+            starts[sample] = (row + 1) * length - len(flat[sample])
+        for name in one.count:
+            start = starts[owners[name][:, 0]]
+            places = ((start >= 0) & (owners[name][:, 0] >= 0)).nonzero().squeeze(1)
+            one.drawn[name] = places, start[places] + owners[name][places, 1]
+        found.append(one)
+    return found
+
+
+def _owners(masks: Sequence[Tensor], code: int, size: int, seed: int) -> Tensor:
+    """Draw tokens of one modality: `[size, 2]`, the sample and the token in each place; -1 where there are too few."""
+    owners, reservoir = torch.full((size, 2), -1), Reservoir(size, seed)
+    for sample, mask in enumerate(masks):
+        index = (mask == code).nonzero().squeeze(1)
+        places, chosen = reservoir.draw(len(index))
+        owners[places] = torch.stack([torch.full_like(chosen, sample), index[chosen]], 1)
+    return owners
+
+
+def _padded(mask: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(mask, (length - len(mask), 0))
