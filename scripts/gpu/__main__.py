@@ -16,8 +16,8 @@ Exit code: 1 if a part failed, 2 for bad input, 130 if interrupted, else 0.
 Steps run in the checkout's .venv, which the step `setup` makes where a package index can be reached, or in the Python of
 `--python`, or in the one that this is. On a machine without a network nothing is fetched: all models are random, all pictures
 drawn. What a step lacks there it names. `environment` needs torch alone. `transformers-only` needs torch, transformers,
-pydantic and compressed-tensors, which are small wheels besides torch; llm-compressor too, if calibrating asks for it. The
-rest need the whole environment, vLLM included.
+pydantic and compressed-tensors, which are small wheels besides torch, and so do the `quantize` steps. The rest need the
+whole environment, vLLM included. A file of results from an earlier machine can be brought along with `--results`.
 """
 
 from __future__ import annotations

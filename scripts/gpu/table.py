@@ -108,13 +108,13 @@ def _served(ran: Parts) -> str:
 
 def _waits(ran: Parts) -> str:
     lines = []
-    for name, what in (("calibrate", "`vlmcompress calibrate`"), ("block", "plain forward passes with statistics")):
-        one = _result(ran, f"transformers-only/{name}")
-        if one and one.get("block"):
-            own = one["block"]
-            beside = one.get("model_waits_per_sample")
-            alone = "" if beside is None else f", {beside:g} of them in the model itself"
-            lines.append(f"* One block in {what}: {own['waits_per_sample']:g} {own['counted']} for each sample{alone}.")
+    one = _result(ran, "transformers-only/block")
+    if one:
+        ratio = one["observe_seconds"] / one["forward_seconds"]
+        lines.append(f"* Observing all blocks takes {ratio:.1f} times a plain forward pass, one sample at a time.")
+        for key, what in (("block", "Observing one block"), ("forward", "A plain forward pass")):
+            if own := one.get(key):
+                lines.append(f"* {what}: {own['waits_per_sample']:g} {own['counted']} for each sample.")
     return "\n".join(lines)
 
 

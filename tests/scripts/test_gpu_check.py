@@ -245,7 +245,7 @@ def test_the_table_shows_what_was_found() -> None:
         "kernels/qwen2.5-vl-7b": {"status": "failed", "seconds": 60, "error": ["awq: runs in Marlin"], "result": kernel},
         "serve/awq": {"status": "passed", "seconds": 60, "result": served},
         "transformers-only/block": {"status": "passed", "seconds": 9, "result": {
-            "block": {"waits_per_sample": 51.5, "counted": "calls"}}},
+            "observe_seconds": 3.0, "forward_seconds": 1.5, "block": {"waits_per_sample": 51.5, "counted": "calls"}}},
         "kv-cache/fp8": {"status": "skipped", "seconds": 0, "reason": "no"},
     }  # fmt: skip
     text = table.render(parts)
@@ -254,7 +254,7 @@ def test_the_table_shows_what_was_found() -> None:
     assert "| awq | Machete, else Humming | MacheteLinearKernel, MarlinLinearKernel | – |" in text
     assert "| int8 | refused | refused | – |" in text
     assert "| awq, full | 1024 | 40 ms | 9.50 | 80 ms | 99 ms | 64.0 |" in text
-    assert "51.5 calls for each sample" in text
+    assert "2.0 times a plain forward pass" in text and "* Observing one block: 51.5 calls for each sample." in text
     assert "* **kernels/qwen2.5-vl-7b** failed: awq: runs in Marlin" in text
     assert re.search(r"^\| kv-cache \|.*\| 0\.0 \| 1 skipped \|$", text, re.MULTILINE)
     assert re.search(r"^\| kernels \|.*\| 1\.0 \| 1 \*\*failed\*\*, 1 not run \|$", text, re.MULTILINE)
