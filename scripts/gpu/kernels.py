@@ -1,0 +1,125 @@
+"""Every scheme of a shape loaded by vLLM: which kernel runs which layer, and whether `vlmcompress/targets` says so.
+
+The checkpoints are shallow: a kernel is chosen by a layer's type and shape, not by the number of layers. Several engines run
+at a time, each a process of its own. What the target refuses is left out and named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gpu import probe, shapes
+from gpu.environment import target
+from gpu.part import Failed, Place
+from gpu.steps import SCHEMES
+
+# A word of a target's `kernels` -> the classes of vLLM 0.32 that it stands for.
+CLASSES = {
+    "Marlin": r"Marlin\w*Kernel",
+    "Machete": r"MacheteLinearKernel",
+    "Humming": r"Humming\w*Kernel",
+    "CUTLASS INT8": r"CutlassInt8ScaledMMLinearKernel",
+    "CUTLASS FP8": r"CutlassFP8ScaledMMLinearKernel",
+    "FlashInfer": r"FlashInferFP8ScaledMMLinearKernel",
+    "CPUWNA16": r"CPUWNA16LinearKernel",
+    "oneDNN": r"CPUInt8ScaledMMLinearKernel",
+    "torch._scaled_mm": r"\w*TorchFP8ScaledMMLinearKernel",
+}
+AT_A_TIME = 3
+
+
+def run(place: Place, shape: str) -> dict[str, Any]:
+    """Load every scheme. Failed where one does not load, or runs in a kernel that its target does not name."""
+    from vlmcompress import targets
+
+    machine = targets.get(target())
+    found: dict[str, Any] = {}
+    wanted: dict[str, str] = {}
+    for name in SCHEMES:
+        key = format_key(name)
+        if refusal := machine.refusal(key):
+            found[name] = {"format": key, "refused": refusal}
+        elif not (place.tiny and key in wanted.values()):  # on a CPU one scheme of a format is enough
+            wanted[name] = key
+    folders = {name: checkpoint(place, shape, name) for name in wanted}
+    for name, seen in ask(place, shape, folders).items():
+        found[name] = judged(wanted[name], str(machine.kernel(wanted[name])), seen)
+    result = {"target": target(), "schemes": {name: found[name] for name in SCHEMES if name in found}}
+    wrong = [f"{name}: {problem}" for name, one in result["schemes"].items() for problem in one.get("wrong", ())]
+    if wrong:
+        raise Failed("\n".join(wrong), result)
+    return result
+
+
+def format_key(name: str) -> str:
+    """The format of a scheme, as targets name it."""
+    from vlmcompress import quantizers, targets
+
+    scheme, options = SCHEMES[name]
+    module = quantizers.REGISTRY.get(scheme)
+    return targets.format_key(module.scheme(module.Options(**options)))
+
+
+def checkpoint(place: Place, shape: str, name: str) -> Path:
+    """The shallow checkpoint of a scheme, its files examined when it is made."""
+    from vlmcompress.diagnosis.files import diagnose
+
+    scheme, options = SCHEMES[name]
+    folder = shapes.quantized(place, shape, "shallow", scheme, options, name)
+    checks = diagnose(folder, folder.with_name("bf16"))
+    if wrong := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
+        raise Failed("\n".join([f"{name}: the files are not as they should be", *wrong]))
+    return folder
+
+
+def ask(place: Place, shape: str, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Ask all checkpoints in vLLM, a few at a time."""
+    image, names, found = pictures(place)[0], list(folders), {}
+    for first in range(0, len(names), AT_A_TIME):
+        logs = {name: place.work / "logs" / f"probe-{shape}-{name}.log" for name in names[first : first + AT_A_TIME]}
+        running = {
+            name: probe.start(folders[name], log, [image], shapes.QUESTION, **probe.options_for(0.1))
+            for name, log in logs.items()
+        }
+        found |= {name: probe.finish(child, logs[name]) for name, child in running.items()}
+    return found
+
+
+def pictures(place: Place) -> list[Path]:
+    """Pictures to ask about: those of the calibration data."""
+    return sorted(shapes.calibration(place).parent.glob("*.png"))[:4]
+
+
+def judged(key: str, expected: str, seen: dict[str, Any]) -> dict[str, Any]:
+    """What was seen of one scheme, with what is wrong about it.
+
+    Args:
+        key: its format, as targets name it.
+        expected: the target's words for the kernel.
+    """
+    about = {"format": key, "expected": expected, "logged": seen["logged"]}
+    if "error" in seen:
+        return {**about, "wrong": ["vLLM does not load it: " + " | ".join(seen["error"])]}
+    kernels: dict[str, list[str]] = {}
+    for layer, own in seen["layers"].items():
+        for kernel in own:
+            kernels.setdefault(kernel, []).append(layer)
+    about, wrong = {**about, "kernels": kernels}, []
+    if not kernels:
+        wrong.append("no layer has a kernel; was it loaded quantized?")
+    if strange := sorted(kernel for kernel in kernels.keys() | seen["logged"].keys() if not fits(expected, kernel)):
+        wrong.append(f"runs in {', '.join(strange)}, targets/ says {expected}")
+    return {**about, **({"wrong": wrong} if wrong else {})}
+
+
+def fits(expected: str, kernel: str) -> bool:
+    """Whether a class of vLLM is one that a target's words stand for."""
+    return any(re.fullmatch(pattern, kernel) for pattern in patterns(expected))
+
+
+def patterns(expected: str) -> Iterable[str]:
+    """Patterns of the classes that a target's words stand for."""
+    return [pattern for word, pattern in CLASSES.items() if word in expected]

@@ -1,0 +1,133 @@
+"""What a file of results says, as the docs' Markdown and as a list of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpu.steps import SHAPES, STEPS, Step
+
+Parts = Mapping[str, Mapping[str, Any]]
+EMPTY = "Not run yet: no GPU was at hand."
+SIGNS = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
+
+
+def render(parts: Parts) -> str:
+    """The docs' tables."""
+    ran = {name: part for name, part in parts.items() if part["status"] != "skipped"}
+    if not ran:
+        return EMPTY
+    found = [_machine(ran), _steps(parts), _quantized(ran), _kernels(ran), _served(ran), _waits(ran), _faults(ran)]
+    return "\n\n".join(text for text in found if text)
+
+
+def listing(steps: Sequence[Step], parts: Parts) -> str:
+    """Steps with what each proves, about how long it takes on an H200, and which of its parts are done."""
+    lines = []
+    for step in steps:
+        lines.append(f"{step.name:<24}{step.minutes:>5.1f} min  {step.proves}")
+        for part in step.parts:
+            own = parts.get(f"{step.name}/{part.name}", {})
+            more = f": {own['reason']}" if own.get("status") == "skipped" else ""
+            lines.append(f"    {part.name:<20}{part.minutes:>5.1f} min  {own.get('status', 'to do')}{more}")
+    total = sum(step.minutes for step in steps if step.counted)
+    return "\n".join([*lines, f"{'all, without setup':<24}{total:>5.1f} min, estimated"])
+
+
+def _machine(ran: Parts) -> str:
+    about = _result(ran, "environment/here")
+    if not about:
+        return ""
+    packages = ", ".join(f"{name} {about['packages'][name]}" for name in ("vllm", "torch", "transformers")
+                         if name in about["packages"])  # fmt: skip
+    return f"{about['gpu'] or 'No GPU'}, driver {about['driver']}, {about['cpus']} CPUs, {about['memory_gb']:g} GB; {packages}."
+
+
+def _steps(parts: Parts) -> str:
+    lines = ["| step | proves | minutes | result |", "|---|---|---:|---|"]
+    for step in STEPS:
+        own = [parts[f"{step.name}/{part.name}"] for part in step.parts if f"{step.name}/{part.name}" in parts]
+        states = [part["status"] for part in own]
+        counts = ", ".join(f"{states.count(state)} {SIGNS[state]}" for state in SIGNS if state in states)
+        missing = len(step.parts) - len(own)
+        cell = counts + (f"{', ' if counts else ''}{missing} not run" if missing else "")
+        minutes = sum(part["seconds"] for part in own if part["status"] != "skipped") / 60
+        lines.append(f"| {step.name} | {step.proves} | {minutes:.1f} | {cell} |")
+    return "\n".join(lines)
+
+
+def _quantized(ran: Parts) -> str:
+    rows = [
+        (name.split("/")[0].removeprefix("quantize-"), name.split("/")[1], part["result"])
+        for name, part in ran.items()
+        if name.startswith("quantize-") and part.get("result")
+    ]
+    if not rows:
+        return ""
+    lines = ["| model, scheme | blocks | samples | seconds | by phase | GPU peak | host peak | weights |",
+             "|---|---:|---:|---:|---|---:|---:|---:|"]  # fmt: skip
+    for shape, scheme, one in rows:
+        phases = ", ".join(f"{label} {value:.0f}" for label, value in one["phases"].items() if value >= 0.5)
+        lines.append(
+            f"| {shape}, {scheme} | {one['layers']} | {one['samples']} | {one['seconds']:.0f} | {phases} | "
+            f"{_gb(one['gpu_gb'])} | {_gb(one['host_gb'])} | {_gb(one['gb_before'])} -> {_gb(one['gb_after'])} |"
+        )
+    return "\n".join(lines)
+
+
+def _kernels(ran: Parts) -> str:
+    found = {shape: _result(ran, f"kernels/{shape}") for shape in SHAPES}
+    schemes = list(dict.fromkeys(name for one in found.values() if one for name in one["schemes"]))
+    if not schemes:
+        return ""
+    lines = [f"| kernel of | targets/ says | {' | '.join(found)} |", f"|---|---|{'---|' * len(found)}"]
+    for name in schemes:
+        own = {shape: one["schemes"].get(name, {}) if one else {} for shape, one in found.items()}
+        says = next((one["expected"] for one in own.values() if "expected" in one), "refused")
+        cells = (", ".join(one.get("kernels", {})) or ("refused" if "refused" in one else "–") for one in own.values())
+        lines.append(f"| {name} | {says} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _served(ran: Parts) -> str:
+    rows = [part["result"] for name, part in ran.items() if name.startswith("serve/") and part.get("result")]
+    rows = [row for row in rows if "kept" in row]
+    if not rows:
+        return ""
+    head = "visual tokens | TTFT, one client | requests/s | TTFT p50 | p99 | requests that fit"
+    lines = [f"| {rows[0]['shape']}, served | {head} |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for row in rows:
+        for kept, one in row["kept"].items():
+            lines.append(
+                f"| {row['scheme']}, {kept} | {one['visual_tokens']} | {one['ttft_ms']:.0f} ms | "
+                f"{one['requests_per_second']:.2f} | {one['load_ttft_p50_ms']:.0f} ms | {one['load_ttft_p99_ms']:.0f} ms | "
+                f"{one['fits']:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def _waits(ran: Parts) -> str:
+    lines = []
+    one = _result(ran, "transformers-only/block")
+    if one:
+        ratio = one["observe_seconds"] / one["forward_seconds"]
+        lines.append(f"* Observing all blocks takes {ratio:.1f} times a plain forward pass, one sample at a time.")
+        for key, what in (("block", "Observing one block"), ("forward", "A plain forward pass")):
+            if own := one.get(key):
+                lines.append(f"* {what}: {own['waits_per_sample']:g} {own['counted']} for each sample.")
+    return "\n".join(lines)
+
+
+def _faults(ran: Parts) -> str:
+    lines = [
+        f"* **{name}** failed: {' / '.join(part['error'])}" for name, part in ran.items() if part["status"] == "failed"
+    ]
+    return "\n".join(lines)
+
+
+def _result(parts: Parts, name: str) -> Any:
+    return parts.get(name, {}).get("result")
+
+
+def _gb(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} GB"

@@ -1,0 +1,400 @@
+"""The check for the day a GPU is there: what it keeps, skips, refuses and prints; and all of it with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.places import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from gpu import __main__ as check
+from gpu import agreement, driver, kernels, machine, part, probe, record, steps, syncs, table
+
+DOOR = ROOT / "scripts" / "gpu_check"
+PARTS = '''
+"""Parts of a step that tests have written."""
+import os, sys, time
+from gpu.part import Failed, Skipped
+
+def run(place, what):
+    with open(place.work / "calls", "a") as calls:
+        calls.write(what + "\\n")
+    if what == "slow" and not (place.work / "again").exists():
+        (place.work / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+    if what == "raises":
+        raise ValueError("seven is right out")
+    if what == "finds":
+        raise Failed("first line\\nthe kernel is another", {"kernel": "Other"})
+    if what == "skips":
+        raise Skipped("it has no hands")
+    if what == "dies":
+        sys.stderr.write("about to die\\n")
+        sys.stderr.flush()
+        os._exit(9)
+    return {"what": what}
+'''
+CALL = """
+import sys
+from gpu import driver, record
+from gpu.steps import Part, Step
+from pathlib import Path
+results, work, *named = sys.argv[1:]
+step = Step("made", "nothing", "made_parts", [Part(what, 1, {"what": what}) for what in named])
+print(driver.run(driver.Check(Path(results), Path(work), tiny=True, interpreter=sys.executable), [step]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of made-up parts that a step's process finds."""
+    (tmp_path / "made_parts.py").write_text(PARTS)
+    paths = [str(ROOT / "scripts"), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return tmp_path
+
+
+def made(*named: str, **more: Any) -> steps.Step:
+    return steps.Step("made", "nothing", "made_parts", [steps.Part(w, 1, {"what": w}) for w in named], **more)
+
+
+def ran(place: Path, *named: str, **more: Any) -> tuple[list[str], dict[str, Any]]:
+    settings = {"tiny": True, "interpreter": sys.executable} | more
+    left = driver.run(driver.Check(place / "found.json", place, **settings), [made(*named)])
+    return left, record.read(place / "found.json")
+
+
+def calls(place: Path) -> list[str]:
+    return (place / "calls").read_text().split()
+
+
+def door(*arguments: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run([str(DOOR), *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def test_each_end_of_a_part_is_recorded_and_the_others_go_on(place: Path) -> None:
+    _, found = ran(place, "fine", "raises", "finds", "skips", "dies", "last")
+    ends = {name.removeprefix("made/"): one["status"] for name, one in found.items()}
+    assert ends == {"fine": "passed", "raises": "failed", "finds": "failed", "skips": "skipped", "dies": "failed",
+                    "last": "passed"}  # fmt: skip
+    assert found["made/fine"]["result"] == {"what": "fine"}
+    assert found["made/raises"]["error"][-1] == "ValueError: seven is right out"
+    assert found["made/finds"]["error"] == ["first line", "the kernel is another"]
+    assert found["made/finds"]["result"] == {"kernel": "Other"}
+    assert found["made/skips"]["reason"] == "it has no hands"
+    assert found["made/dies"]["error"] == ["its process ended with exit code 9", "about to die"]
+
+
+def test_what_ran_is_not_run_again_and_what_was_skipped_is(place: Path) -> None:
+    ran(place, "fine", "raises", "skips")
+    ran(place, "fine", "raises", "skips", "last")
+    assert calls(place) == ["fine", "raises", "skips", "skips", "last"]
+    ran(place, "fine", "raises", again=["made/raises"])
+    assert calls(place)[5:] == ["raises"]
+    ran(place, "fine", "raises", again=["made"])
+    assert calls(place)[6:] == ["fine", "raises"]
+
+
+def test_a_killed_check_goes_on_at_the_part_that_was_killed(place: Path) -> None:
+    (place / "call.py").write_text(CALL)
+    command = [sys.executable, str(place / "call.py"), str(place / "found.json"), str(place), "fine", "slow", "last"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    until(lambda: (place / "pid").exists() and (place / "pid").read_text())
+    inside = int((place / "pid").read_text())
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    until(lambda: not alive(inside))  # its standard input closed
+    assert list(record.read(place / "found.json")) == ["made/fine"]
+    (place / "again").touch()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert calls(place) == ["fine", "slow", "slow", "last"]
+    assert {one["status"] for one in record.read(place / "found.json").values()} == {"passed"}
+
+
+def until(holds: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_part_that_takes_too_long_fails(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TINY_LIMIT", 3.0)
+    _, found = ran(place, "slow", "last")
+    assert found["made/slow"]["error"][0] == "not done after 0.05 minutes"
+    assert found["made/last"]["status"] == "passed"
+    assert not alive(int((place / "pid").read_text()))
+
+
+def test_nothing_starts_that_would_end_behind_the_limit(place: Path) -> None:
+    left, found = ran(place, "fine", "last", limit=0.5)
+    assert left == ["made/fine", "made/last"] and not found
+    left, found = ran(place, "fine", limit=1.5)
+    assert not left and found["made/fine"]["status"] == "passed"
+
+
+def test_what_can_not_run_is_skipped_with_the_reason(place: Path) -> None:
+    settings = driver.Check(place / "found.json", place, tiny=False, interpreter=sys.executable)
+    assert driver.unable(settings, made("fine"), gpu=False) == "no NVIDIA GPU: nvidia-smi names none"
+    assert driver.unable(settings, made("fine"), gpu=True) is None
+    reason = driver.unable(settings, made("fine", needs=["json", "no_such_package", "vllm_none"]), gpu=True)
+    assert reason == f"{sys.executable} lacks no_such_package, vllm_none; scripts/setup, or pip install ."
+    assert "pip install '.[eval,serve]'" in machine.remedy(["vllm", "lm_eval", "torch"])
+
+
+def test_a_skipped_part_replaces_none_that_ran(tmp_path: Path) -> None:
+    file, ran_there = tmp_path / "found.json", {"status": "passed", "device": "NVIDIA H200", "result": {}}
+    assert record.add(file, "a/b", ran_there)
+    assert not record.add(file, "a/b", {"status": "skipped", "reason": "no GPU"})
+    assert record.read(file) == {"a/b": ran_there}
+    assert record.done(record.read(file), "a/b", "NVIDIA H200")
+    assert not record.done(record.read(file), "a/b", "NVIDIA H100 80GB HBM3")
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"parts": {}}', '{"schema": 2, "parts": {}}',
+                                     '{"schema": 1, "parts": {"a/b": {"status": "fine"}}}', "\xff\xfe"])  # fmt: skip
+def test_a_broken_file_of_results_is_one_line(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_bytes(content.encode("latin-1"))
+    for arguments in (["--list"], ["--render"], []):
+        done = door("--results", file, "--work", tmp_path / "work", *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {file}") and len(done.stderr.splitlines()) == 1
+    assert file.read_bytes() == content.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tiny"], "--tiny needs --results FILE"),
+        (["--tiny", "--results", str(ROOT / "eval" / "gpu.json")], "--tiny can't write eval/gpu.json"),
+        (["--only", "kernel"], "there is no step 'kernel'"),
+        (["--limit", "0"], "--limit 0 should be minutes above 0"),
+        (["--python", "/no/such/python", "--tiny", "--only", "environment", "--results", "RESULTS"], "/no/such/python"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    arguments = [word.replace("RESULTS", str(tmp_path / "found.json")) for word in arguments]
+    done = door("--work", tmp_path, *arguments)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_list_names_every_part_and_its_state(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    record.write(file, {"kernels/qwen3-vl-8b": {"status": "failed"},
+                        "humming/2-bit": {"status": "skipped", "reason": "no hands"}})  # fmt: skip
+    listed = door("--list", "--results", file).stdout
+    for step in steps.STEPS:
+        assert re.search(rf"^{re.escape(step.name)} .*{re.escape(step.proves)}$", listed, re.MULTILINE)
+    assert len(re.findall(r"to do$", listed, re.MULTILINE)) == len(steps.names(steps.STEPS)) - 2
+    assert "skipped: no hands" in listed and "min  failed" in listed
+    some = door("--list", "--results", file, "--only", "humming", "serve/awq").stdout
+    assert re.findall(r"^    (\S+)", some, re.MULTILINE) == ["2-bit", "3-bit", "awq"]
+
+
+def test_the_steps_fit_their_time() -> None:
+    assert sum(step.minutes for step in steps.STEPS if step.counted) <= 40
+    assert all(part.minutes * 60 < step.limit for step in steps.STEPS for part in step.parts)
+    assert all(step.limit < 600 for step in steps.STEPS if step.counted)
+    assert len(set(steps.names(steps.STEPS))) == len(steps.names(steps.STEPS))
+    for step in steps.STEPS:
+        assert (ROOT / "scripts" / step.module.replace(".", "/")).with_suffix(".py").is_file()
+
+
+def test_an_empty_state_says_so(tmp_path: Path) -> None:
+    assert door("--render", "--results", tmp_path / "none.json").stdout.strip() == table.EMPTY
+    skipped = {name: {"status": "skipped", "reason": "no GPU"} for name in steps.names(steps.STEPS)}
+    assert table.render(skipped) == table.EMPTY
+
+
+def test_the_docs_have_the_table_of_the_results() -> None:
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    (section,) = re.findall(r"<!-- gpu -->\n(.*?)\n<!-- /gpu -->", text, re.DOTALL)
+    assert section.strip() == table.render(record.read(check.RESULTS)), "put scripts/gpu_check --render into the docs"
+
+
+def test_the_table_shows_what_was_found() -> None:
+    quantized = {"seconds": 71.4, "phases": {"loading": 20.2, "writing": 9.0, "rest": 0.2}, "samples": 64, "layers": 28,
+                 "gb_before": 16.6, "gb_after": 5.9, "gpu_gb": 21.3, "host_gb": 30.0}  # fmt: skip
+    kernel = {"target": "h200", "schemes": {"awq": {"expected": "Machete, else Humming", "kernels": {
+        "MacheteLinearKernel": ["a"], "MarlinLinearKernel": ["b"]}}, "int8": {"refused": "no"}}}  # fmt: skip
+    served = {"shape": "q", "scheme": "awq", "kept": {"full": {
+        "visual_tokens": 1024, "ttft_ms": 40.1, "requests_per_second": 9.5, "load_ttft_p50_ms": 80, "load_ttft_p99_ms": 99,
+        "fits": 64.0}}}  # fmt: skip
+    parts = {
+        "quantize-qwen2.5-vl-7b/awq": {"status": "passed", "seconds": 80, "result": quantized},
+        "kernels/qwen2.5-vl-7b": {"status": "failed", "seconds": 60, "error": ["awq: runs in Marlin"], "result": kernel},
+        "serve/awq": {"status": "passed", "seconds": 60, "result": served},
+        "transformers-only/block": {"status": "passed", "seconds": 9, "result": {
+            "observe_seconds": 3.0, "forward_seconds": 1.5, "block": {"waits_per_sample": 51.5, "counted": "calls"}}},
+        "kv-cache/fp8": {"status": "skipped", "seconds": 0, "reason": "no"},
+    }  # fmt: skip
+    text = table.render(parts)
+    row = "| qwen2.5-vl-7b, awq | 28 | 64 | 71 | loading 20, writing 9 | 21.3 GB | 30.0 GB | 16.6 GB -> 5.9 GB |"
+    assert row in text
+    assert "| awq | Machete, else Humming | MacheteLinearKernel, MarlinLinearKernel | – |" in text
+    assert "| int8 | refused | refused | – |" in text
+    assert "| awq, full | 1024 | 40 ms | 9.50 | 80 ms | 99 ms | 64.0 |" in text
+    assert "2.0 times a plain forward pass" in text and "* Observing one block: 51.5 calls for each sample." in text
+    assert "* **kernels/qwen2.5-vl-7b** failed: awq: runs in Marlin" in text
+    assert re.search(r"^\| kv-cache \|.*\| 0\.0 \| 1 skipped \|$", text, re.MULTILINE)
+    assert re.search(r"^\| kernels \|.*\| 1\.0 \| 1 \*\*failed\*\*, 1 not run \|$", text, re.MULTILINE)
+
+
+def test_kernels_are_read_from_vllms_log() -> None:
+    log = """(EngineCore pid=7) INFO 11-22 [__init__.py:923] Using MacheteLinearKernel for mixed-precision linear
+INFO 11-22 [compressed_tensors_wNa16.py:138] Using MacheteLinearKernel for CompressedTensorsWNA16
+INFO 11-22 [__init__.py:797] Selected CutlassFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8
+INFO 11-22 [cuda.py:507] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].
+INFO 11-22 [x.py:1] Using max model len 1024"""
+    assert probe.named(log) == {
+        "logged": {"MacheteLinearKernel": ["mixed-precision linear", "CompressedTensorsWNA16"],
+                   "CutlassFP8ScaledMMLinearKernel": ["CompressedTensorsW8A8Fp8"]},
+        "backends": ["FLASH_ATTN"],
+    }  # fmt: skip
+    broken = "INFO 1 x\n(EngineCore pid=1) ERROR 11-22 [core.py:9] ValueError: Failed to find a kernel\nclean up"
+    assert probe.errors(broken) == ["(EngineCore pid=1) ERROR 11-22 [core.py:9] ValueError: Failed to find a kernel"]
+    assert probe.errors("one\n\ntwo") == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "kernel", "fits"),
+    [
+        ("Machete, else Humming", "MacheteLinearKernel", True),
+        ("Machete, else Humming", "HummingLinearKernel", True),
+        ("Machete, else Humming", "MarlinLinearKernel", False),
+        ("Marlin", "MarlinLinearKernel", True),
+        ("CUTLASS FP8", "CutlassFP8ScaledMMLinearKernel", True),
+        ("CUTLASS FP8", "FlashInferFP8ScaledMMLinearKernel", False),
+        ("CUTLASS FP8", "CutlassFp8BlockScaledMMKernel", False),
+        ("CUTLASS INT8", "CutlassInt8ScaledMMLinearKernel", True),
+        ("CUTLASS INT8", "TritonInt8ScaledMMLinearKernel", False),
+    ],
+)
+def test_a_kernel_is_held_against_the_targets_words(expected: str, kernel: str, fits: bool) -> None:
+    seen = {"logged": {kernel: ["CompressedTensors"]}, "layers": {"layers.*.qkv_proj": [kernel]}}
+    assert kernels.fits(expected, kernel) == fits
+    assert ("wrong" in kernels.judged("w4a16", expected, seen)) != fits
+
+
+def test_every_kernel_that_a_target_names_is_known() -> None:
+    from vlmcompress import targets
+
+    for name in targets.REGISTRY.names():
+        target = targets.get(name)
+        for key in map(kernels.format_key, steps.SCHEMES):
+            if target.refusal(key) is None:
+                assert kernels.patterns(str(target.kernel(key))), f"{name}: {key}"
+
+
+def test_classes_of_kernels_are_vllms() -> None:
+    """Each pattern stands for a class in the installed vLLM's own list of linear kernels."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "model_executor" / "kernels" / "linear" / "__init__.py").read_text()
+    classes = set(re.findall(r"\b\w+Kernel\b", source))
+    for word, pattern in kernels.CLASSES.items():
+        assert any(re.fullmatch(pattern, one) for one in classes), word
+
+
+def test_a_checkpoint_that_does_not_load_is_wrong() -> None:
+    found = kernels.judged("w4a16", "Marlin", {"logged": {}, "backends": [], "error": ["ValueError: no kernel"]})
+    assert found["wrong"] == ["vLLM does not load it: ValueError: no kernel"]
+    assert "wrong" in kernels.judged("w4a16", "Marlin", {"logged": {}, "layers": {}})
+
+
+def test_a_gpu_has_a_target() -> None:
+    found = [machine.target(name, memory, capability) for name, memory, capability in (
+        ("NVIDIA H200", 143771, (9, 0)), ("NVIDIA H100 80GB HBM3", 81559, (9, 0)), ("NVIDIA A100-SXM4-80GB", 81920, (8, 0)),
+        ("NVIDIA A100-PCIE-40GB", 40960, (8, 0)), ("NVIDIA GeForce RTX 4090", 24564, (8, 9)), ("NVIDIA L4", 23034, (8, 9)),
+        ("NVIDIA B200", 183359, (10, 0)), ("NVIDIA A10G", 23028, (8, 6)))]  # fmt: skip
+    assert found == ["h200", "h100", "a100", "a100-40gb", "rtx4090", "l40s", "b200", "a100"]
+    from vlmcompress import targets
+
+    assert all(targets.get(name) for name in found)
+
+
+def test_first_tokens_are_compared_by_token() -> None:
+    assert agreement.apart([{"0": -1.0, "2": -3.0}], [[-1.5, 0.0, -3.25]]) == pytest.approx(0.375)
+    assert agreement.between([{"0": -1.0, "2": -3.0}], [{"2": -2.0, "5": 0.0}]) == pytest.approx(1.0)
+    assert agreement.between([{"0": -1.0}], [{"2": -2.0}]) == float("inf")
+
+
+def test_waits_are_counted() -> None:
+    """Three numbers read and two sizes that depend on data, in two samples; what is behind `stop` does not count."""
+    import torch
+
+    watch, x = syncs.Watch(), torch.arange(4.0)
+    x.sum().item()
+    watch.start()
+    for _ in range(3):
+        x.sum().item()
+    for _ in range(2):
+        x.nonzero()
+    watch.stop()
+    x.sum().item()
+    found = watch.found(2)
+    if torch.cuda.is_available():
+        assert found is not None and found["counted"].startswith("synchronizing")
+        return
+    assert found is not None and found["waits"] == {"aten::_local_scalar_dense": 3, "aten::nonzero": 2}
+    assert found["waits_per_sample"] == 2.5
+    assert syncs.Watch().found(1) is None
+
+
+def test_the_last_lines_of_a_log() -> None:
+    assert part.last_lines("a\n\n b \n" + "c" * 500, 2) == ["b", "c" * 300]
+
+
+TINY = {
+    "humming": ["humming/2-bit"],
+    "quantize-qwen3-vl-8b": ["quantize-qwen3-vl-8b/fp8", "quantize-qwen3-vl-8b/awq"],
+    "serve": ["serve/bf16", "serve/awq"],
+    "tests": ["tests/quick", "tests/models-1-2", "tests/engines-3-3"],
+}
+"""Step -> the parts that stand for it."""
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(7200)
+def test_every_step_with_tiny_shapes(tmp_path: Path) -> None:
+    """All steps on the CPU build; parts that only repeat another's way with other numbers are left out."""
+    file, before = tmp_path / "found.json", record.read(check.RESULTS)
+    only = [name for step in steps.STEPS for name in TINY.get(step.name, [step.name])]
+    arguments = ("--tiny", "--results", file, "--work", tmp_path / "work", "--python", sys.executable, "--only", *only)
+    done = door(*arguments)
+    found = record.read(file)
+    ends = {name: one["status"] for name, one in found.items()}
+    failed = {name: one["error"] for name, one in found.items() if one["status"] == "failed"}
+    assert done.returncode == 0 and not failed, (
+        f"{json.dumps(failed, indent=1)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    )
+    assert list(ends) == steps.names(check.chosen(only))
+    assert {name.split("/")[0] for name in ends} == {step.name for step in steps.STEPS}
+    assert [name for name, status in ends.items() if status == "skipped"] == ["setup/venv"]
+    assert record.read(check.RESULTS) == before
+    text = table.render(found)
+    for words in ("qwen2.5-vl-7b, gptq-2bit", "CPUWNA16LinearKernel", "awq, quarter", "for each sample"):
+        assert words in text
