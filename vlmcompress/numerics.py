@@ -269,8 +269,9 @@ def residual(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -
     """`w - fake_quantize(w)`, what rounding takes away from `w [out, in]`; float32."""
     found = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
-        pieces, spread = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
-        leftover(pieces, encode(pieces, *spread, fmt), *spread, out=_pieces(found[rows], fmt))
+        pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
+        part = encode(pieces, spread, zeros, fmt, out=_pieces(found[rows], fmt))
+        leftover(pieces, part if zeros is None else part.sub_(zeros), spread, None, out=part)
     return found
 
 

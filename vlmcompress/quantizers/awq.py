@@ -107,8 +107,8 @@ def least_error(
     """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
-    for count, best in _HEATS:
-        if count < len(rows) and best < len(tried):
+    for count, best in _HEATS if len(rows) > _SAMPLE // 2 else ():
+        if best < len(tried):
             step = len(rows) // count
             losses = _losses(rows[step // 2 :: step], tried, gram, fmt, scale_dtype)
             losses[0] = 0  # 1 goes on in any case
@@ -197,20 +197,25 @@ def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, 
     size = w.shape[1] // n
     blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
     low, high = find_ranges(w, fmt, gram.diagonal())
-    found = []
-    for rows in row_chunks(w):
-        part, best = w[rows], torch.ones_like(low[rows])
-        least = torch.full_like(best, torch.inf)
-        for k in range(steps):
-            ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-            ranges = low[rows] * ratio, high[rows] * ratio
-            params = fit(part, *ranges, fmt, scale_dtype=scale_dtype, importance=gram.diagonal())
-            d = residual(part, *params, fmt).view(-1, n, size).transpose(0, 1)  # [n, out, size]
-            error = torch.bmm(d, blocks).mul_(d).sum(-1).T  # [out, n]
-            falls = error < least
-            if falls.sum() < _FALLING * falls.numel():
-                break
-            best = torch.where(falls, ratio, best)
-            least = torch.minimum(error, least)
-        found.append(best)
-    return torch.cat(found)
+    best = torch.ones_like(low)
+    least = torch.full_like(best, torch.inf)
+    for k in range(steps):
+        ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
+        params = fit(w, low * ratio, high * ratio, fmt, scale_dtype=scale_dtype, importance=gram.diagonal())
+        error = torch.cat([_own_errors(w, params, blocks, fmt, rows) for rows in row_chunks(w)])
+        falls = error < least
+        best = torch.where(falls, ratio, best)
+        least = torch.minimum(error, least)
+        if falls.sum() < _FALLING * falls.numel():
+            break
+    return best
+
+
+def _own_errors(
+    w: Tensor, params: tuple[Tensor, Tensor | None], blocks: Tensor, fmt: Format, rows: slice
+) -> Tensor:
+    """Errors `[rows, n_groups]` of rounding some rows of `w`, for each group under its block of `blocks [n_groups, group, group]`."""
+    scale, zero = params
+    d = residual(w[rows], scale[rows], None if zero is None else zero[rows], fmt)
+    d = d.view(len(d), len(blocks), -1).transpose(0, 1)  # [n_groups, rows, group]
+    return torch.bmm(d, blocks).mul_(d).sum(-1).T
