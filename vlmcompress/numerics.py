@@ -24,6 +24,7 @@ All arithmetic is float32 whatever the dtype of the input.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
+_CACHED = 1 << 16  # elements of a tensor of which a few fit into a core's cache
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,12 @@ class Format:
         if self.kind == "float" and not self.symmetric:
             raise ValueError("float8 has no zero point: symmetric must be true")
 
-    @property
+    @cached_property
     def qmin(self) -> float:
         """Smallest code."""
         return float(-(2 ** (self.bits - 1))) if self.kind == "int" else -FLOAT8_MAX
 
-    @property
+    @cached_property
     def qmax(self) -> float:
         """Largest code."""
         return float(2 ** (self.bits - 1) - 1) if self.kind == "int" else FLOAT8_MAX
@@ -157,37 +159,69 @@ def find_params(
     Returns:
         scale `[out, n_groups]` (`[1]` per matrix) in `scale_dtype`, and the int8 zero point of that shape, or None.
     """
-    pieces, weights = _pieces(w.float(), fmt), None
-    low, high = pieces.amin(-1), pieces.amax(-1)
-    if not (low.isfinite().all() and high.isfinite().all()):
+    low, high = find_ranges(w, fmt, importance)
+    return fit(w, low.mul_(ratio), high.mul_(ratio), fmt, scale_dtype=scale_dtype, importance=importance, edge=edge)
+
+
+def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Least and largest value of each piece of `w`, widened to hold 0: float32, shaped like the scale; see `find_params`."""
+    every = [slice(None)] if fmt.group == 0 else row_chunks(w)
+    if importance is not None and importance.amin() > 0:
+        importance = None
+    low, high = zip(*(_ranges(w[rows].float(), fmt, _of(importance, rows)) for rows in every), strict=True)
+    low, high = torch.cat(low), torch.cat(high)
+    if not torch.stack((low.amin(), high.amax())).isfinite().all():
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
-    if importance is not None:
-        weights = _pieces(importance.expand(w.shape) if fmt.group == 0 else importance.view(-1, w.shape[1]), fmt)
-        dead = weights == 0
-        if dead.any():
-            live = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
-            low, high = live.amin(-1), live.amax(-1)
-    low, high = low.clamp(max=0) * ratio, high.clamp(min=0) * ratio
+    return low, high
+
+
+def fit(
+    w: Tensor,
+    low: Tensor,
+    high: Tensor,
+    fmt: Format,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    importance: Tensor | None = None,
+    edge: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """What `find_params` returns, for pieces of `w` that are to cover `low` to `high`, as of `find_ranges`."""
     if not fmt.symmetric:
         scale = _stored((high - low) / (fmt.qmax - fmt.qmin), scale_dtype)
-        zero = (fmt.qmin - low / scale.float()).round().clamp(fmt.qmin, fmt.qmax)
-        return (scale.view(1), zero.view(1).to(torch.int8)) if fmt.group == 0 else (scale, zero.to(torch.int8))
+        zero = (fmt.qmin - low / scale.float()).round_().clamp_(fmt.qmin, fmt.qmax)
+        return scale, zero.to(torch.int8)
     top = torch.maximum(-low, high)
     if fmt.kind == "float" or edge is not None:
-        scale = _stored(top / (edge or fmt.qmax), scale_dtype)
-    else:
-        wide, narrow = _stored(top / (fmt.qmax + 0.5), scale_dtype), _stored(top / fmt.qmax, scale_dtype)
-        scale = _less_error(pieces, wide, narrow, weights, fmt)
-    return scale.view(1) if fmt.group == 0 else scale, None
+        return _stored(top / (edge or fmt.qmax), scale_dtype), None
+    wide, narrow = _stored(top / (fmt.qmax + 0.5), scale_dtype), _stored(top / fmt.qmax, scale_dtype)
+    every = [slice(None)] if fmt.group == 0 else row_chunks(w)
+    found = [_less_error(w[rows].float(), wide[rows], narrow[rows], _of(importance, rows), fmt) for rows in every]
+    return torch.cat(found), None
 
 
-def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
-    """Codes of `x` as float32, one for each element; `scale` and `zero_point` are float32 and broadcast against `x`."""
-    x = x / scale
+def row_chunks(w: Tensor) -> list[slice]:
+    """Split the rows of `w [out, in]` so that a few float32 temporaries of a part stay in a CPU's cache; elsewhere not at all.
+
+    Arithmetic on weights is a chain of cheap passes, and passes through memory take several times as long.
+    """
+    step = max(1, len(w))
+    if w.device.type == "cpu":
+        step = max(1, _CACHED * torch.get_num_threads() // max(1, w.shape[1]))
+    return [slice(a, a + step) for a in range(0, len(w), step)]
+
+
+def encode(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, out: Tensor | None = None
+) -> Tensor:
+    """Codes of `x` as float32, one for each element; `scale` and `zero_point` are float32 and broadcast against `x`.
+
+    `out`: float32 tensor that takes the codes; it may be `x`.
+    """
+    x = torch.div(x, scale, out=out)
     if zero_point is not None:
-        x = x.add_(zero_point)
+        x.add_(zero_point)
     if fmt.kind == "float":
-        return x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8).float()
+        return x.copy_(x.clamp_(fmt.qmin, fmt.qmax).to(FLOAT8))
     return x.round_().clamp_(fmt.qmin, fmt.qmax)
 
 
@@ -196,20 +230,49 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     return codes * scale if zero_point is None else (codes - zero_point) * scale
 
 
+def leftover(
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    """What remains of `x` without the values that its float32 `codes` stand for; `out`: where to put it, may be `x`."""
+    return torch.addcmul(x, codes if zero_point is None else codes - zero_point, scale, value=-1, out=out)
+
+
 def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, given parameters from `find_params`."""
-    return encode(_pieces(w.float(), fmt), *_spread(scale, zero_point), fmt).to(fmt.dtype).view(w.shape)
+    q = torch.empty_like(w, dtype=fmt.dtype, memory_format=torch.contiguous_format)
+    for rows in row_chunks(w):
+        q[rows] = encode(_pieces(w[rows].float(), fmt), *_spread(scale, zero_point, rows), fmt).view_as(q[rows])
+    return q
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """Float32 values `[out, in]` of the codes `q [out, in]`."""
-    return decode(_pieces(q.float(), fmt), *_spread(scale, zero_point)).view(q.shape)
+    w = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for rows in row_chunks(q):
+        spread, zeros = _spread(scale, zero_point, rows)
+        part = _pieces(w[rows].copy_(q[rows]), fmt)
+        (part if zeros is None else part.sub_(zeros)).mul_(spread)
+    return w
 
 
 def fake_quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """`dequantize(quantize(w))` in float32 `[out, in]`, without going through the storage dtype."""
-    spread = _spread(scale, zero_point)
-    return decode(encode(_pieces(w.float(), fmt), *spread, fmt), *spread).view(w.shape)
+    found = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for rows in row_chunks(w):
+        spread, zeros = _spread(scale, zero_point, rows)
+        part = encode(_pieces(w[rows].float(), fmt), spread, zeros, fmt, out=_pieces(found[rows], fmt))
+        (part if zeros is None else part.sub_(zeros)).mul_(spread)
+    return found
+
+
+def residual(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """`w - fake_quantize(w)`, what rounding takes away from `w [out, in]`; float32."""
+    found = torch.empty_like(w, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for rows in row_chunks(w):
+        pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
+        part = encode(pieces, spread, zeros, fmt, out=_pieces(found[rows], fmt))
+        leftover(pieces, part if zeros is None else part.sub_(zeros), spread, None, out=part)
+    return found
 
 
 def round_to_nearest(
@@ -255,22 +318,45 @@ def _pieces(w: Tensor, fmt: Format) -> Tensor:
     return w.reshape(w.shape[0], fmt.n_groups(w.shape[1]), -1)
 
 
+def _of(importance: Tensor | None, rows: slice) -> Tensor | None:
+    """The part of weights `[in]` or `[out, in]` that concerns `rows`."""
+    return importance[rows] if importance is not None and importance.dim() == 2 and len(importance) > 1 else importance
+
+
+def _counts(importance: Tensor, w: Tensor, fmt: Format) -> Tensor:
+    """View weights `[in]` or `[out, in]` so that they broadcast against the pieces of `w`."""
+    return _pieces(importance.expand(w.shape) if fmt.group == 0 else importance.view(-1, w.shape[1]), fmt)
+
+
+def _ranges(w: Tensor, fmt: Format, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute `find_ranges` at once, without its check."""
+    pieces = _pieces(w, fmt)
+    if importance is not None:
+        dead = _counts(importance, w, fmt) == 0
+        pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
+    low, high = pieces.amin(-1).clamp_(max=0), pieces.amax(-1).clamp_(min=0)
+    return (low.view(1), high.view(1)) if fmt.group == 0 else (low, high)
+
+
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a float32 scale to the dtype that it is stored in, finite and above zero."""
     scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)
     return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
 
 
-def _less_error(pieces: Tensor, first: Tensor, second: Tensor, weights: Tensor | None, fmt: Format) -> Tensor:
-    """Take, piece by piece, from two scales `[out, n_groups]` the one of smaller squared error; the first where equal."""
-    errors = []
+def _less_error(w: Tensor, first: Tensor, second: Tensor, importance: Tensor | None, fmt: Format) -> Tensor:
+    """Take, piece by piece, from two scales the one of smaller squared error; the first where equal."""
+    pieces, errors = _pieces(w, fmt), []
+    d = torch.empty_like(pieces)
     for scale in (first, second):
         spread, _ = _spread(scale, None)
-        d = decode(encode(pieces, spread, None, fmt), spread, None).sub_(pieces)
-        errors.append(torch.linalg.vecdot(d if weights is None else d * weights, d))
+        leftover(pieces, encode(pieces, spread, None, fmt, out=d), spread, None, out=d).square_()
+        errors.append((d if importance is None else d.mul_(_counts(importance, w, fmt))).sum(-1).view_as(first))
     return torch.where(errors[1] < errors[0], second, first)
 
 
-def _spread(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point in float32, shaped to broadcast against `_pieces`."""
+def _spread(scale: Tensor, zero_point: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:  # noqa: B008
+    """Scale and zero point of some rows in float32, shaped to broadcast against `_pieces`."""
+    if scale.dim() > 1:  # not per matrix
+        scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]
     return scale.float().unsqueeze(-1), None if zero_point is None else zero_point.float().unsqueeze(-1)

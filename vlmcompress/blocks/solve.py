@@ -23,12 +23,12 @@ from vlmcompress import quantizers
 from vlmcompress.common import team
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
-from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
+from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
 from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import GroupStats
 
-_ROWS = 512  # most rows of a weight in a layer's reported error
+_ROWS = 256  # most rows of a weight in a layer's reported error
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class BlockResult:
         weights: linear -> its quantized weight.
         input_scales: linear -> static activation scale, scalar.
         kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.statistics.kv_range`.
-        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 512 evenly
+        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 256 evenly
             spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
         maxima: first linear of a group -> modality -> share of input channels in which it holds the maximum; empty where
             maxima were not collected.
@@ -176,9 +176,8 @@ def _solve_group(
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
-        result.errors[name] = _error(weight, quantized, stats)
-        if stats is not None and (act := method.scheme and method.scheme.activations):
-            _add_rounding(result.errors[name], weight, quantized, stats, act, solution.input_scale)
+        act = method.scheme and method.scheme.activations
+        result.errors[name] = _errors(weight, quantized, stats, act, solution.input_scale)
         if solution.input_scale is not None:
             result.input_scales[name] = solution.input_scale
     return result
@@ -252,29 +251,40 @@ def _foldable(group: Group, groups: Sequence[Group]) -> bool:
     return group.smooth is not None
 
 
-def _error(weight: Tensor, quantized: QTensor, stats: GroupStats | None) -> dict[str, float]:
-    """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight."""
-    difference = quantized.dequantize(torch.float32).sub_(weight)
-    if stats is not None and "gram" in stats.needs:
-        step = math.ceil(len(weight) / _ROWS)
-        return stats.error(difference[::step], weight[::step])
-    return {"weight": float(difference.square().sum() / weight.square().sum().clamp_min(1e-30))}
+def _errors(
+    weight: Tensor, quantized: QTensor, stats: GroupStats | None, act: ActFormat | None, input_scale: Tensor | None
+) -> dict[str, float]:
+    """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight.
 
-
-def _add_rounding(
-    error: dict[str, float],
-    weight: Tensor,
-    quantized: QTensor,
-    stats: GroupStats,
-    act: ActFormat,
-    scale: Tensor | None,
-) -> None:
-    """Add the error of rounding a layer's inputs to its errors. The two are uncorrelated, so their squares add."""
+    `act`: the format that the layer's inputs are rounded to, which adds to the error: the two are uncorrelated, so their
+    squares add. `input_scale`: its scale where it is static.
+    """
+    if stats is None or "gram" not in stats.needs:
+        return {"weight": _weight_error(weight, quantized)}
     step = math.ceil(len(weight) / _ROWS)
-    q = quantized.dequantize(torch.float32)[::step]
-    added = stats.rounding_error(q, weight[::step], lambda x: round_activations(x, act, scale))
-    for modality in error.keys() & added.keys():
-        error[modality] += added[modality]
+    weight, q = weight[::step], _rows(quantized, slice(None, None, step)).dequantize(torch.float32)
+    found = stats.error(q - weight, weight)
+    added = {} if act is None else stats.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
+    return {modality: error + added.get(modality, 0.0) for modality, error in found.items()}
+
+
+def _weight_error(weight: Tensor, quantized: QTensor) -> float:
+    """Relative squared error of a weight."""
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for rows in row_chunks(weight):
+        part = weight[rows]
+        difference = _rows(quantized, rows).dequantize(torch.float32).sub_(part)
+        sums += torch.stack([difference.square_().sum(), part.square().sum()])
+    error, size = sums.tolist()
+    return error / max(size, 1e-30)
+
+
+def _rows(quantized: QTensor, rows: slice) -> QTensor:
+    """Some rows of a quantized weight."""
+    scale, zero = quantized.scale, quantized.zero_point
+    if scale.dim() > 1:  # not per matrix
+        scale, zero = scale[rows], None if zero is None else zero[rows]
+    return QTensor(quantized.q[rows], scale, zero, quantized.format)
 
 
 def warnings(results: Iterable[BlockResult]) -> list[str]:

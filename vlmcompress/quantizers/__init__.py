@@ -17,6 +17,8 @@ and, where the method has such a step,
                                                                   and the weights multiplied by it; None: leave alone
     prepare(weights, stats, options) -> Any                       work shared by a group, passed on as `prepared`; its
                                                                   `warnings`, if it has any, are told to the user
+    quantize_group(weights, stats, options, scale_dtype, prepared) -> list[QTensor]     `quantize` of a group's weights at
+                                                                  once, where that is faster
     input_scale(stats, options) -> Tensor                         static scale [1] of the activations
     JOINT = True                                                  the options of each group come from a search over
         several blocks (`calibration.block_clip`)
@@ -83,9 +85,11 @@ def solve(
     stats = _balanced(stats, options)
     prepare = getattr(method, "prepare", None)
     prepared = None if prepare is None else prepare(weights, stats, options)
-    input_scale = getattr(method, "input_scale", None)
+    input_scale, together = getattr(method, "input_scale", None), getattr(method, "quantize_group", None)
     return Solution(
-        [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
+        together(weights, stats, options, scale_dtype, prepared)
+        if together
+        else [method.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights],
         None if input_scale is None else input_scale(stats, options),
         getattr(prepared, "warnings", ()),
     )

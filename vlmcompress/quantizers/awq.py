@@ -33,7 +33,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, QTensor, Scheme, fake_quantize, find_params, round_to_nearest, weight_only
+from vlmcompress.numerics import (
+    Format,
+    QTensor,
+    Scheme,
+    find_params,
+    find_ranges,
+    fit,
+    residual,
+    round_to_nearest,
+    row_chunks,
+    weight_only,
+)
 from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
@@ -41,7 +52,9 @@ from vlmcompress.statistics.inputs import GroupStats, quadratic
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
 _SAMPLE = 256  # rows that scales are compared on
-_ROWS = 512  # rows whose ranges are searched at a time, so that temporaries stay in cache
+_HEATS = ((16, 12), (64, 5))  # (some of these rows, how many scales go on from there)
+_ROWS = 512  # rows whose ranges are searched at a time
+_FALLING = 0.005  # share of groups whose error still falls at which the search for their ranges goes on
 
 
 @dataclass(frozen=True)
@@ -94,9 +107,14 @@ def least_error(
     """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
-    together = tried.split(max(1, _SAMPLE // len(rows)))  # one product for several candidates of few rows
-    best = int(torch.cat([_losses(rows, some, gram, fmt, scale_dtype) for some in together]).argmin())
-    return None if best == 0 else scales[best - 1]
+    for count, best in _HEATS if len(rows) > _SAMPLE // 2 else ():
+        if best < len(tried):
+            step = len(rows) // count
+            losses = _losses(rows[step // 2 :: step], tried, gram, fmt, scale_dtype)
+            losses[0] = 0  # 1 goes on in any case
+            tried = tried[losses.topk(best, largest=False).indices.sort().values]
+    best = int(_losses(rows, tried, gram, fmt, scale_dtype).argmin())
+    return None if best == 0 else tried[best]
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:
@@ -134,49 +152,70 @@ def quantize(
     ratios = []
     for w in (rows.float() for rows in weight.split(_ROWS)):
         ratio = _best_ratio(w, gram, fmt, scale_dtype, options.clip_grid)
-        clipped = quadratic(_rounded(w, fmt, scale_dtype, importance, ratio).sub_(w), gram)
-        plain = quadratic(_rounded(w, fmt, scale_dtype, importance).sub_(w), gram)
+        clipped, plain = (
+            quadratic(_residual(w, fmt, scale_dtype, importance, covered), gram) for covered in (ratio, 1.0)
+        )
         ratios.append(torch.where((clipped < plain)[:, None], ratio, 1.0))
     return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.cat(ratios), importance=importance)
 
 
-def _rounded(
+def _residual(
     w: Tensor, fmt: Format, scale_dtype: torch.dtype, importance: Tensor, ratio: float | Tensor = 1.0
 ) -> Tensor:
-    """Round `w` to nearest and return its float32 values, `[out, in]`; arguments as of `find_params`."""
-    return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance), fmt)
+    """Round `w` to nearest and return what that takes away, `[out, in]`; arguments as of `find_params`."""
+    return residual(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance), fmt)
 
 
 def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
     """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
-    s = scales[:, None]
-    importance = (gram.diagonal() / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
-    d = _rounded((w * s).flatten(0, 1), fmt, scale_dtype, importance).view(-1, *w.shape).div_(s).sub_(w)
-    return quadratic(d.flatten(0, 1), gram).view(len(scales), -1).sum(1, dtype=torch.float64)
+    found, diagonal = [], gram.diagonal()
+    for some in scales.split(max(1, _SAMPLE // len(w))):  # one product for several candidates of few rows
+        s, importance = some[:, None], diagonal
+        if fmt.symmetric:  # else it only matters which are 0
+            importance = (diagonal / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
+        d = _residual((w * s).flatten(0, 1), fmt, scale_dtype, importance).view(-1, *w.shape).div_(s)
+        found.append(quadratic(d.flatten(0, 1), gram).view(len(some), -1).sum(1, dtype=torch.float64))
+    return torch.cat(found)
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
     """The mean over all rows of `|W|` relative to the largest of its group: `[in]`, in 0 to 1."""
-    total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
+    total = torch.zeros(weights[0].shape[1], device=weights[0].device)
     for weight in weights:
-        groups = weight.float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))
-        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).sum(0).flatten()
-        rows += weight.shape[0]
-    return total / rows
+        for rows in row_chunks(weight):
+            groups = weight[rows].float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))
+            total += groups.div_(groups.amax(-1, keepdim=True).add_(1e-6)).sum(0).flatten()
+    return total / sum(map(len, weights))
 
 
 def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int) -> Tensor:
-    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G."""
+    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G.
+
+    Errors first fall and then rise with smaller shares. So the search ends where hardly any still falls.
+    """
     n = fmt.n_groups(w.shape[1])
     size = w.shape[1] // n
     blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
-    best = torch.ones(w.shape[0], n, device=w.device)
+    low, high = find_ranges(w, fmt, gram.diagonal())
+    best = torch.ones_like(low)
     least = torch.full_like(best, torch.inf)
     for k in range(steps):
         ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-        d = _rounded(w, fmt, scale_dtype, gram.diagonal(), ratio).sub_(w)
-        d = d.view(w.shape[0], n, size).transpose(0, 1)  # [n, out, size]
-        error = torch.linalg.vecdot(torch.bmm(d, blocks), d).T  # [out, n]
-        best = torch.where(error < least, ratio, best)
+        params = fit(w, low * ratio, high * ratio, fmt, scale_dtype=scale_dtype, importance=gram.diagonal())
+        error = torch.cat([_own_errors(w, params, blocks, fmt, rows) for rows in row_chunks(w)])
+        falls = error < least
+        best = torch.where(falls, ratio, best)
         least = torch.minimum(error, least)
+        if falls.sum() < _FALLING * falls.numel():
+            break
     return best
+
+
+def _own_errors(
+    w: Tensor, params: tuple[Tensor, Tensor | None], blocks: Tensor, fmt: Format, rows: slice
+) -> Tensor:
+    """Errors `[rows, n_groups]` of rounding some rows of `w`, for each group under its block of `blocks [n_groups, group, group]`."""
+    scale, zero = params
+    d = residual(w[rows], scale[rows], None if zero is None else zero[rows], fmt)
+    d = d.view(len(d), len(blocks), -1).transpose(0, 1)  # [n_groups, rows, group]
+    return torch.bmm(d, blocks).mul_(d).sum(-1).T

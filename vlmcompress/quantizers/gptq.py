@@ -30,13 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import QTensor, Scheme, decode, encode, find_params, round_to_nearest, weight_only
+from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, leftover, round_to_nearest, weight_only
 from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram"})
 PREPARED_BY = ("damp", "actorder", "balance")
+_STRIP = 16  # columns within which errors are fed back one by one
+_FACTORED = 256  # columns of H factorized at a time
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,11 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
-        visits = order.flip(0)
-        h = h.index_select(0, visits).index_select(1, visits)  # many times faster than h[visits][:, visits]
-        h.diagonal().copy_(diagonal[visits])
-        factor = _factor(h)
-        if factor is not None:
+        h = h.index_select(0, order).index_select(1, order)  # many times faster than h[order][:, order]
+        h.diagonal().copy_(diagonal[order])
+        if _factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
-            return Feedback(order, factor.div_(factor.diagonal().clone()).T, warnings)
+            return Feedback(order, h.div_(h.diagonal().clone()[:, None]), warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
 
@@ -124,27 +124,50 @@ def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
 ) -> QTensor:
-    """Round `weight [out, in]` column by column, feeding errors forward. Works on W^T, where columns are contiguous."""
-    feedback = prepare([weight], stats, options) if prepared is None else prepared
-    fmt = scheme(options).weights
-    scale, zero_point = find_params(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
-    group = feedback.order // (weight.shape[1] if fmt.group < 0 else fmt.group)  # [in], of the visited columns
-    scales = scale.float().T.contiguous()  # [n_groups, out]
-    zeros = None if zero_point is None else zero_point.float().T.contiguous()
-    w = weight.float().T[feedback.order]  # [in, out], in the order of visits
-    codes, error = torch.empty_like(w, dtype=fmt.dtype), torch.empty_like(w)
-    for a in range(0, len(w), options.block):
-        b = min(a + options.block, len(w))
-        target = w[a:b].addmm(feedback.matrix[a:b, :a], error[:a])  # corrected for the blocks before
-        for i, g in zip(range(a, b), group[a:b].tolist(), strict=True):
-            wanted = target[i - a].addmv(error[a:i].T, feedback.matrix[i, a:i])  # and for the columns of this block
-            s, z = scales[g], None if zeros is None else zeros[g]
-            code = encode(wanted, s, z, fmt)
-            torch.sub(w[i], decode(code, s, z), out=error[i])
-            codes[i] = code
-    q = torch.empty_like(codes)
-    q[feedback.order] = codes
-    return QTensor(q.T.contiguous(), scale, zero_point, fmt)
+    """Round `weight [out, in]` column by column, feeding errors forward."""
+    return quantize_group([weight], stats, options, scale_dtype, prepared)[0]
+
+
+def quantize_group(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
+) -> list[QTensor]:
+    """Round weights `[out_i, in]` in one visit of their columns: rows know nothing of each other."""
+    feedback = prepare(weights, stats, options) if prepared is None else prepared
+    fmt, importance = scheme(options).weights, stats.importance()
+    params = [find_params(w, fmt, scale_dtype=scale_dtype, importance=importance) for w in weights]
+    scales = torch.cat([scale for scale, _ in params]).float().T.contiguous()  # [n_groups, out]
+    zeros = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float().T.contiguous()
+    together = weights[0].float() if len(weights) == 1 else torch.cat([w.float() for w in weights])
+    q = _visit(together, feedback, scales, zeros, fmt, options.block).split([len(w) for w in weights])
+    return [QTensor(codes, scale, zero, fmt) for codes, (scale, zero) in zip(q, params, strict=True)]
+
+
+def _visit(
+    weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int
+) -> Tensor:
+    """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
+
+    Works on W^T, where columns are contiguous. The sum over earlier errors is taken by blocks, within these by strips, and
+    only within a strip column by column, where the least is done at once.
+    """
+    rows = weight.T.contiguous().index_select(0, feedback.order)  # [in, out], in the order of visits; then their errors
+    codes = torch.empty_like(rows, dtype=fmt.dtype)
+    groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).tolist()
+    s = scales.unbind()
+    z = [None] * len(s) if zeros is None else zeros.unbind()
+    for a in range(0, len(rows), block):
+        b = min(a + block, len(rows))
+        targets = rows[a:b].addmm(feedback.matrix[a:b, :a], rows[:a])  # corrected for the blocks before
+        for c in range(a, b, _STRIP):
+            d = min(c + _STRIP, b)
+            strip, own = targets[c - a : d - a], rows[c:d]
+            strip.addmm_(feedback.matrix[c:d, a:c], rows[a:c])  # and for the strips before
+            earlier, errors = feedback.matrix[c:d, c:d].tril(-1), own.T  # 0 for columns whose errors are not known yet
+            for g, target, row, factors in zip(groups[c:d], strip.unbind(), own.unbind(), earlier.unbind(), strict=True):
+                target.addmv_(errors, factors)  # and for the columns of this strip
+                leftover(row, encode(target, s[g], z[g], fmt, out=target), s[g], z[g], out=row)
+        codes[a:b] = targets
+    return codes.index_select(0, feedback.order.argsort()).T.contiguous()
 
 
 def sketch(
@@ -167,11 +190,20 @@ def sketch(
     return error
 
 
-def _factor(h: Tensor) -> Tensor | None:
-    """Factor `h`, rows and columns reversed, as `R R^T`, `R` upper triangular; None if it is not definite.
+def _factorize(h: Tensor) -> bool:
+    """Factor `h [in, in]`, symmetric, as `R R^T` with `R` upper triangular; write `R^T` over its lower triangle.
 
-    Overwrites `h`, which may be the largest tensor of the run. LAPACK's order is by columns, hence the transposed view.
+    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. Overwrites `h`, which may be
+    the largest tensor of the run, and leaves numbers without meaning above the blocks on its diagonal. Returns whether `h` is
+    definite.
     """
-    info = torch.empty((), dtype=torch.int32, device=h.device)
-    torch.linalg.cholesky_ex(h.T, out=(h.T, info))
-    return None if info.any() else h.T.flip(0, 1)
+    failed = []
+    for a in reversed(range(0, len(h), _FACTORED)):
+        b = min(a + _FACTORED, len(h))
+        own = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
+        lower, info = torch.linalg.cholesky_ex(own[:, a:].flip(0, 1))
+        upper = lower.flip(0, 1)
+        own[:, a:] = upper.T
+        own[:, :a] = torch.linalg.solve_triangular(upper, own[:, :a], upper=True)
+        failed.append(info)
+    return not torch.stack(failed).any()

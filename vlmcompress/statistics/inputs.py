@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.numerics import row_chunks
 from vlmcompress.statistics.balance import MODALITIES, Sensitivity, shares
 
 SAMPLE = 64  # rows of each modality that are kept
@@ -134,11 +135,9 @@ class GroupStats:
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
-        dw, w, result = self._divided(dw), self._divided(w), {}
-        for name, gram in self._seen(self._gram, "gram").items():
-            size = quadratic(w, gram).sum().item()
-            result[name] = quadratic(dw, gram).sum().item() / size if size > 0 else 0.0
-        return result
+        seen = self._seen(self._gram, "gram")
+        found = torch.stack([_traces(self._divided(each), seen.values()) for each in (dw, w)]).tolist()
+        return {name: error / size if size > 0 else 0.0 for name, error, size in zip(seen, *found, strict=True)}
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
@@ -218,6 +217,22 @@ def quadratic(d: Tensor, gram: Tensor) -> Tensor:
     return total
 
 
+def _traces(d: Tensor, grams: Iterable[Tensor]) -> Tensor:
+    """Compute `tr(d G d^T)` for `d [rows, in]` and each of `grams`, as the sum of `d^T d` times G: float64 `[grams]`.
+
+    The product is the costly part, and all matrices share it. Like `quadratic` it reads the block upper triangles only.
+    """
+    d, grams = d.float(), list(grams)
+    total = torch.zeros(len(grams), dtype=torch.float64, device=d.device)
+    for a, b in _blocks(d.shape[1]):
+        for first, last, factor in ((0, a, 2), (a, b, 1)):
+            for rows in row_chunks(grams[0][first:last, a:b]):
+                product = d[:, first:last][:, rows].T @ d[:, a:b]
+                parts = [(product * gram[first:last, a:b][rows]).sum() for gram in grams]
+                total.add_(torch.stack(parts), alpha=factor)
+    return total
+
+
 def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
     step = block or _BLOCK
     return [(a, min(a + step, width)) for a in range(0, width, step)]
@@ -260,9 +275,11 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
 
 
 def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
-    """Fill the lower triangle from the upper one, in place."""
-    for a, b in _blocks(gram.shape[0], block):
-        gram[a:b, :a] = gram[:a, a:b].T
+    """Fill the lower triangle from the upper one, in place, by squares that stay in a CPU's cache."""
+    blocks = _blocks(gram.shape[0], block)
+    for i, (a, b) in enumerate(blocks):
+        for c, d in blocks[:i]:
+            gram[a:b, c:d] = gram[c:d, a:b].T
     return gram
 
 
