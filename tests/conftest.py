@@ -1,14 +1,25 @@
-"""`--quick` leaves out every test module from which a model, another process or an engine can be reached by imports."""
+"""Which test modules `--quick` leaves out, and how tests are shared out where several processes run them.
+
+`--quick` leaves out every module from which a model, another process or an engine can be reached by imports.
+
+With pytest-xdist all tests that start an engine run in one process, so that there is one engine at a time, and begin first,
+as they take longest. The others are shared out by files, so that no file's fixtures are made twice.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.kit.places import ROOT
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: processes that share cores must not wait for each other
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval"),
@@ -26,6 +37,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Such modules are not even imported, as that alone takes most of a minute for all of them."""
     quick = config.getoption("--quick") and collection_path.match("test_*.py")
     return True if quick and reaches(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order and the groups of `--dist loadgroup --no-loadscope-reorder`; without it, the order only."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    for item in items:
+        group = "engine" if item.get_closest_marker("engine") else item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @cache
