@@ -17,9 +17,8 @@ import pytest
 
 from tests.kit.places import ROOT
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: processes that share cores must not wait for each other
-    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+# Before torch is imported. On tiny models two threads wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval"),
