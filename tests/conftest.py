@@ -2,8 +2,8 @@
 
 `--quick` leaves out every module from which a model, another process or an engine can be reached by imports.
 
-With pytest-xdist all tests that start an engine run in one process, so that there is one engine at a time, and begin first,
-as they take longest. The others are shared out by files, so that no file's fixtures are made twice.
+With pytest-xdist tests are shared out by files, so that no file's fixtures are made twice. All files with tests that start an
+engine go to one process, so that there is one engine at a time, and they are the first, as they take longest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ast
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order and the groups of `--dist loadgroup --no-loadscope-reorder`; without it, the order only."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
-    for item in items:
-        group = "engine" if item.get_closest_marker("engine") else item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not has_engine(item.path))
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In place of `--dist loadgroup`, which in xdist 3.8 sees no groups with pytest 9.2."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engine" if has_engine(ROOT / file) else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def has_engine(file: Path) -> bool:
+    """Whether a module has a test that is marked `engine`."""
+    return "mark.engine" in file.read_text()
 
 
 @cache
