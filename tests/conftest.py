@@ -1,14 +1,25 @@
-"""`--quick` leaves out every test module from which a model, another process or an engine can be reached by imports."""
+"""Which test modules `--quick` leaves out, and how tests are shared out where several processes run them.
+
+`--quick` leaves out every module from which a model, another process or an engine can be reached by imports.
+
+With pytest-xdist tests are shared out by files, so that no file's fixtures are made twice. All files with tests that start an
+engine go to one process, so that there is one engine at a time, and they are the first, as they take longest.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kit.places import ROOT
+
+# Before torch is imported. On tiny models two threads wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval"),
@@ -26,6 +37,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Such modules are not even imported, as that alone takes most of a minute for all of them."""
     quick = config.getoption("--quick") and collection_path.match("test_*.py")
     return True if quick and reaches(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not has_engine(item.path))
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In place of `--dist loadgroup`, which in xdist 3.8 sees no groups with pytest 9.2."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engine" if has_engine(ROOT / file) else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def has_engine(file: Path) -> bool:
+    """Whether a module has a test that is marked `engine`."""
+    return "mark.engine" in file.read_text()
 
 
 @cache

@@ -26,7 +26,7 @@ from vlmcompress.data.samples import to_sample
 from vlmcompress.evaluation import gate
 from vlmcompress.recipe.layers import bundled
 from vlmcompress.reducers import Signals, TokenCounter
-from vlmcompress.results import load, records
+from vlmcompress.results import records
 from vlmcompress.statistics import gradients
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -240,16 +240,3 @@ def test_the_example_reducer_is_known_everywhere(contributed):
     )
     assert done.returncode == 0, done.stderr
     assert "unlike:0.25" in done.stdout and (contributed / "out.png").stat().st_size > 1000
-
-
-@pytest.mark.engine
-def test_the_demo_command(tmp_path):
-    """`scripts/demo` on a few questions: a checkpoint, a clean bill from the doctor, a report that passes the gate."""
-    command = ["scripts/demo", "demo-llava", "awq", "200", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = load(tmp_path / "report")
-    assert found.gate is not None and found.gate.verdict == "pass"
-    assert found.suites[0].samples == 200 and found.suites[0].overall.baseline > 0.9
-    assert found.candidate.weight_bytes < found.baseline.weight_bytes
-    assert (tmp_path / "report" / "report.html").stat().st_size > 10_000

@@ -25,7 +25,7 @@ from tests.kit.processes import session_ends, session_members
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import get
-from vlmcompress.engines.base import Request, Run, Settings
+from vlmcompress.engines.base import Answer, Request, Run, Settings
 from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
@@ -81,9 +81,29 @@ def test_transformers(transformers: Run) -> None:
         assert len(found.first) <= 5 and sum(map(math.exp, found.first.values())) <= 1.0001
 
 
+WORDS = "what is this " * 2000
+
+
+def answers_before_a_refusal(engine: str, model: Path, asked, settings: Settings) -> Run:
+    """What an engine answers when the last request is too long: that one is named, and those before it are answered first."""
+    parts = [part for request in asked[0] for part in request.messages[0]["content"]]
+    image = next(part for part in parts if part["type"] == "image_url")
+    # With more images than any other, so that transformers, which takes prompts with equally many together, takes it last.
+    long = Request("long", [{"role": "user", "content": [image, image, image, {"type": "text", "text": WORDS}]}])
+    found: dict[str, Answer] = {}
+    with pytest.raises(UserError, match="sample 'long' can't be answered.*maximum context length is 2048"):
+        get(engine).answer(
+            model,
+            [*asked[0], long],
+            media=asked[1],
+            settings=settings,
+            on_answer=lambda one: found.update({one.id: one}),
+        )
+    return Run(found, {}, 0.0)
+
+
 def test_vllm_answers_as_transformers_does(asked, transformers: Run) -> None:
-    requests, media = asked
-    agree(get("vllm").answer(MODEL, requests, media=media, settings=SETTINGS), transformers)
+    agree(answers_before_a_refusal("vllm", MODEL, asked, SETTINGS), transformers)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +115,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_reads_compressed_checkpoints(asked, transformers: Run, compressed: Path) -> None:
     """INT8 weights and activations answer as BF16 does, one request at a time and each with a limit of its own."""
-    requests, media = asked
-    settings = Settings(max_tokens=8, max_num_seqs=1)
-    run = get("hf").answer(compressed, requests, media=media, settings=settings)
+    run = answers_before_a_refusal("hf", compressed, asked, Settings(max_tokens=8, max_num_seqs=1))
     same = [found.text == transformers.answers[name].text for name, found in run.answers.items()]
     assert len(same) == 8 and sum(same) >= 7
     assert all(found.first is None for found in run.answers.values())
@@ -110,13 +128,6 @@ def test_transformers_refuses_to_guess_weights(asked, compressed: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="transformers could not load .*lacks 1 tensors .*q_proj.weight_scale"):
         get("hf").answer(compressed, asked[0], media=asked[1])
-
-
-def test_transformers_names_the_request_it_refuses(asked, tmp_path: Path) -> None:
-    """Too long, and a picture from outside of the folder."""
-    long = Request("the long one", [{"role": "user", "content": "what is this " * 2000}])
-    with pytest.raises(UserError, match="sample 'the long one' can't be answered.*maximum context length is 2048"):
-        get("hf").answer(MODEL, [*asked[0][:1], long], media=asked[1])
 
 
 HOLD = """
@@ -148,8 +159,8 @@ def test_a_served_model_answers_as_transformers_does(asked, transformers: Run, h
     assert name == "demo-llava" and len(session_members(pid)) > 1
     run = get(f"openai:{url}").answer(name, requests, media=media, settings=SETTINGS)
     agree(run, transformers)
-    long = Request("the long one", [{"role": "user", "content": "what is this " * 2000}])
-    with pytest.raises(UserError, match="sample 'the long one' can't be answered.*HTTP 400: .*maximum context length"):
+    long = Request("long", [{"role": "user", "content": WORDS}])
+    with pytest.raises(UserError, match="sample 'long' can't be answered.*HTTP 400: .*maximum context length"):
         get(f"openai:{url}").answer(name, [long], media=media)
     holder.send_signal(signal.SIGKILL)
     assert session_ends(pid)

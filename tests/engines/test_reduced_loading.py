@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,39 +156,69 @@ def test_settings_that_do_not_go_with_a_reducer_are_refused(given, text, tmp_pat
         OriginalPositions(vllm_config=started(tmp_path, **given))
 
 
+# All cases share one import of vLLM: each is tried in a fork of the process that has it.
 PROBE = """
-import sys
+import json, os, sys
+import vllm
 from vllm.config import ModelConfig
 from vllm.plugins import load_general_plugins
-import vllm
-if sys.argv[2]:
-    vllm.__version__ = sys.argv[2]
-load_general_plugins()
-try:
-    ModelConfig(sys.argv[1], model_impl=sys.argv[3])
-except Exception as error:
-    print("REFUSED", str(error).replace(chr(10), " | "))
+
+for name, case in json.loads(sys.argv[1]).items():
+    if os.fork():
+        os.wait()
+        continue
+    if case["plugins"] is not None:
+        os.environ["VLLM_PLUGINS"] = case["plugins"]
+    vllm.__version__ = case["version"] or vllm.__version__
+    load_general_plugins()
+    try:
+        ModelConfig(case["folder"], model_impl=case["impl"])
+    except Exception as error:
+        print("REFUSED", json.dumps([name, str(error)]), flush=True)
+    os._exit(0)
 """
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A checkpoint that vLLM is to refuse, with words that its message has; `plugins` is `VLLM_PLUGINS`, where it is set."""
+
+    text: str
+    reducer: str = "dart:0.5"
+    plugins: str | None = None
+    version: str = ""
+    impl: str = "auto"
+
+
+REFUSED = {
+    "another vLLM": Refused("this is vLLM 0.99.0", version="0.99.0"),
+    "a method within the language model": Refused("vLLM cannot serve 'fastv'", "fastv:0.5"),
+    "no plugin": Refused("['VlmcompressLlavaForConditionalGeneration'] are not supported", plugins=""),
+    "no plugin, transformers' code": Refused(
+        "'VlmcompressLlavaForConditionalGeneration' is not a registered model", plugins="", impl="transformers"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory) -> dict[str, str]:
+    """Of each case that vLLM refuses what it says."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("refused")
+    cases = {name: asdict(case) for name, case in REFUSED.items()}
+    for number, case in enumerate(cases.values()):
+        case["folder"] = str(reduced(DEMO_LLAVA, folder / str(number), case["reducer"]))
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    env.pop("VLLM_PLUGINS", None)
+    run = subprocess.run([sys.executable, "-c", PROBE, json.dumps(cases)], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    said = [line.removeprefix("REFUSED ") for line in run.stdout.splitlines() if line.startswith("REFUSED ")]
+    return dict(map(json.loads, said))
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("plugins", "version", "reducer", "impl", "text"),
-    [
-        (None, "0.99.0", "dart:0.5", "auto", "this is vLLM 0.99.0"),
-        (None, "", "fastv:0.5", "auto", "vLLM cannot serve 'fastv'"),
-        ("", "", "dart:0.5", "auto", "['VlmcompressLlavaForConditionalGeneration'] are not supported"),
-        ("", "", "dart:0.5", "transformers", "'VlmcompressLlavaForConditionalGeneration' is not a registered model"),
-    ],
-)
-def test_vllm_refuses(plugins, version, reducer, impl, text, tmp_path):
+@pytest.mark.parametrize("name", REFUSED)
+def test_vllm_refuses(name, refusals):
     """A vLLM that this plugin was not made for, a method that engines cannot serve, and a vLLM without the plugin, also
     where it is to run models by transformers' code."""
-    pytest.importorskip("vllm")
-    folder = reduced(DEMO_LLAVA, tmp_path / "model", reducer)
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
-    env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
-    command = [sys.executable, "-c", PROBE, str(folder), version, impl]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.stdout.startswith("REFUSED"), run.stderr[-2000:]
-    assert text in run.stdout
+    assert REFUSED[name].text in refusals.get(name, "it was not refused")

@@ -209,15 +209,6 @@ def test_real_engine(qwen: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_real_engine_names_the_request_it_refuses(qwen: Path, tmp_path: Path) -> None:
-    """Those before it are answered first, so that a journal has them."""
-    long, arrived = Request("the long one", [{"role": "user", "content": "x" * 3000}]), []
-    with pytest.raises(UserError, match="sample 'the long one' can't be answered.*maximum context length"):
-        answer(qwen, [*ASK, long], media=tmp_path, on_answer=arrived.append)
-    assert [found.id for found in arrived] == ["only"]
-
-
-@pytest.mark.engine
 def test_real_engine_that_cannot_load(qwen: Path, tmp_path: Path) -> None:
     """A checkpoint without its weights: the engine's own words, in one line."""
     copy = tmp_path / "copy"

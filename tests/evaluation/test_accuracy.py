@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -94,10 +95,12 @@ def test_missing_image_is_named(folder: Path) -> None:
 def test_evaluation_in_the_real_engine(tmp_path: Path) -> None:
     """Baseline: a tiny random model. Candidate: the same with its LM head's rows shifted, so that it says other things.
 
-    The expected answers are what the baseline says (found in a first evaluation of it against itself), so it must be right
-    everywhere and the candidate nowhere.
+    The expected answers are what the baseline says (found in a first evaluation of it against its twin), so it must be right
+    everywhere and the candidate nowhere. The journal has its answers from the first time.
     """
     baseline = build("qwen2_5_vl", tmp_path / "base")
+    twin = Path(shutil.copytree(baseline, tmp_path / "twin"))
+    os.utime(twin / "config.json")  # a checkpoint of its own to the journal
     candidate = Path(shutil.copytree(baseline, tmp_path / "changed"))
     tensors = load_file(candidate / "model.safetensors")
     tensors["lm_head.weight"] = torch.roll(tensors["lm_head.weight"], 7, 0).contiguous()
@@ -108,7 +111,8 @@ def test_evaluation_in_the_real_engine(tmp_path: Path) -> None:
              "answer": "?", "family": ("one", "two", "none")[i % 3]} for i in range(12)]  # fmt: skip
 
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    first = evaluate(baseline, baseline, [data], None, VLLM)
+    how = replace(VLLM, journal=tmp_path / "report" / "answers.jsonl")
+    first = evaluate(twin, baseline, [data], None, how)
     (suite,) = first.suites
     assert suite.agreement == 1.0 and suite.overall.neither == 12 and not first.pictures
     assert suite.overall.low < 0 < suite.overall.high and suite.overall.verdict == "inconclusive"
@@ -119,8 +123,7 @@ def test_evaluation_in_the_real_engine(tmp_path: Path) -> None:
     wanted = {identity: text.upper() + "."[: 32 - len(text)] for identity, text in said.items()}
     rows = [row | {"answer": wanted[row["id"]]} for row in rows if normalise(said[row["id"]])]
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    how = replace(VLLM, journal=tmp_path / "report" / "answers.jsonl")
-    second = evaluate(candidate, baseline, [data], None, how)
+    second = evaluate(candidate, baseline, [data], None, replace(how, baseline_engine=Dead()))
     (suite,) = second.suites
     assert suite.overall.baseline == 1.0 and suite.overall.candidate == 0.0
     assert suite.overall.high < 0 and suite.overall.verdict == "fail"

@@ -129,7 +129,7 @@ from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
 with open_journal(Path({str(path)!r})) as journal:
-    suite = load_suite("world", candidate={str(DEMO_LLAVA)!r}, baseline={str(DEMO_LLAVA)!r})
+    suite = load_suite("world", candidate={str(DEMO_LLAVA)!r}, baseline={str(DEMO_LLAVA)!r}, limit=200)
     ask_suite({str(DEMO_LLAVA)!r}, suite, ENGINE, journal=journal)
 """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -139,12 +139,12 @@ with open_journal(Path({str(path)!r})) as journal:
         run.kill()
     from vlmcompress.engines.vllm.runner import ENGINE
 
-    suite = load_suite("world", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, limit=400)
+    suite = load_suite("world", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, limit=200)
     with open_journal(path) as journal:
         before = len(journal)
         assert before >= 20
         asked = ask_suite(DEMO_LLAVA, suite, ENGINE, Settings(), journal)
         assert len(journal) == before + len(suite) - asked.resumed + 1  # and the engine's words about itself
     scores = [sample.score for sample in asked.samples]
-    assert 0 < asked.resumed < 400 and asked.engine["name"] == "vllm"
+    assert 20 <= asked.resumed < 200 and asked.engine["name"] == "vllm"
     assert sum(scores) / len(scores) > 0.9 and len(asked.metrics) == 10

@@ -11,14 +11,17 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import vllm_answers, vllm_reduced
+from tests.kit import vllm_answers, vllm_processor, vllm_reduced
 
-KINDS = {"answers": vllm_answers.run, "reduced": vllm_reduced.run}
+KINDS = {"answers": vllm_answers.run, "processor": vllm_processor.run, "reduced": vllm_reduced.run}
 
 
 def main() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
 
+    # vLLM looks at each model class that it has not seen on this machine in a process of its own, which has to import vLLM.
+    registry._run_in_subprocess = lambda look: look()
     for line in sys.stdin:
         order = json.loads(line)
         try:
