@@ -210,9 +210,7 @@ def row_chunks(w: Tensor) -> list[slice]:
     return [slice(a, a + step) for a in range(0, len(w), step)]
 
 
-def encode(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, out: Tensor | None = None
-) -> Tensor:
+def encode(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, *, out: Tensor | None = None) -> Tensor:
     """Codes of `x` as float32, one for each element; `scale` and `zero_point` are float32 and broadcast against `x`.
 
     `out`: float32 tensor that takes the codes; it may be `x`.
@@ -355,7 +353,7 @@ def _less_error(w: Tensor, first: Tensor, second: Tensor, importance: Tensor | N
     return torch.where(errors[1] < errors[0], second, first)
 
 
-def _spread(scale: Tensor, zero_point: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:  # noqa: B008
+def _spread(scale: Tensor, zero_point: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of some rows in float32, shaped to broadcast against `_pieces`."""
     if scale.dim() > 1:  # not per matrix
         scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]

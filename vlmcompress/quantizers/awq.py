@@ -211,10 +211,8 @@ def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, 
     return best
 
 
-def _own_errors(
-    w: Tensor, params: tuple[Tensor, Tensor | None], blocks: Tensor, fmt: Format, rows: slice
-) -> Tensor:
-    """Errors `[rows, n_groups]` of rounding some rows of `w`, for each group under its block of `blocks [n_groups, group, group]`."""
+def _own_errors(w: Tensor, params: tuple[Tensor, Tensor | None], blocks: Tensor, fmt: Format, rows: slice) -> Tensor:
+    """Errors `[rows, n_groups]` of rounding some rows of `w`, each group under its own of `blocks [n_groups, group, group]`."""
     scale, zero = params
     d = residual(w[rows], scale[rows], None if zero is None else zero[rows], fmt)
     d = d.view(len(d), len(blocks), -1).transpose(0, 1)  # [n_groups, rows, group]

@@ -129,22 +129,26 @@ def quantize(
 
 
 def quantize_group(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
+    weights: list[Tensor],
+    stats: GroupStats,
+    options: Options,
+    scale_dtype: torch.dtype,
+    prepared: Feedback | None = None,
 ) -> list[QTensor]:
     """Round weights `[out_i, in]` in one visit of their columns: rows know nothing of each other."""
     feedback = prepare(weights, stats, options) if prepared is None else prepared
     fmt, importance = scheme(options).weights, stats.importance()
     params = [find_params(w, fmt, scale_dtype=scale_dtype, importance=importance) for w in weights]
     scales = torch.cat([scale for scale, _ in params]).float().T.contiguous()  # [n_groups, out]
-    zeros = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float().T.contiguous()
+    zeros = (
+        None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float().T.contiguous()
+    )
     together = weights[0].float() if len(weights) == 1 else torch.cat([w.float() for w in weights])
     q = _visit(together, feedback, scales, zeros, fmt, options.block).split([len(w) for w in weights])
     return [QTensor(codes, scale, zero, fmt) for codes, (scale, zero) in zip(q, params, strict=True)]
 
 
-def _visit(
-    weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int
-) -> Tensor:
+def _visit(weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int) -> Tensor:
     """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
 
     Works on W^T, where columns are contiguous. The sum over earlier errors is taken by blocks, within these by strips, and
@@ -163,7 +167,9 @@ def _visit(
             strip, own = targets[c - a : d - a], rows[c:d]
             strip.addmm_(feedback.matrix[c:d, a:c], rows[a:c])  # and for the strips before
             earlier, errors = feedback.matrix[c:d, c:d].tril(-1), own.T  # 0 for columns whose errors are not known yet
-            for g, target, row, factors in zip(groups[c:d], strip.unbind(), own.unbind(), earlier.unbind(), strict=True):
+            for g, target, row, factors in zip(
+                groups[c:d], strip.unbind(), own.unbind(), earlier.unbind(), strict=True
+            ):
                 target.addmv_(errors, factors)  # and for the columns of this strip
                 leftover(row, encode(target, s[g], z[g], fmt, out=target), s[g], z[g], out=row)
         codes[a:b] = targets
