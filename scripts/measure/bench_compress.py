@@ -11,6 +11,8 @@ Random weights have no salient channels, so the norms get a log-normal gain per 
     scripts/measure/bench_compress.py                        0.3 B parameters, for a CPU
     scripts/measure/bench_compress.py --shape 7b             for a GPU
     scripts/measure/bench_compress.py --contenders forward gptq gradients gptq-ratio gptq-auto      what a balance costs
+    scripts/measure/bench_compress.py --contenders forward-batched forward-fast calibrate calibrate-gradients      calibration
+    scripts/measure/bench_compress.py --shape 135m --group 64    30 narrow blocks
     scripts/measure/bench_compress.py --sweep                ours only: time against samples and against layers
 
 Stock AWQ pins host memory for an accelerator and dies without one; that step is switched off here. Nothing else is changed.
@@ -27,6 +29,7 @@ import tempfile
 from pathlib import Path
 
 CONTENDERS = ("forward", "stock-gptq", "gptq", "stock-awq", "awq")
+CALIBRATING = ("forward-batched", "forward-fast", "calibrate", "calibrate-gradients")
 WEIGHTED = ("gradients", "gptq-ratio", "gptq-auto", "gptq-mbq", "mbq")
 
 
@@ -44,9 +47,10 @@ def build(folder: Path, shape: str, layers: int | None) -> None:
     contender("build", folder, "--shape", shape, *(("--layers", layers) if layers else ()))
 
 
-def measure(name: str, folder: Path, samples: int, tokens: int) -> dict:
+def measure(name: str, folder: Path, args: argparse.Namespace, samples: int | None = None) -> dict:
     """Run one measurement in a process of its own."""
-    return json.loads(contender(name, folder, "--samples", samples, "--tokens", tokens).strip().splitlines()[-1])
+    given = ("--samples", samples or args.samples, "--tokens", args.tokens, "--group", args.group)
+    return json.loads(contender(name, folder, *given).strip().splitlines()[-1])
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict:
@@ -55,15 +59,15 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
     found: dict[str, list[dict]] = {name: [] for name in args.contenders}
     for turn in range(args.repeats):
         for name in args.contenders:
-            found[name].append(measure(name, folder, args.samples, args.tokens))
+            found[name].append(measure(name, folder, args))
             print(f"{turn + 1}/{args.repeats} {name:<12}{found[name][-1]}", flush=True)
     table = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
     }
     print(f"\n{'':<12}{'seconds':>10}{'CPU s':>10}{'/forward':>10}{'peak MB':>10}{'output error':>15}")
-    floor = table["forward"]["cpu_seconds"]
+    floor = next(row["cpu_seconds"] for name, row in table.items() if name.startswith("forward"))
     for name, row in table.items():
-        error = "" if name in ("forward", "gradients") else f"{row['error']:.6f}"
+        error = f"{row['error']:.6f}" if row["error"] else ""
         times = f"{row['seconds']:>10.1f}{row['cpu_seconds']:>10.1f}{row['cpu_seconds'] / floor:>10.1f}"
         print(f"{name:<12}{times}{row['peak_mb']:>10.0f}{error:>15}")
     summary = {
@@ -79,6 +83,9 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
             summary[f"{ours}_speedup"] = round(table[stock]["cpu_seconds"] / table[ours]["cpu_seconds"], 2)
             summary[f"{ours}_error_ratio"] = round(table[ours]["error"] / table[stock]["error"], 3)
             summary[f"{ours}_peak_ratio"] = round(table[ours]["peak_mb"] / table[stock]["peak_mb"], 3)
+    for name in {"calibrate", "calibrate-gradients"} & table.keys():
+        for forward in {"forward", "forward-batched", "forward-fast"} & table.keys():
+            summary[f"{name}_of_{forward}"] = round(table[name]["cpu_seconds"] / table[forward]["cpu_seconds"], 2)
     for name in set(WEIGHTED) & table.keys() if "gptq" in table else ():
         summary[f"{name}_of_gptq"] = round(table[name]["cpu_seconds"] / table["gptq"]["cpu_seconds"], 3)
     return summary
@@ -91,7 +98,7 @@ def sweep(args: argparse.Namespace, folder: Path) -> dict:
         place = folder / f"layers-{layers}"
         if not place.exists():
             build(place, args.shape, layers)
-        result = measure("awq", place, count, args.tokens)
+        result = measure("awq", place, args, count)
         rows.append({"layers": layers, "samples": count, "cpu_seconds": result["cpu_seconds"]})
         print(rows[-1], flush=True)
     return {"shape": args.shape, "tokens": args.tokens, "sweep": rows}
@@ -100,12 +107,15 @@ def sweep(args: argparse.Namespace, folder: Path) -> dict:
 def main() -> None:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shape", choices=["tiny", "0.3b", "3b", "7b"], default="0.3b")
+    parser.add_argument("--shape", choices=["tiny", "135m", "0.3b", "3b", "7b"], default="0.3b")
     parser.add_argument("--layers", type=int, help="fewer or more decoder blocks than the shape has")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per sample, two thirds of them visual")
+    parser.add_argument("--group", type=int, default=128, help="columns that share a scale")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS + WEIGHTED, default=list(CONTENDERS))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS + CALIBRATING + WEIGHTED, default=list(CONTENDERS)
+    )
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

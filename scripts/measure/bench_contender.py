@@ -2,12 +2,13 @@
 """One measurement of `scripts/measure/bench_compress.py`, in a process of its own; prints one JSON object.
 
 scripts/measure/bench_contender.py build FOLDER --shape 0.3b
-scripts/measure/bench_contender.py forward|gptq|awq|stock-gptq|stock-awq FOLDER --samples 16 --tokens 256
+scripts/measure/bench_contender.py forward|calibrate|gptq|awq|stock-gptq|stock-awq FOLDER --samples 16 --tokens 256
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
     "tiny": (256, 512, 4, 4, 2, 512),
+    "135m": (576, 1536, 30, 9, 3, 8192),
     "0.3b": (1024, 2816, 24, 16, 4, 8192),
     "3b": (2048, 11008, 36, 16, 2, 151936),
     "7b": (3584, 18944, 28, 28, 4, 152064),
@@ -120,8 +122,8 @@ def _tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0}, unk_token="x")), pad_token="x")
 
 
-def run_stock(vlm, rows: list[dict], method: str) -> None:
-    """Run llm-compressor's own GPTQ or AWQ (mappings scoped to the language model), W4A16, groups of 128."""
+def run_stock(vlm, rows: list[dict], method: str, group: int) -> None:
+    """Run llm-compressor's own GPTQ or AWQ (mappings scoped to the language model), W4A16, in groups."""
     import torch
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -130,9 +132,16 @@ def run_stock(vlm, rows: list[dict], method: str) -> None:
     from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
 
+    from vlmcompress.exporters import compressed_tensors
+    from vlmcompress.numerics import weight_only
+
+    def groups(symmetric: bool) -> dict:
+        scheme = weight_only(4, group, symmetric)
+        return compressed_tensors.quantization_config([(scheme, ["Linear"])], ignore=[])["config_groups"]
+
     ignore = ["lm_head", "re:.*visual.*"]
     if method == "stock-gptq":
-        recipe = [GPTQModifier(targets="Linear", scheme="W4A16", ignore=ignore)]
+        recipe = [GPTQModifier(config_groups=groups(True), ignore=ignore)]
     else:
         if not torch.cuda.is_available():
             IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None
@@ -145,7 +154,7 @@ def run_stock(vlm, rows: list[dict], method: str) -> None:
         mappings = [AWQMapping(root + op, [root + linear for linear in linears]) for op, linears in pairs]
         recipe = [
             AWQModifier(mappings=mappings),
-            QuantizationModifier(targets=["Linear"], scheme="W4A16_ASYM", ignore=ignore),
+            QuantizationModifier(config_groups=groups(False), ignore=ignore),
         ]
     oneshot(
         model=vlm.model,
@@ -174,7 +183,44 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
         compress(vlm, blocks, Method(module, module.Options(**options)), rows, store)
 
 
-def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
+def run_forward(vlm, rows: list[dict], how: str) -> None:
+    """Run the plain language model: sample by sample as transformers does, in batches, or in batches and float32."""
+    import torch
+
+    from vlmcompress.calibration.batching import batched, together
+    from vlmcompress.calibration.float_products import float_products
+
+    alone = [[index] for index in range(len(rows))]
+    wide = float_products(vlm.model) if how == "forward-fast" else contextlib.nullcontext()
+    with torch.inference_mode(), wide:
+        for batch in alone if how == "forward" else batched(rows):
+            inputs = {k: v.to(vlm.model.device) for k, v in together([rows[i] for i in batch]).items()}
+            inputs.pop("modality")
+            vlm.model.model(**inputs)
+
+
+def run_calibrate(vlm, rows: list[dict], gradients: bool) -> None:
+    """Run what `vlmcompress calibrate` runs between loading and writing: all statistics, with gradients if asked for."""
+    import torch
+
+    from vlmcompress.calibration.gradient_pass import gradients as gradient_pass
+    from vlmcompress.compression.calibrate import collect
+    from vlmcompress.models import decoder_blocks
+
+    class Nowhere:
+        def has(self, _layer: int) -> bool:
+            return False
+
+        def save(self, *_: object) -> None:
+            pass
+
+    with torch.no_grad():
+        if gradients:
+            gradient_pass(vlm, rows)
+        collect(vlm, decoder_blocks(vlm.model, vlm.spec), rows, Nowhere())
+
+
+def measure(contender: str, folder: Path, count: int, tokens: int, group: int) -> dict:
     """Measure seconds, peak memory and output error of one contender."""
     import torch
 
@@ -193,19 +239,19 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start, start_cpu = time.perf_counter(), time.process_time()
-    if contender == "forward":
-        with torch.inference_mode():
-            for row in rows:
-                vlm.model.model(**{k: v.to(device) for k, v in row.items() if k != "modality"})
+    if contender.startswith("forward"):
+        run_forward(vlm, rows, contender)
+    elif contender.startswith("calibrate"):
+        run_calibrate(vlm, rows, contender == "calibrate-gradients")
     elif contender.startswith("stock"):
-        run_stock(vlm, rows, contender)
+        run_stock(vlm, rows, contender, group)
     elif contender == "gradients":
         from vlmcompress.calibration.gradient_pass import gradients
 
         gradients(vlm, rows)
     else:
         method, _, balance = contender.partition("-")
-        options = {"symmetric": False} if method == "awq" else {}
+        options = {"group_size": group} | ({"symmetric": False} if method == "awq" else {})
         run_ours(vlm, rows, method, options | ({"balance": balance} if balance else {}))
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -228,17 +274,19 @@ def measure(contender: str, folder: Path, count: int, tokens: int) -> dict:
 def main() -> None:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", help="build, forward, gradients, stock-METHOD, METHOD or METHOD-BALANCE")
+    what = "build, forward, forward-batched, forward-fast, calibrate, calibrate-gradients, gradients, stock-METHOD, METHOD or"
+    parser.add_argument("what", help=f"{what} METHOD-BALANCE")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--samples", type=int)
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--group", type=int, default=128)
     args = parser.parse_args()
     if args.what == "build":
         build(args.shape, args.layers, args.folder)
     else:
-        print(json.dumps(measure(args.what, args.folder, args.samples, args.tokens)))
+        print(json.dumps(measure(args.what, args.folder, args.samples, args.tokens, args.group)))
 
 
 if __name__ == "__main__":

@@ -46,10 +46,14 @@ class Batch:
     calls: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     added: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
 
-    def through(self, block: Callable[..., Any], layer: int, device: torch.device) -> Tensor:
-        """What a block on `device` makes of the batch, as the next one gets it."""
+    def through(
+        self, block: Callable[..., Any], layer: int, device: torch.device, hidden: Tensor | None = None
+    ) -> Tensor:
+        """What a block on `device` makes of the batch, or of other hidden states for it, as the next one gets it."""
         args, kwargs = self.calls[layer]
-        args, kwargs, hidden = tree_map_only(Tensor, lambda one: one.to(device), (args, kwargs, self.hidden))
+        args, kwargs, hidden = tree_map_only(
+            Tensor, lambda one: one.to(device), (args, kwargs, self.hidden if hidden is None else hidden)
+        )
         output = block(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if (more := self.added[layer]) is not None:
