@@ -32,7 +32,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import Scheme, round_activations
 from vlmcompress.statistics.inputs import GroupStats
 
-_ROWS = 512  # most rows of a weight, as when quantizing
+_ROWS = 256  # most rows of a weight, as when quantizing
 _KEYS = ("config_sha256", "headers_sha256")
 
 

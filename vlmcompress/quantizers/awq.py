@@ -52,7 +52,7 @@ from vlmcompress.statistics.inputs import GroupStats, quadratic
 NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
 _SAMPLE = 256  # rows that scales are compared on
-_HEATS = ((16, 12), (64, 5))  # (some of these rows, how many scales go on from there)
+_HEATS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
 _ROWS = 512  # rows whose ranges are searched at a time
 _FALLING = 0.005  # share of groups whose error still falls at which the search for their ranges goes on
 
@@ -107,13 +107,14 @@ def least_error(
     """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
-    for count, best in _HEATS if len(rows) > _SAMPLE // 2 else ():
-        if best < len(tried):
-            step = len(rows) // count
-            losses = _losses(rows[step // 2 :: step], tried, gram, fmt, scale_dtype)
-            losses[0] = 0  # 1 goes on in any case
-            tried = tried[losses.topk(best, largest=False).indices.sort().values]
-    best = int(_losses(rows, tried, gram, fmt, scale_dtype).argmin())
+    heats = _HEATS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
+    losses = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
+    for eighths, best in heats:
+        losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype)
+        rivals = losses[1:].topk(min(best, len(losses) - 1), largest=False).indices.sort().values + 1
+        ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
+        tried, losses = tried[ahead], losses[ahead]
+    best = int(losses.argmin())
     return None if best == 0 else tried[best]
 
 

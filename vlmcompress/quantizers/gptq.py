@@ -99,7 +99,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
             order = diagonal.argsort(descending=True, stable=True)
-        h = h.index_select(0, order).index_select(1, order)  # many times faster than h[order][:, order]
+        h = _visited(h, order)
         h.diagonal().copy_(diagonal[order])
         if _factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
@@ -196,12 +196,20 @@ def sketch(
     return error
 
 
-def _factorize(h: Tensor) -> bool:
-    """Factor `h [in, in]`, symmetric, as `R R^T` with `R` upper triangular; write `R^T` over its lower triangle.
+def _visited(h: Tensor, order: Tensor) -> Tensor:
+    """Lower block triangle of `h [in, in]` with rows and columns in `order`; 0 elsewhere."""
+    found = torch.zeros_like(h)
+    for a in range(0, len(h), _FACTORED):
+        b = min(a + _FACTORED, len(h))
+        found[a:b, :b] = h.index_select(0, order[a:b]).index_select(1, order[:b])
+    return found
 
-    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. Overwrites `h`, which may be
-    the largest tensor of the run, and leaves numbers without meaning above the blocks on its diagonal. Returns whether `h` is
-    definite.
+
+def _factorize(h: Tensor) -> bool:
+    """Factor `h [in, in]`, a lower block triangle, as `R R^T` with `R` upper triangular; write `R^T` over it.
+
+    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. In place, as `h` may be the
+    largest tensor of the run. Returns whether `h` is definite.
     """
     failed = []
     for a in reversed(range(0, len(h), _FACTORED)):
