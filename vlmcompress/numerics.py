@@ -168,8 +168,8 @@ def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tup
     every = [slice(None)] if fmt.group == 0 else row_chunks(w)
     if importance is not None and importance.amin() > 0:
         importance = None
-    low, high = zip(*(_ranges(w[rows].float(), fmt, _of(importance, rows)) for rows in every), strict=True)
-    low, high = torch.cat(low), torch.cat(high)
+    parts = [_ranges(w[rows].float(), fmt, _of(importance, rows)) for rows in every]
+    low, high = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     if not torch.stack((low.amin(), high.amax())).isfinite().all():
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
     return low, high

@@ -176,7 +176,7 @@ def _solve_group(
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
-        act = method.scheme and method.scheme.activations
+        act = method.scheme.activations if method.scheme else None
         result.errors[name] = _errors(weight, quantized, stats, act, solution.input_scale)
         if solution.input_scale is not None:
             result.input_scales[name] = solution.input_scale

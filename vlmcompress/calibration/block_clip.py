@@ -81,8 +81,9 @@ def _options(method: Method) -> qvlm.Options:
 def entropies(vlm: VLM, batches: Sequence[dict[str, Tensor]]) -> list[float]:
     """The entropy of each block's input given that of the block before, in the float model."""
     wanted, blocks = Wanted(frozenset(), tokens=PAIRED), models.decoder_blocks(vlm.model, vlm.spec)
-    rows = [seen and seen.tokens for _, seen in observe(vlm, blocks, batches, wanted, twice=False)]
-    return [conditional_entropy(a, b) for a, b in zip([None, *rows[:-1]], rows, strict=True) if b is not None]
+    seen = [one for _, one in observe(vlm, blocks, batches, wanted, twice=False)]
+    rows = [one.tokens for one in seen if one is not None and one.tokens is not None]
+    return [conditional_entropy(a, b) for a, b in zip([None, *rows[:-1]], rows, strict=True)]
 
 
 def call(modules: Sequence[Any], block: int, xs: Sequence[Tensor], samples: Sequence[Batch]) -> list[Tensor]:

@@ -93,7 +93,12 @@ class Registry:
         if module.rpartition(".")[0] != self.package or not spec or not spec.submodule_search_locations:
             return None
         files = (Path(folder, f"{module.rpartition('.')[2]}.py") for folder in spec.submodule_search_locations)
-        return ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))
+        return _parsed(next(file for file in files if file.is_file()))
+
+
+@functools.cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 # Every plug folder's entries, declared here once: the folders themselves import torch, and what lists or checks names must not.
