@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.quant_data import inputs, output_error, statistics, weight
-from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
+from vlmcompress.numerics import fake_quantize, find_params, find_ranges, round_to_nearest
 from vlmcompress.quantizers import awq, rtn, solve
 
 
@@ -112,7 +112,8 @@ def test_clip_search_matches_brute_force():
     """Oracle: for each row and group, the output error of that group's columns alone, from the activations."""
     x, w = inputs(96, tokens=300), weight(12, 96)
     fmt, steps = awq.scheme(awq.Options(group_size=32, symmetric=True)).weights, 10
-    found = awq._best_ratio(w, statistics(x).gram(), fmt, torch.bfloat16, steps)
+    gram = statistics(x).gram()
+    found = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, torch.bfloat16, steps)
     ratios = [1 - k * 0.5 / steps for k in range(steps)]
     for g in range(3):
         columns = slice(32 * g, 32 * g + 32)

@@ -40,6 +40,7 @@ from vlmcompress.numerics import (
     find_params,
     find_ranges,
     fit,
+    quantize_with,
     residual,
     round_to_nearest,
     row_chunks,
@@ -54,7 +55,7 @@ SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the 
 _SAMPLE = 256  # rows that scales are compared on
 _HEATS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
 _ROWS = 512  # rows whose ranges are searched at a time
-_FALLING = 0.005  # share of groups whose error still falls at which the search for their ranges goes on
+_FALLING = 0.02  # share of groups whose error still falls at which the search for their ranges goes on
 
 
 @dataclass(frozen=True)
@@ -149,22 +150,27 @@ def quantize(
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
     gram = stats.gram() if prepared is None else prepared
-    importance = gram.diagonal()
-    ratios = []
-    for w in (rows.float() for rows in weight.split(_ROWS)):
-        ratio = _best_ratio(w, gram, fmt, scale_dtype, options.clip_grid)
-        clipped, plain = (
-            quadratic(_residual(w, fmt, scale_dtype, importance, covered), gram) for covered in (ratio, 1.0)
-        )
-        ratios.append(torch.where((clipped < plain)[:, None], ratio, 1.0))
-    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=torch.cat(ratios), importance=importance)
+    found = [_clipped(rows.float(), gram, fmt, scale_dtype, options.clip_grid) for rows in weight.split(_ROWS)]
+    scale = torch.cat([scale for scale, _ in found])
+    zero = None if fmt.symmetric else torch.cat([zero for _, zero in found if zero is not None])
+    return quantize_with(weight, scale, zero, fmt)
 
 
-def _residual(
-    w: Tensor, fmt: Format, scale_dtype: torch.dtype, importance: Tensor, ratio: float | Tensor = 1.0
-) -> Tensor:
-    """Round `w` to nearest and return what that takes away, `[out, in]`; arguments as of `find_params`."""
-    return residual(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance), fmt)
+def _clipped(
+    w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of `w [out, in]`, clipped in rows whose error under `gram` that reduces."""
+    low, high = find_ranges(w, fmt, gram.diagonal())
+
+    def tried(ratio: float | Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        scale, zero = fit(w, low * ratio, high * ratio, fmt, scale_dtype=scale_dtype, importance=gram.diagonal())
+        return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
+
+    scale, zero, error = tried(1.0)
+    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, scale_dtype, steps))
+    better = (less < error)[:, None]
+    scale = torch.where(better, clipped_scale, scale)
+    return scale, None if zero is None or clipped_zero is None else torch.where(better, clipped_zero, zero)
 
 
 def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
@@ -174,7 +180,9 @@ def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: t
         s, importance = some[:, None], diagonal
         if fmt.symmetric:  # else it only matters which are 0
             importance = (diagonal / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
-        d = _residual((w * s).flatten(0, 1), fmt, scale_dtype, importance).view(-1, *w.shape).div_(s)
+        scaled = (w * s).flatten(0, 1)
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance)
+        d = residual(scaled, *params, fmt).view(-1, *w.shape).div_(s)
         found.append(quadratic(d.flatten(0, 1), gram).view(len(some), -1).sum(1, dtype=torch.float64))
     return torch.cat(found)
 
@@ -189,7 +197,9 @@ def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
     return total / sum(map(len, weights))
 
 
-def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int) -> Tensor:
+def _best_ratio(
+    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int
+) -> Tensor:
     """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G.
 
     Errors first fall and then rise with smaller shares. So the search ends where hardly any still falls.
@@ -197,7 +207,7 @@ def _best_ratio(w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, 
     n = fmt.n_groups(w.shape[1])
     size = w.shape[1] // n
     blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
-    low, high = find_ranges(w, fmt, gram.diagonal())
+    low, high = ranges
     best = torch.ones_like(low)
     least = torch.full_like(best, torch.inf)
     for k in range(steps):

@@ -37,6 +37,7 @@ from vlmcompress.statistics.inputs import GroupStats
 
 NEEDS = frozenset({"gram"})
 PREPARED_BY = ("damp", "actorder", "balance")
+_FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
 _STRIP = 16  # columns within which errors are fed back one by one
 _FACTORED = 256  # columns of H factorized at a time
 
@@ -151,29 +152,33 @@ def quantize_group(
 def _visit(weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int) -> Tensor:
     """Codes `[out, in]` of `weight [out, in]`; `scales` and `zeros` are `[n_groups, out]`.
 
-    Works on W^T, where columns are contiguous. The sum over earlier errors is taken by blocks, within these by strips, and
-    only within a strip column by column, where the least is done at once.
+    Works on W^T, where columns are contiguous. The sums over earlier errors are products of matrices, large ones for errors
+    far back, then by blocks and by strips; only within a strip they are taken column by column.
     """
     rows = weight.T.contiguous().index_select(0, feedback.order)  # [in, out], in the order of visits; then their errors
-    codes = torch.empty_like(rows, dtype=fmt.dtype)
+    codes, matrix = torch.empty_like(rows, dtype=fmt.dtype), feedback.matrix
     groups = (feedback.order // (len(rows) if fmt.group < 0 else fmt.group)).tolist()
     s = scales.unbind()
     z = [None] * len(s) if zeros is None else zeros.unbind()
-    for a in range(0, len(rows), block):
-        b = min(a + block, len(rows))
-        targets = rows[a:b].addmm(feedback.matrix[a:b, :a], rows[:a])  # corrected for the blocks before
-        for c in range(a, b, _STRIP):
-            d = min(c + _STRIP, b)
-            strip, own = targets[c - a : d - a], rows[c:d]
-            strip.addmm_(feedback.matrix[c:d, a:c], rows[a:c])  # and for the strips before
-            earlier, errors = feedback.matrix[c:d, c:d].tril(-1), own.T  # 0 for columns whose errors are not known yet
-            for g, target, row, factors in zip(
-                groups[c:d], strip.unbind(), own.unbind(), earlier.unbind(), strict=True
-            ):
-                target.addmv_(errors, factors)  # and for the columns of this strip
-                leftover(row, encode(target, s[g], z[g], fmt, out=target), s[g], z[g], out=row)
-        codes[a:b] = targets
+    for first, end in _spans(0, len(rows), max(_FAR, block)):
+        targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
+        for a, b in _spans(first, end, block):
+            targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
+            for c, d in _spans(a, b, _STRIP):
+                strip, own = targets[c - first : d - first], rows[c:d]
+                strip.addmm_(matrix[c:d, a:c], rows[a:c])
+                earlier, errors = matrix[c:d, c:d].tril(-1), own.T  # 0 for columns whose errors are not known yet
+                for g, target, row, factors in zip(
+                    groups[c:d], strip.unbind(), own.unbind(), earlier.unbind(), strict=True
+                ):
+                    encode(target.addmv_(errors, factors), s[g], z[g], fmt, out=target)
+                    leftover(row, target, s[g], z[g], out=row)
+        codes[first:end] = targets
     return codes.index_select(0, feedback.order.argsort()).T.contiguous()
+
+
+def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
+    return [(a, min(a + step, end)) for a in range(first, end, step)]
 
 
 def sketch(

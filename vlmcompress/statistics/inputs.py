@@ -136,7 +136,7 @@ class GroupStats:
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
         seen = self._seen(self._gram, "gram")
-        found = torch.stack([_traces(self._divided(each), seen.values()) for each in (dw, w)]).tolist()
+        found = _traces([self._divided(dw), self._divided(w)], list(seen.values())).tolist()
         return {name: error / size if size > 0 else 0.0 for name, error, size in zip(seen, *found, strict=True)}
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -217,19 +217,19 @@ def quadratic(d: Tensor, gram: Tensor) -> Tensor:
     return total
 
 
-def _traces(d: Tensor, grams: Iterable[Tensor]) -> Tensor:
-    """Compute `tr(d G d^T)` for `d [rows, in]` and each of `grams`, as the sum of `d^T d` times G: float64 `[grams]`.
+def _traces(changes: list[Tensor], grams: list[Tensor]) -> Tensor:
+    """Compute `tr(d G d^T)` for each `d [rows, in]` of `changes` and each G of `grams`: float64 `[changes, grams]`.
 
-    The product is the costly part, and all matrices share it. Like `quadratic` it reads the block upper triangles only.
+    As the sum of `d^T d` times G: the product is the costly part, and all matrices share it. Like `quadratic` it reads the
+    block upper triangles only.
     """
-    d, grams = d.float(), list(grams)
-    total = torch.zeros(len(grams), dtype=torch.float64, device=d.device)
-    for a, b in _blocks(d.shape[1]):
+    total = torch.zeros(len(changes), len(grams), dtype=torch.float64, device=grams[0].device)
+    for a, b in _blocks(len(grams[0])):
         for first, last, factor in ((0, a, 2), (a, b, 1)):
             for rows in row_chunks(grams[0][first:last, a:b]):
-                product = d[:, first:last][:, rows].T @ d[:, a:b]
-                parts = [(product * gram[first:last, a:b][rows]).sum() for gram in grams]
-                total.add_(torch.stack(parts), alpha=factor)
+                products = torch.stack([d[:, first:last][:, rows].T @ d[:, a:b] for d in changes])
+                parts = [(products * gram[first:last, a:b][rows]).sum((1, 2)) for gram in grams]
+                total.add_(torch.stack(parts, 1), alpha=factor)
     return total
 
 
