@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vlmcompress import models
 from vlmcompress.calibration.block_inputs import Batch, record
-from vlmcompress.calibration.devices import accelerator, resident
+from vlmcompress.calibration.devices import accelerator, resident, trim
 from vlmcompress.calibration.float_products import widened
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.common import team
@@ -140,12 +140,16 @@ class _Run:
             for number, batch in enumerate(self.batches):
                 eye.begin(number)
                 with suppress(_Enough):
-                    output = batch.through(run, layer, self.device)
                     if passes_on:
-                        batch.hidden = output
+                        batch.hidden = batch.through(run, layer, self.device)
+                    else:
+                        batch.through(run, layer, self.device)
                 self.done += 1
                 self.progress("calibrating", self.done, self.total)
-        return eye.seen(lambda: self._culprit(layer, block))
+        del run  # float32 copies of the block's weights
+        seen = eye.seen(lambda: self._culprit(layer, block))
+        trim()
+        return seen
 
     def counts(self) -> dict[str, int]:
         """Modality -> its tokens in all samples, those of other workers included."""
