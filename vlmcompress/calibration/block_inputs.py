@@ -27,6 +27,8 @@ from vlmcompress.common import team
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM
 
+_ROOM = 0.2  # share of an accelerator's free memory that hidden states between two blocks may take
+
 
 @dataclass
 class Batch:
@@ -35,6 +37,7 @@ class Batch:
     Attributes:
         samples: which they are.
         modality: `[samples, tokens]` of each token, on the CPU.
+        home: where hidden states stay between two blocks.
         hidden: input of the next block, `[samples, tokens, width]`.
         calls: for each block, its arguments besides that.
         added: for each block, which rows of its output `[samples * tokens, width]` the model adds to, and what; None: none.
@@ -42,9 +45,14 @@ class Batch:
 
     samples: list[int]
     modality: Tensor
+    home: torch.device
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
     calls: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     added: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
+
+    def take(self, hidden: Tensor) -> None:
+        """Keep the input of the next block."""
+        self.hidden = hidden.to(self.home)
 
     def through(
         self, block: Callable[..., Any], layer: int, device: torch.device, hidden: Tensor | None = None
@@ -73,9 +81,10 @@ def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = 
     found: list[Batch] = []
     with _stubs(vlm.model, paths, lambda *given: _note(found[-1], *given)), accelerated(vlm.model) as device:
         chosen = team.own(batched(samples))
+        home = _home(vlm, samples, device)
         for done, rows in enumerate(chosen, start=1):
             inputs = together([samples[row] for row in rows])
-            found.append(Batch(rows, inputs.pop("modality").cpu()))
+            found.append(Batch(rows, inputs.pop("modality").cpu(), home))
             if vlm.spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
                 inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)  # not counting padding
             inputs = {key: value.to(device) for key, value in inputs.items()}
@@ -86,10 +95,19 @@ def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = 
     return found
 
 
+def _home(vlm: VLM, samples: Sequence[dict[str, Tensor]], device: torch.device) -> torch.device:
+    """Where hidden states of all samples have room: on the accelerator, or else in main memory."""
+    if device.type == "cpu":
+        return device
+    width = vlm.model.get_input_embeddings().weight.shape[1]
+    needed = sum(one["modality"].numel() for one in samples) * width * vlm.model.dtype.itemsize
+    return device if needed < _ROOM * torch.accelerator.get_memory_info()[0] else torch.device("cpu")
+
+
 def _note(batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
     batch.calls.append((args, kwargs))
     if layer == 0:
-        batch.hidden = hidden
+        batch.take(hidden)
         return
     rows = hidden.flatten(0, 1)
     index = rows.any(1).nonzero().squeeze(1)

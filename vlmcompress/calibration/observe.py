@@ -131,7 +131,7 @@ class _Run:
         """Take all samples through a block."""
         run = widened(block)
         for batch in self.batches:
-            batch.hidden = batch.through(run, layer, self.device)
+            batch.take(batch.through(run, layer, self.device))
 
     def watch(self, layer: int, block: nn.Module, groups: Sequence[Group], *, passes_on: bool) -> Seen:
         """Take all samples through a block, or as far as there is something to see, and tell what was seen."""
@@ -141,7 +141,7 @@ class _Run:
                 eye.begin(number)
                 with suppress(_Enough):
                     if passes_on:
-                        batch.hidden = batch.through(run, layer, self.device)
+                        batch.take(batch.through(run, layer, self.device))
                     else:
                         batch.through(run, layer, self.device)
                 self.done += 1

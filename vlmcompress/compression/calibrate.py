@@ -161,8 +161,13 @@ def collect(
 
     tokens = entropy.TOKENS if "entropy" in needs else 0
     wanted, before = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed), None
-    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, progress=progress):
-        assert seen is not None
+
+    def known(layer: int) -> bool:
+        return not tokens and store.has(layer)  # entropies compare a block with the one before
+
+    for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, known=known, progress=progress):
+        if seen is None:
+            continue
         if team.first() and not store.has(layer):
             with phase("storing"):
                 store.save(layer, seen.stats, seen.kv_ranges)
