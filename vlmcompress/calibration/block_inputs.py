@@ -99,7 +99,8 @@ def _home(vlm: VLM, samples: Sequence[dict[str, Tensor]], device: torch.device) 
     """Where hidden states of all samples have room: on the accelerator, or else in main memory."""
     if device.type == "cpu":
         return device
-    width = vlm.model.get_input_embeddings().weight.shape[1]
+    embeddings: Any = vlm.model.get_input_embeddings()
+    width = embeddings.weight.shape[1]
     needed = sum(one["modality"].numel() for one in samples) * width * vlm.model.dtype.itemsize
     return device if needed < _ROOM * torch.accelerator.get_memory_info()[0] else torch.device("cpu")
 
