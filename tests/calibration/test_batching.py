@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from tests.kit.pictures import picture
+from tests.kit.batched_samples import samples, wide
 from vlmcompress.calibration import float_products, gradient_pass
 from vlmcompress.calibration.batching import batched, together
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.data import Sample, encode
+from vlmcompress.data import encode
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import parse
-
-
-def samples() -> list[Sample]:
-    """One image, two, and none, with questions and answers of several lengths."""
-    one, two = (picture(60, 80, seed=3),), (picture(60, 80, seed=4), picture(60, 80, seed=5))
-    return [
-        Sample("a", one, "what is this", "red"),
-        Sample("b", (picture(60, 80),), "and what is it?", "a blue one"),
-        Sample("c", (), "what is two and two", "four"),
-        Sample("d", (), "two and two is", "four or five"),
-        Sample("e", two, "which?", "the first"),
-        Sample("f", two, "which one?", "no, the second"),
-        Sample("g", (picture(80, 60, seed=6),), "what", "x"),
-    ]
-
-
-def wide(vlm: VLM) -> VLM:
-    return VLM(copy.deepcopy(vlm.model).float(), vlm.processor, vlm.spec, vlm.path)
 
 
 def alone(rows) -> list[list[int]]:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.calibration.test_batching import samples, wide
+from tests.kit.batched_samples import samples, wide
 from vlmcompress.calibration import block_inputs
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.observe import Wanted, observe

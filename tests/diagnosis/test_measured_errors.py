@@ -65,7 +65,7 @@ SCHEMES: dict[str, tuple[dict, float]] = {
     "rtn": ({}, 1e-4),
     "gptq": ({"balance": "ratio"}, 1e-4),
     "fp8": ({}, 1e-4),
-    "awq": ({}, 0.06),
+    "awq": ({}, 0.09),
     "int8": ({}, 0.1),
 }
 
@@ -101,7 +101,7 @@ def test_skipped_layers_stay_out(stats, tmp_path):
     found = measure(out, statistics_folder.read(stats), DEMO_LLAVA)
     assert found.errors.keys() == manifest.read(out)["errors"].keys() and len(found.errors) == 3 * 4
     for name, error in manifest.read(out)["errors"].items():
-        assert dict(found.errors[name]) == pytest.approx(error, rel=0.25 if "up_proj" in name else 0.06), name
+        assert dict(found.errors[name]) == pytest.approx(error, rel=0.25 if "up_proj" in name else 0.09), name
 
 
 def other_model(folder: Path) -> None:

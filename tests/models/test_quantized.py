@@ -27,5 +27,5 @@ def test_reloads_in_transformers_and_answers_alike(family, recipe, quantized, ch
     batch = encode(source, 1)
     with torch.no_grad():
         before, after = source.model(**batch).logits.float(), model.eval()(**batch).logits.float()
-    assert torch.nn.functional.cosine_similarity(before, after, dim=-1).min() > 0.95
+    assert torch.nn.functional.cosine_similarity(before, after, dim=-1).min() > 0.94
     assert not torch.equal(before, after)
