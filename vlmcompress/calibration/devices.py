@@ -21,11 +21,10 @@ def accelerator() -> torch.device | None:
 @contextlib.contextmanager
 def accelerated(model: Any) -> Iterator[torch.device]:
     """The model on the accelerator, if there is one: as a whole, or streamed where it is too large."""
-    if not torch.accelerator.is_available():
-        yield model.device
+    device, home = accelerator(), model.device
+    if device is None:
+        yield home
         return
-    device, home = torch.accelerator.current_accelerator(), model.device
-    assert device is not None
     if sum(tensor.nbytes for tensor in model.state_dict().values()) > _ROOM * torch.accelerator.get_memory_info()[0]:
         with streamed(model, device):
             yield device

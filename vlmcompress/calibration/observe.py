@@ -120,11 +120,15 @@ class _Run:
         with phase("reading images"):
             self.batches: list[Batch] = record(vlm, samples, progress)
         self.device = accelerator() or vlm.model.device
-        masks = self.masks = [one["modality"] for one in samples]
+        masks = [one["modality"] for one in samples]
         rows = [batch.samples for batch in self.batches]
         self.splits = [one.to(self.device) for one in splits(masks, rows, SAMPLE)]
-        kept = [mask.clamp(max=1) for mask in masks]
-        self.drawn = [one.to(self.device) for one in splits(kept, rows, wanted.tokens, wanted.seed)]
+        kept = [mask.clamp(max=1) for mask in masks] if wanted.tokens else []
+        self.drawn = [one.to(self.device) for one in splits(kept, rows if kept else [], wanted.tokens, wanted.seed)]
+        # Modality -> its tokens in all samples, those of other workers included.
+        self.counts = {
+            name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)
+        }
         self.done = self.total = 0
 
     def pass_on(self, layer: int, block: nn.Module) -> None:
@@ -151,10 +155,6 @@ class _Run:
         trim()
         return seen
 
-    def counts(self) -> dict[str, int]:
-        """Modality -> its tokens in all samples, those of other workers included."""
-        return {name: sum(int((mask == code).sum()) for mask in self.masks) for code, name in enumerate(MODALITIES, 1)}
-
     def _culprit(self, layer: int, block: nn.Module) -> int | None:
         """The first sample whose hidden states before or behind a block hold NaN or Inf."""
         found = []
@@ -178,7 +178,7 @@ class _Eye:
         self.linears: list[Any] = [run.vlm.model.get_submodule(group.linears[0]) for group in groups]
         self.collectors = [Collector(linear.in_features, self.wanted.needs) for linear in self.linears]
         self.ranges: dict[str, KVRange] = {}
-        self.tokens: Tensor | None = None
+        self.tokens = torch.zeros(self.wanted.tokens, self.linears[0].in_features, device=run.device)
         self.stops = stops
         self.number = 0
         self.passed: set[int] = set()  # groups whose input was seen of the present batch
@@ -187,10 +187,11 @@ class _Eye:
     def __enter__(self) -> _Eye:
         for index, linear in enumerate(self.linears):
             self.hooks.callback(linear.register_forward_pre_hook(self._sees(index)).remove)
-        attention = f"{self.run.paths[self.layer]}.self_attn"
-        if self.wanted.kv_cache and attention in dict(self.run.vlm.model.named_modules()):
+        path = self.run.paths[self.layer]
+        module = getattr(self.run.vlm.model.get_submodule(path), "self_attn", None)
+        if self.wanted.kv_cache and module is not None:
+            attention = f"{path}.self_attn"
             self.ranges[attention] = KVRange()
-            module = self.run.vlm.model.get_submodule(attention)
             self.hooks.callback(watch(module, self.ranges[attention], lambda: self._batch.modality).remove)
         return self
 
@@ -207,14 +208,15 @@ class _Eye:
 
     def seen(self, culprit: Callable[[], int | None]) -> Seen:
         """What was seen of all batches."""
-        problem, device, counts = None, self.run.device, self.run.counts()
+        problem, device, counts = None, self.run.device, self.run.counts
         for group, collector in zip(self.groups, self.collectors, strict=True):
             try:
                 collector.settle()
             except ValueError as error:
-                sample = culprit()
-                where = "" if sample is None else f", calibration sample {sample}"
-                problem = problem or f"{group.linears[0]}{where}: {error}"
+                if problem is None:
+                    sample = culprit()
+                    where = "" if sample is None else f", calibration sample {sample}"
+                    problem = f"{group.linears[0]}{where}: {error}"
         team.agreed(problem)
         found = Seen()
         for group, collector in zip(self.groups, self.collectors, strict=True):
@@ -222,10 +224,7 @@ class _Eye:
         for name, one in self.ranges.items():
             found.kv_ranges[name] = one.pooled(team.total, team.largest).cpu()
         if self.wanted.tokens:
-            tokens = (
-                self.tokens if self.tokens is not None else torch.zeros(self.wanted.tokens, self.linears[0].in_features)
-            )
-            found.tokens = team.total(tokens.float().to(device))[: sum(counts.values())].cpu()
+            found.tokens = team.total(self.tokens)[: sum(counts.values())].cpu()
         return found
 
     def _sees(self, index: int) -> Callable:
@@ -260,8 +259,6 @@ class _Eye:
 
     def _draw(self, x: Tensor) -> None:
         drawn, rows = self.run.drawn[self.number].drawn, x.reshape(-1, x.shape[-1])
-        if self.tokens is None:
-            self.tokens = rows.new_zeros(self.wanted.tokens, rows.shape[1])
         if "text" in drawn:
             places, chosen = drawn["text"]
-            self.tokens.index_copy_(0, places, rows.index_select(0, chosen))
+            self.tokens.index_copy_(0, places, rows.index_select(0, chosen).float())

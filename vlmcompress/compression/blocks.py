@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
-from vlmcompress.calibration.devices import trim
+from vlmcompress.calibration.devices import accelerator, trim
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import team
 from vlmcompress.common.phases import phase
@@ -93,7 +93,7 @@ def solve_blocks(
     Norms compute `x * (norm_offset + weight)`. No forward pass. Arithmetic is done on the accelerator where there is one,
     block by block. `lean`: of the model change norms and biases alone.
     """
-    device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    device = str(accelerator() or "cpu")
     for layer, groups in enumerate(blocks):
         modules = _modules(model, groups)
         if groups and store.has(layer):

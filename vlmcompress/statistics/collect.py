@@ -75,15 +75,19 @@ class Collector:
             total, largest: replace a tensor by the sum, or the maxima, of all workers' ones.
         """
         stats, width, needs = self._stats, self._stats.width, self._stats.needs
+
+        def own(values: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+            return values[name] if name in values else torch.zeros(shape, device=device)
+
         stats.count.update(counts)
         for name in (name for name, count in counts.items() if count):
             if "gram" in needs:
-                stats._gram[name] = total(stats._gram.get(name, torch.zeros(width, width, device=device)))
+                stats._gram[name] = total(own(stats._gram, name, width, width))
             if "absmean" in needs:
-                stats._abssum[name] = total(stats._abssum.get(name, torch.zeros(width, device=device)))
+                stats._abssum[name] = total(own(stats._abssum, name, width))
             if "absmax" in needs:
-                stats._absmax[name] = largest(stats._absmax.get(name, torch.zeros(width, device=device)))
-                stats._rows[name] = total(stats._rows.get(name, torch.zeros(SAMPLE, width, device=device)).float())
+                stats._absmax[name] = largest(own(stats._absmax, name, width))
+                stats._rows[name] = total(own(stats._rows, name, SAMPLE, width).float())
         return self._trimmed()
 
     def settle(self) -> None:
