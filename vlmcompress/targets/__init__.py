@@ -6,6 +6,7 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
     w8a8-int  w8a8-fp                              8-bit weights and activations
     w4a8-int                                       4-bit weights, 8-bit activations
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
+    w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
 
 Sources: vLLM 0.32 `model_executor/kernels/linear` (kernel order, `get_min_capability`, `can_implement`) and
 `v1/attention/backends`. Only the CPU rows were run here; GPU rows are read from that source. Nothing here imports torch.
@@ -50,6 +51,8 @@ class Target:
         title: its name for people.
         memory: GB of device memory, as sold; None: depends on the machine.
         capability: CUDA compute capability; None: not a CUDA device.
+        bandwidth: GB/s of device memory; None: depends on the machine.
+        rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic in 10^12 operations a second.
         schemes: goal -> scheme that suits it best; `None` -> scheme to take without a goal.
         kernels: format -> the kernel that vLLM picks.
         refused: format -> why not, naming the alternative.
@@ -63,6 +66,8 @@ class Target:
     capability: tuple[int, int] | None
     schemes: Mapping[Goal | None, str]
     kernels: Mapping[str, str]
+    bandwidth: float | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, Limit] = field(default_factory=dict)
     head_sizes: frozenset[int] | None = None
@@ -94,7 +99,7 @@ def format_key(scheme: Any) -> str:
     weights, activations = scheme.weights, scheme.activations
     if activations is None:
         if weights.kind == "float":
-            return "w8a16-fp"
+            return f"w{weights.bits}a16-fp"
         return f"w{weights.bits}a16" if weights.bits in (4, 8) else "wNa16"
     kind = "int" if weights.kind == "int" else "fp" if activations.dynamic else "fp-static"
     return f"w{weights.bits}a{activations.bits}-{kind}"
