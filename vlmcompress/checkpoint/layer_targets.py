@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 
 from torch import nn
 
@@ -116,6 +117,23 @@ def misread(
             got = group_of(seen, alias)
             if got != expected:
                 found.append((alias, expected or "unquantized", got))
+    return found
+
+
+def misnamed(
+    reader: ModuleType, config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
+) -> list[tuple[str, str, str | None]]:
+    """Find layers that an engine would take for quantized, or for plain, by their names in a format without config groups.
+
+    Arguments and result as of `misread`; `reader`: the format's module.
+    """
+    found: list[tuple[str, str, str | None]] = []
+    for name, scheme in layers.items():
+        stored = disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+        for alias in dict.fromkeys((name, stored, spec.engine_name(name))):
+            taken = reader.takes(config, alias)
+            if taken != (scheme is not None):
+                found.append((alias, scheme or "unquantized", "quantized" if taken else None))
     return found
 
 

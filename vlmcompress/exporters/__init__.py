@@ -13,6 +13,7 @@ A recipe's `format` names the file. A format is a module with
     config(layers) -> dict                          the `quantization_config` block; empty: none
     files(layers) -> {file name: dict}              further JSON files that readers look for
     scheme_in(config, names, stored, shape) -> Scheme | None    what a checkpoint's block says of a layer; None: not quantized
+    takes(config, name) -> bool                     whether an engine takes a layer of this name for quantized
     read(stored, scheme, shape) -> (QTensor, input scale)       the inverse of `tensors`
 
 `layers` is a `common.layer_names.Layers`. A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here

@@ -82,6 +82,12 @@ def tensors(qt: QTensor, scheme: Scheme, offset: int) -> dict[str, Tensor]:
     }
 
 
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized: no pattern of exceptions matches its beginning."""
+    out = (pattern[2:] for pattern in config.get("dynamic") or () if pattern.startswith("-:"))
+    return not any(re.match(pattern, name) for pattern in out)
+
+
 def read(stored: Mapping[str, Tensor], scheme: Scheme, offset: int) -> QTensor:
     """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
 

@@ -146,6 +146,11 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return Scheme(Format("int", 4, group, symmetric))
 
 
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized: no entry occurs in its name."""
+    return not any(entry in name for entry in config.get("modules_to_not_convert") or ())
+
+
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, None]:
     """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
 

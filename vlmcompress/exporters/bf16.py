@@ -70,6 +70,11 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return None
 
 
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized: none is."""
+    return False
+
+
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
     """Nothing can be read back. Raises ValueError."""
     raise ValueError("weights stored in 16 bits have no codes")

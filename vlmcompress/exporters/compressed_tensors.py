@@ -277,6 +277,11 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return None
 
 
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized."""
+    return group_of(config, name) is not None
+
+
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
     """The codes, scales and zero points of a layer from its tensors, and the scale of its inputs where that is fixed: the
     inverse of `tensors`."""

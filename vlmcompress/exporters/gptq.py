@@ -79,6 +79,11 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     return _gptq.scheme_in(config, names, stored, shape)
 
 
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized."""
+    return _gptq.takes(config, name)
+
+
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, None]:
     """The codes, scales and zero points of a layer from its tensors. Raises `UserError` for an order by activations."""
     return _gptq.read(stored, scheme, _OFFSET), None

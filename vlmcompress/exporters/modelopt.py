@@ -14,6 +14,7 @@ Sources: vLLM 0.32 `quantization/modelopt.py`, TensorRT-LLM `_torch/model_config
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,6 +151,17 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     if algorithm not in _ALGORITHMS:
         raise UserError(f"of ModelOpt's algorithms {', '.join(_ALGORITHMS)} are read, this is {algorithm}")
     return _ALGORITHMS[algorithm]
+
+
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized: vLLM's rules for `ignore`, and for several
+    algorithms those for `quantized_layers`."""
+    entries = config.get("ignore") or ()
+    if any(part in name for part in _LEFT_BY_VLLM) or any(fnmatch.fnmatch(name, entry) for entry in entries):
+        return False
+    if any(entry.removesuffix("*") in name for entry in entries):
+        return False
+    return "quantized_layers" not in config or name in config["quantized_layers"]
 
 
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
