@@ -114,8 +114,13 @@ def _pieces(stored: Stored, written: Mapping[str, str], writer: ModuleType) -> l
 
 
 def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
-    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes."""
-    total = sum(entry.spec.nbytes for entry in stored.entries)
+    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes.
+
+    The original of another tool's checkpoint is not known: it is taken to be 16 bits wide.
+    """
+    packed = {entry.name for layer in stored.layers.values() for entry in layer.entries.values()}
+    total = sum(entry.spec.nbytes for entry in stored.entries if entry.name not in packed)
+    total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
     converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
     if (stored.path / MANIFEST).is_file():
         known = manifest.read(stored.path)
