@@ -33,7 +33,9 @@ from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, dequ
 
 FORMAT = "compressed-tensors"
 _NVFP4 = "nvfp4-pack-quantized"
-_FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers leaves scales of activations in float32
+_FLOAT8_SCALES = {
+    "scale_dtype": "torch.float8_e4m3fn"
+}  # without it transformers leaves scales of activations in float32
 _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
 

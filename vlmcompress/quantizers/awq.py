@@ -172,9 +172,7 @@ def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **how: Any) -
     return torch.cat([scale for scale, _ in found]), zero
 
 
-def _clipped(
-    w: Tensor, gram: Tensor, fmt: Format, steps: int, how: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+def _clipped(w: Tensor, gram: Tensor, fmt: Format, steps: int, how: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute `clipped` for some rows."""
     low, high = find_ranges(w, fmt, gram.diagonal())
 

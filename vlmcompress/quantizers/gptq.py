@@ -214,7 +214,7 @@ def sketch(
 
 
 def fed_error(residual: Tensor, feedback: Feedback) -> Tensor:
-    """Estimate the error `[out, in]` that is left of rounding with `feedback`, from that of rounding to nearest; see `sketch`."""
+    """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
     fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
     error = torch.empty_like(residual)
     error[:, feedback.order] = fed.T

@@ -7,8 +7,8 @@ which needs nothing of a format but scales fixed beforehand), or by AWQ's search
 `256 * 6 / max|W|` for the global scale, so that 4 is open to every block; with compressed-tensors' 448 it is not to blocks
 whose largest value exceeds two thirds of the matrix's.
 
-`activations: 4` (W4A4) lets the engine round inputs the same way, relative to one number that is calibrated, `448 * 6 / max|X|`;
-larger inputs than calibration saw saturate. `16` keeps inputs as they are: no faster arithmetic, and more accurate.
+`activations: 4` (W4A4) lets the engine round inputs the same way, relative to one number that is calibrated, `448 * 6 /
+max|X|`; larger inputs than calibration saw saturate. `16` keeps inputs as they are: no faster arithmetic, and more accurate.
 
 `mixed` gives NVFP4 to the MLPs alone, and FP8 (`fp8`) to attention, to what stands in its place, and to the MLPs of the `last`
 blocks, an eighth of them by default. So are NVIDIA's Qwen3.6-27B-NVFP4 (vllm-project/recipes, pull request 606: MLPs NVFP4,
