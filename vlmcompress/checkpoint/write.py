@@ -19,7 +19,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from vlmcompress.checkpoint import card, reducer_block
+from vlmcompress.checkpoint import card, launch_files, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.common import folders, json_files, phases, tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
@@ -111,6 +111,7 @@ def write(
             shutil.copyfile(file, tree / target)
         size = {"weights_before": sum(entry.spec.nbytes for entry in entries), "weights_after": plan.nbytes}
         complete = manifest | {"size": size, "tensors": len(plan.pieces), "timing": phases.so_far()}
+        launch_files.write(tree, complete, out.name)
         (tree / card.CARD).write_text(card.render(complete, tree, out.name), encoding="utf-8")
         complete["files"] = hash_files(tree)
         _write_json(tree / MANIFEST, complete)
@@ -221,8 +222,12 @@ def _write_piece(piece: _Piece, file: int, position: int, parts: Callable[[str],
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
+    """List the files to copy, with their place in the output; the source's model card is kept under another name, and launch
+    files that we wrote for the source are left out."""
+    ours = (source / MANIFEST).is_file()
     for folder, subfolders, files in os.walk(source):
+        if ours and Path(folder) == source:
+            subfolders[:] = [name for name in subfolders if name != launch_files.FOLDER]
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(files):
             place = Path(folder, name).relative_to(source)
