@@ -22,6 +22,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         validate_parsed_serve_args(parsed)
         found.append(AsyncEngineArgs.from_cli_args(parsed))
     found += [AsyncEngineArgs(**settings) for settings in job["settings"]]
+    parsed = [{name: repr(getattr(args, name)) for name in job["fields"]} for args in found]
     for number in job["whole"]:
-        found[number].create_engine_config()
-    return {"parsed": [{name: repr(getattr(args, name)) for name in job["fields"]} for args in found]}
+        found[number].create_engine_config()  # which fills in defaults
+    return {"parsed": parsed}

@@ -45,7 +45,8 @@ def metadata(
         quantized_by: who made it; None: this program.
     """
     quantization = config.get("quantization_config")
-    base = base_model or (source.partition(":")[0] if is_id(source.partition(":")[0]) else None)
+    origin = source.partition(":")[0]
+    base = base_model or (origin if is_owned(origin) else None)
     found: dict[str, Any] = {"base_model": base} if base else {}
     if base and quantization:
         found["base_model_relation"] = "quantized"
@@ -56,16 +57,21 @@ def metadata(
     return found | {"tags": _tags(config)}
 
 
-def is_id(name: str) -> bool:
-    """Whether a name is a Hub id with its owner, `org/name`."""
+def problem(name: str) -> str | None:
+    """The reason why a name is no id of a repository, in huggingface_hub's words; None where it is one."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1
+    except HFValidationError as error:
+        return str(error).splitlines()[0].partition(": ")[0].rstrip(".")[:150]
+    return None
+
+
+def is_owned(name: str) -> bool:
+    """Whether a name is an id with its owner, `org/name`."""
+    return problem(name) is None and name.count("/") == 1
 
 
 def front_matter(card: Path) -> dict[str, Any]:
