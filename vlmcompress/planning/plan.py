@@ -141,8 +141,9 @@ def survey(
     """
     source = source or Source.of(recipe.model)
     models.refuse_quantized(source.config)
-    models.check_files(source.path)
-    models.check_shapes(source.path, source.skeleton, source.names)
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.skeleton, source.names)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, others or {})
     problems = reducer.problems(recipe, source)
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
