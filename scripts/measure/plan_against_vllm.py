@@ -53,7 +53,9 @@ class Shape:
     cache: str = "auto"
 
 
-WIDE = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
+WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 7}
+LONG = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 13}
 PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
 DELTA = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -62,12 +64,10 @@ DELTA = {
 }
 SHAPES = {
     "every head its own keys": Shape("llava", {}),
-    "wide, grouped heads": Shape("qwen2_5_vl", {**WIDE, "num_hidden_layers": 7}),
-    "the same in FP8": Shape("qwen2_5_vl", {**WIDE, "num_hidden_layers": 7}, "fp8"),
+    "wide, grouped heads": Shape("qwen2_5_vl", {**WIDE, "rope_parameters": ROPE}),
+    "the same in FP8": Shape("qwen2_5_vl", {**WIDE, "rope_parameters": ROPE}, "fp8"),
     "windows in all blocks": Shape("llava_next", {"num_hidden_layers": 3, "sliding_window": 256}),
-    "windows in 11 of 13": Shape(
-        "gemma3", {**WIDE, "num_hidden_layers": 13, "sliding_window": 192, "layer_types": (PATTERN * 3)[:13]}
-    ),
+    "windows in 11 of 13": Shape("gemma3", {**LONG, "sliding_window": 192, "layer_types": (PATTERN * 3)[:13]}),
     "short convolutions": Shape("lfm2_vl", {}),
     "Gated DeltaNet in 3 of 4": Shape("qwen3_5", {**DELTA, "num_hidden_layers": 4}),
 }
@@ -86,6 +86,8 @@ def folder(shape: Shape, into: Path) -> Path:
     if "num_hidden_layers" in shape.text:
         config["text_config"].pop("layer_types", None)
     config["text_config"].update(shape.text)
+    if "out_hidden_size" in config["vision_config"]:
+        config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
     (into / "config.json").write_text(json.dumps(config))
     return into
 

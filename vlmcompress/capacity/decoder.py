@@ -58,10 +58,14 @@ class Decoder:
     active: int
     intermediates: tuple[int, ...]
 
-    def layers(self, tp: int, width: int | None = None) -> list[Layer]:
-        """What each block caches on one of `tp` devices. `width`: bytes of a number; None: the model's own type.
+    def layers(self, tp: int, width: int | None = None, scale: int = 0) -> list[Layer]:
+        """What each block caches on one of `tp` devices.
 
         A device has at least one head of keys: where there are more devices than heads, some hold copies.
+
+        Args:
+            width: bytes of a number; None: those of the model's own type.
+            scale: bytes of a scale that each token has for each head's keys, and for its values.
         """
         found = []
         for block in self.blocks:
@@ -69,7 +73,8 @@ class Decoder:
                 found.append(Layer(0, None, sum(n // tp * size for n, size in block.parts)))
             elif block:
                 heads = max(1, block.kv_heads // tp)
-                found.append(Layer(2 * heads * block.head_dim * (width or self.itemsize), block.window, 0, heads))
+                content = block.head_dim * (width or self.itemsize) + scale
+                found.append(Layer(2 * heads * content, block.window, 0, heads))
         return found
 
 
