@@ -93,13 +93,14 @@ def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int],
 
 def tower(model: Model, patches: Sequence[int], tokens: int) -> int:
     """Multiply-adds of the vision tower on pictures of so many patches each, and of the projector on `tokens` tokens."""
-    spec = model.spec
+    spec = model.pictures
     if spec is None or not patches:
         return 0
     layers: Any = model.skeleton.get_submodule(spec.vision_layers)
     vision: Any = model.config.get("vision_config") or {}
     inside = {id(module) for block in layers for module in block.modules()}
-    projectors = [model.skeleton.get_submodule(name) for name in spec.projector]
+    named = dict(model.skeleton.named_modules())
+    projectors = [named[name] for name in spec.projector if name in named]
     of_tokens = {id(module) for root in projectors for module in root.modules()}
     total = 0
     for root in [model.skeleton.get_submodule(name) for name in spec.vision]:

@@ -60,6 +60,8 @@ def remarks(name: str, decoder: Decoder, target: Target | None, config: dict[str
         found = [] if decoder.qk_norm else [f"FP8 cache: {risky}"]
         if target and target.kv_fp8_refused:
             found.append(f"FP8 cache: {target.kv_fp8_refused}")
+        elif target and target.kv_fp8:
+            found.append(f"FP8 cache on {target.title}: {target.kv_fp8}")
         if not has_scales(config):
             found.append(
                 "FP8 cache: without scales in the checkpoint vLLM takes 1.0; quantize with --kv-cache fp8 calibrates them, "

@@ -28,6 +28,7 @@ class Model:
         stored: tensor -> type and shape: those on disk, or those that the config asks for.
         headers: whether there are weight files.
         spec: its family; None: one that this package does not know, whose weights stay as they are.
+        pictures: the family by whose rule images become tokens; None: not known. Whatever has the tower of Qwen3-VL goes by that.
         source: the checkpoint for `planning`; None where nothing can be planned, as it is quantized or of no known family.
         quantized: the method that it is quantized with already; empty: none.
     """
@@ -40,6 +41,7 @@ class Model:
     headers: bool
     spec: ModelSpec | None
     source: Source | None
+    pictures: ModelSpec | None
     quantized: str = ""
 
 
@@ -57,14 +59,25 @@ def open_model(path: Path) -> Model:
     if spec and not quantized:
         source = Source.of(path) if weights else Source.outline(path)
         described = decoder.describe(source.skeleton)
-        return Model(path, config, source.skeleton, described, source.stored, weights, spec, source)
+        return Model(path, config, source.skeleton, described, source.stored, weights, spec, source, spec)
     skeleton = models.skeleton(path, weights, known=False)
     if weights:
         headers = models.tensor_headers(path)
         stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
+    elif quantized:
+        raise UserError(f"{path} is quantized and has no weight files that show its size; download them, or plan the original")
     else:
-        if quantized:
-            raise UserError(f"{path} is quantized and has no weight files to see the size of; download them, or plan the original")
         tied = models.tied_names(skeleton)
         stored = {name: Spec.of(tensor) for name, tensor in skeleton.state_dict().items() if name not in tied}
-    return Model(path, config, skeleton, decoder.describe(skeleton), stored, weights, spec, None, quantized)
+    described, pictures = decoder.describe(skeleton), spec or _like(skeleton)
+    return Model(path, config, skeleton, described, stored, weights, spec, None, pictures, quantized)
+
+
+def _like(skeleton: PreTrainedModel) -> ModelSpec | None:
+    """The family that a model of an unknown one takes its tower from: that of Qwen3-VL, as Qwen3.5 does."""
+    like: ModelSpec = models.REGISTRY.get("qwen3-vl").SPEC
+    try:
+        blocks: Any = skeleton.get_submodule(like.vision_layers)
+        return like if "Qwen3" in type(blocks[0]).__name__ else None
+    except (AttributeError, IndexError):
+        return None

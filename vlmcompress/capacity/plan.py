@@ -144,6 +144,8 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
         fine = ", ".join(map(str, decoder.tp_choices(described)))
         raise UserError(f"--tp {asked.tp} does not go with {problem}; use one of {fine}")
     notes: list[str] = []
+    if model.spec is None and model.pictures and (asked.pictures.images or asked.pictures.video):
+        notes.append(f"images are counted by the rule of {model.pictures.family}, whose tower the model has")
     if asked.reduce is None and (carried := reducer_block.read(model.config)):
         asked = replace(asked, reduce=carried.reducer)
         notes.append(f"the checkpoint carries {carried.reducer.label}")
@@ -189,12 +191,14 @@ def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int
     """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
     if not asked.pictures.images and not asked.pictures.video:
         return Counted((), 0, (), 0), None
-    rule = Rule(model.path, model.config, model.spec)
+    rule = Rule(model.path, model.config, model.pictures)
     notes += rule.notes
     counted = rule.count(asked.pictures)
     chosen = asked.reduce
-    if chosen is None or model.spec is None:
+    if chosen is None:
         return counted, None
+    if model.spec is None:
+        raise UserError(f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here")
     if reason := refusal(model.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     for name in model.config.get("architectures") or []:

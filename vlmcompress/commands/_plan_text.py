@@ -20,8 +20,6 @@ def plan_text(found: Capacity) -> str:
     where = asked.target.title if asked.target else "any machine"
     devices = f" x {asked.tp}" if asked.tp > 1 else ""
     lines = [f"{advice.shown_model(found)} on {where}{devices}", "", _loads(found), "", _memory(found), "", _rows(found)]
-    if any(one.prefill or one.step for row in found.rows for one in row.served.values()):
-        lines.append("  bound: no engine is faster (roofline); expect a part of it")
     refused = [f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}" for row in found.rows if row.weights.refused]
     lines += ["", *refused] if refused else []
     lines += ["", f"Verdict: {verdict(found)}"]
@@ -58,26 +56,30 @@ def _memory(found: Capacity) -> str:
 
 
 def _rows(found: Capacity) -> str:
+    """The table of formats; columns of bounds only where the machine's rates are known."""
     names = list(found.loads)
-    head = ["format", "weights", "for the cache", *(f"requests ({name})" if len(names) > 1 else "requests" for name in names)]
-    head += ["prefill, bound", "tokens/s alone, bound", "tokens/s in all, bound", "also by"]
-    rows = [tuple(head)]
-    for row in found.rows:
-        if row.weights.refused is None:
-            rows.append(_row(found, row, names))
-    return table(rows)
+    bounds = any(one.prefill or one.step for row in found.rows for one in row.served.values())
+    head = ["format", "", "weights", "for the cache"]
+    head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
+    head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
+    rows = [(*head, "also by")]
+    rows += [_row(found, row, names, bounds) for row in found.rows if row.weights.refused is None]
+    about = "" if bounds else "\n  bounds of time: unknown, as the target has no figures for bandwidth and arithmetic"
+    if bounds:
+        about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
+    return table(rows) + about
 
 
-def _row(found: Capacity, row: Row, names: list[str]) -> tuple[str, ...]:
-    label = f"{row.weights.name} ({row.weights.label})" if row.weights.name != row.weights.label else row.weights.name
-    cells = [label, size(row.device)]
-    cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "does not fit")
+def _row(found: Capacity, row: Row, names: list[str], bounds: bool) -> tuple[str, ...]:
+    cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
+    cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
     cells += [f"{int(row.served[name].requests):,}" if name in row.served else "?" for name in names]
     one = row.served.get(found.served)
-    cells.append(f"{figures(1000 * one.prefill)} ms" if one and one.prefill else "unknown")
-    cells.append(figures(1 / one.step) if one and one.step else "unknown")
-    many = max(1, min(int(one.requests), found.defaults.sequences)) if one else 1
-    cells.append(f"{figures(many / one.full_step)} ({many})" if one and one.full_step else "unknown")
+    if bounds:
+        cells.append(f"{figures(1000 * one.prefill)} ms" if one and one.prefill else "")
+        cells.append(figures(1 / one.step) if one and one.step else "")
+        many = max(1, min(int(one.requests), found.defaults.sequences)) if one else 1
+        cells.append(f"{figures(many / one.full_step)} ({many})" if one and one.full_step else "")
     return (*cells, ", ".join(row.weights.others))
 
 

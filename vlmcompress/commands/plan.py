@@ -45,20 +45,22 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Work out the plan. 2 when nothing fits."""
-    asked = _request(args)
+    given = _given(args)
+    sizes = [_size(text.strip(), "--sizes") for text in (args.sizes or SIZES).split(",")]
+    _check_plot(args.plot)
     _lean.import_transformers()
     from vlmcompress.capacity.model import open_model
-    from vlmcompress.capacity.plan import plan
+    from vlmcompress.capacity.plan import Request, plan
+    from vlmcompress.capacity.visual import Pictures
+    from vlmcompress.recipe.reducer import parse
 
+    chosen = parse(args.reduce) if getattr(args, "reduce", None) else None
+    asked = Request(Pictures(*given.pop("pictures")), reduce=chosen, **given)
     model = open_model(Path(hub.local(args.model, weights="headers")))
-    if getattr(args, "reduce", None):
-        from vlmcompress.recipe.reducer import parse
-
-        asked = replace(asked, reduce=parse(args.reduce))
     found = plan(model, asked)
     data, text = as_data(found), plan_text(found)
     if args.sizes or args.plot:
-        rows = _sweep(model, asked, args.sizes or SIZES, found)
+        rows = _sweep(model, asked, sizes, found)
         data["sizes"] = rows
         text += "\n\n" + sizes_text(rows, found)
         if args.plot:
@@ -72,10 +74,9 @@ def _unknown(found: Capacity) -> bool:
     return all(row.space is None for row in found.rows)
 
 
-def _request(args: argparse.Namespace) -> Request:
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `capacity.plan.Request` but its reducer, checked; `pictures` are images and video."""
     from vlmcompress import targets
-    from vlmcompress.capacity.plan import Request
-    from vlmcompress.capacity.visual import Pictures
 
     counts = {"--tp": (args.tp, 1), "--text": (args.text, 0), "--out": (args.out, 1), "--images": (args.images or 0, 0)}
     for flag, (value, least) in counts.items():
@@ -88,17 +89,27 @@ def _request(args: argparse.Namespace) -> Request:
     named = {"memory": "--memory", "reserve": "--reserve", "space": "--kv-cache-memory"}
     given = {key: getattr(args, flag[2:].replace("-", "_")) for key, flag in named.items()}
     bytes_of: dict[str, Any] = {key: text and parse_size(text, named[key]) for key, text in given.items()}
-    target = targets.get(args.target) if args.target else None
-    return Request(
-        Pictures((image,) * images, _video(args.video)),
-        args.text,
-        args.out,
-        target,
-        args.target,
-        args.tp,
-        args.kv_cache,
+    return {
+        "pictures": ((image,) * images, _video(args.video)),
+        "text": args.text,
+        "out": args.out,
+        "target": targets.get(args.target) if args.target else None,
+        "target_name": args.target,
+        "tp": args.tp,
+        "kv_cache": args.kv_cache,
         **bytes_of,
-    )
+    }
+
+
+def _check_plot(file: str | None) -> None:
+    """Refuse, before anything is worked out, a file that could not be drawn into."""
+    if file is None:
+        return
+    path = Path(file)
+    if path.suffix != ".svg":
+        raise UserError(f"--plot {file} should end in .svg")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {file}: {path.parent} does not exist; make the folder first")
 
 
 def _size(text: str, flag: str) -> tuple[int, int]:
@@ -117,7 +128,7 @@ def _video(text: str | None) -> tuple[int, int, int] | None:
     return int(found[1]), int(found[2]), int(found[3])
 
 
-def _sweep(model: Model, asked: Request, sizes: str, found: Capacity) -> list[dict[str, Any]]:
+def _sweep(model: Model, asked: Request, sizes: list[tuple[int, int]], found: Capacity) -> list[dict[str, Any]]:
     """A row for each image size: what a request takes, and how many the recommended format serves at once."""
     from vlmcompress.capacity.plan import plan
     from vlmcompress.capacity.visual import Pictures
@@ -125,8 +136,7 @@ def _sweep(model: Model, asked: Request, sizes: str, found: Capacity) -> list[di
     number = max(len(asked.pictures.images), 1)
     best = found.best
     rows = []
-    for text in sizes.split(","):
-        size = _size(text.strip(), "--sizes")
+    for size in sizes:
         one = plan(model, replace(asked, pictures=Pictures((size,) * number, asked.pictures.video)), rows=False)
         loads = {}
         for name, load in one.loads.items():
@@ -148,10 +158,6 @@ def _sweep(model: Model, asked: Request, sizes: str, found: Capacity) -> list[di
 def _draw(file: Path, rows: list[dict[str, Any]], found: Capacity) -> None:
     from vlmcompress.report.charts.capacity import requests
 
-    if file.suffix != ".svg":
-        raise UserError(f"--plot {file} should end in .svg")
-    if not file.parent.is_dir():
-        raise UserError(f"--plot {file}: {file.parent} does not exist; make the folder first")
     rows = sorted(rows, key=lambda row: row["pixels"])
     names = list(rows[0]["loads"])
     title = "Requests at once" + (f" in {found.best.weights.name}" if found.best else "")
