@@ -162,7 +162,10 @@ def compare(names: list[str], gib: int, say: Callable[[str], None] = print) -> d
         planned = {name: ours(shape, paths[name], gib * engine.GIB) for name, shape in shapes.items()}
         logged = theirs(shapes, paths, gib)
     rows = {name: {"plan": planned[name], "vllm": logged[name]} for name in names}
-    lines = [(name, *row["plan"], *row["vllm"], "" if row["plan"] == row["vllm"] else "differs") for name, row in rows.items()]
+    lines = [
+        (name, *row["plan"], *row["vllm"], "" if row["plan"] == row["vllm"] else "differs")
+        for name, row in rows.items()
+    ]
     say(table([("shape", "tokens, plan", "requests", "tokens, vLLM", "requests", ""), *lines]))
     return rows
 

@@ -54,7 +54,11 @@ def flags(found: Capacity, row: Row) -> list[Flag]:
             "--max-model-len",
             str(load.context),
             f"{load.visual:,} visual + {load.text:,} text + {load.out:,} output tokens"
-            + (f"; the model's {context:,} would have to fit for one request" if context and context > load.context else ""),
+            + (
+                f"; the model's {context:,} would have to fit for one request"
+                if context and context > load.context
+                else ""
+            ),
         )
     )
     most = max(1, min(requests, found.defaults.sequences))

@@ -3,8 +3,7 @@
     prefill >= 2 * (multiply-adds of the linear layers / rate of the format + (attention + vision tower) / rate of BF16) / devices
     a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate) / devices
 
-A token meets those experts alone that it is sent to. A step of few sequences reads those experts alone that they meet, at
-least as many as one of them does. The figures are bounds: launches, communication, and kernels short of the peak come on top
+A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. The figures are bounds: launches, communication, and kernels short of the peak come on top
 of them (Williams, Waterman, Patterson: Roofline, doi:10.1145/1498765.1498785).
 """
 
@@ -140,9 +139,8 @@ def read(model: Model, loaded: int) -> Read:
 
 
 def step_bytes(about: Read, model: Model, sequences: int, cache: float) -> float:
-    """Bytes that a decoding step of so many sequences reads at least; `cache`: bytes of one sequence's cache."""
-    experts, active = model.decoder.experts, model.decoder.active
-    share = 1.0 if not experts else active / experts if sequences == 1 else min(1.0, max(active, 1) / experts)
+    """Bytes that a decoding step reads at least: all sequences may meet the same experts. `cache`: bytes of one sequence's."""
+    share = model.decoder.active / model.decoder.experts if model.decoder.experts else 1.0
     return about.always + about.routed * share + sequences * cache
 
 

@@ -82,9 +82,7 @@ class Pool:
 
 def tokens_bytes(layers: Sequence[Layer], tokens: int) -> int:
     """Bytes that `tokens` tokens fill, without rounding up to blocks: keys and values within each window, and states."""
-    return sum(
-        layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers
-    )
+    return sum(layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers)
 
 
 def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool = True) -> Pool:

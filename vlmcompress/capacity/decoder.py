@@ -89,7 +89,9 @@ def check(config: Mapping[str, Any], file: Path) -> None:
         if value is None or (key in _EXPERTS and value == 0):
             continue
         if type(value) is not int or value <= 0:
-            raise UserError(f"{file}: {where}{key} is {value!r}, not a whole number above zero; restore it from the source")
+            raise UserError(
+                f"{file}: {where}{key} is {value!r}, not a whole number above zero; restore it from the source"
+            )
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if hidden and heads and not text.get("head_dim") and hidden % heads:
         raise UserError(
@@ -113,9 +115,7 @@ def describe(model: PreTrainedModel) -> Decoder:
     experts = next((value for key in _EXPERTS if (value := getattr(config, key, None))), 0)
     names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Decoder(
-        blocks=tuple(
-            _block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)
-        ),
+        blocks=tuple(_block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)),
         hidden=config.hidden_size,
         context=getattr(config, "max_position_embeddings", None),
         itemsize=itemsize,

@@ -39,7 +39,7 @@ class Defaults:
 
 def defaults(target: Target | None, memory: float | None = None) -> Defaults:
     """vLLM's defaults on a target. `memory`: bytes of a device; None: the target's."""
-    if target and target.capability is None:
+    if target and target.is_cpu:
         return Defaults(block=128, kernel=32, batched=2048, sequences=128, batches=1)
     size = memory if memory is not None else (target.memory or 0) * 1e9 if target else 0
     # 80 GB as sold are 79 to 80 GiB, and vLLM's limits are 70 and 160 GiB: figures as sold fall on the same side.

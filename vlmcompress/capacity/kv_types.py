@@ -52,10 +52,14 @@ def has_scales(config: dict[str, Any]) -> bool:
 
 def remarks(name: str, decoder: Decoder, target: Target | None, config: dict[str, Any]) -> list[str]:
     """What to know of the chosen type, or what to try instead where none was chosen, a line each."""
-    risky = "the model does not normalize queries and keys (no q_norm, k_norm): measure the answers with vlmcompress eval"
+    risky = (
+        "the model does not normalize queries and keys (no q_norm, k_norm): measure the answers with vlmcompress eval"
+    )
     ampere = target is not None and target.capability == (8, 0)
     if name == "fp8_e5m2":
-        return ["fp8_e5m2 has two bits of mantissa and no scales, and is known to spoil Qwen2-VL and Qwen2.5-VL; use fp8"]
+        return [
+            "fp8_e5m2 has two bits of mantissa and no scales, and is known to spoil Qwen2-VL and Qwen2.5-VL; use fp8"
+        ]
     if name.startswith("fp8") and not name.endswith("head"):
         found = [] if decoder.qk_norm else [f"FP8 cache: {risky}"]
         if target and target.kv_fp8_refused:
@@ -68,15 +72,19 @@ def remarks(name: str, decoder: Decoder, target: Target | None, config: dict[str
                 "which since vLLM 0.28 nothing else does"
             )
         if ampere:
-            found.append("FP8 cache: A100 has no FP8 arithmetic; int8_per_token_head needs no scales and runs in Triton")
+            found.append(
+                "FP8 cache: A100 has no FP8 arithmetic; int8_per_token_head needs no scales and runs in Triton"
+            )
         return found
     if name not in ("auto", "bf16"):
         return []
     if ampere:
-        return ["--kv-cache int8_per_token_head would hold about twice the tokens: no scales to calibrate, runs on A100 in Triton"]
+        return [
+            "--kv-cache int8_per_token_head would hold about twice the tokens: no scales to calibrate, runs on A100 in Triton"
+        ]
     if target and target.kv_fp8_refused:
         return []
     return [
-        "--kv-cache fp8 would hold twice the tokens, with scales that quantize calibrates"
+        "--kv-cache fp8 would hold about twice the tokens, with scales that quantize calibrates"
         + ("" if decoder.qk_norm else f"; but {risky}")
     ]

@@ -65,7 +65,9 @@ def open_model(path: Path) -> Model:
         headers = models.tensor_headers(path)
         stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
     elif quantized:
-        raise UserError(f"{path} is quantized and has no weight files that show its size; download them, or plan the original")
+        raise UserError(
+            f"{path} is quantized and has no weight files that show its size; download them, or plan the original"
+        )
     else:
         tied = models.tied_names(skeleton)
         stored = {name: Spec.of(tensor) for name, tensor in skeleton.state_dict().items() if name not in tied}

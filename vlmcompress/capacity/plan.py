@@ -164,7 +164,9 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
     wide = model.config.get("vision_config") or {}
     deep = 1 + len(wide.get("deepstack_visual_indexes") or [])
     pictures = bool(asked.pictures.images or asked.pictures.video)
-    encoder = engine.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
+    encoder = (
+        engine.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
+    )
     reserve = asked.reserve if asked.reserve is not None else _reserve(model, usual, counted, asked)
     notes += kv_types.remarks(asked.kv_cache, described, asked.target, model.config)
     found = Capacity(
@@ -190,7 +192,7 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
 def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int | None]:
     """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
     if not asked.pictures.images and not asked.pictures.video:
-        return Counted((), 0, (), 0), None
+        return Counted((), None, 0, (), 0), None
     rule = Rule(model.path, model.config, model.pictures)
     notes += rule.notes
     counted = rule.count(asked.pictures)
@@ -198,7 +200,9 @@ def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int
     if chosen is None:
         return counted, None
     if model.spec is None:
-        raise UserError(f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here")
+        raise UserError(
+            f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here"
+        )
     if reason := refusal(model.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     for name in model.config.get("architectures") or []:
@@ -207,8 +211,6 @@ def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int
     left = kept(counted, chosen, model.spec)
     if left is None:
         notes.append(f"how many tokens {chosen} leaves depends on what an image shows; figures are those of all tokens")
-    if asked.pictures.video:
-        notes.append("tokens of the video are not reduced")
     return counted, left
 
 
@@ -234,7 +236,9 @@ def _reserve(model: Model, usual: Defaults, counted: Counted, asked: Request) ->
     """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
     text: Any = model.skeleton.config.get_text_config()
     about = model.decoder
-    wide = max(about.intermediates[:1] + tuple(size * max(about.active, 1) for size in about.intermediates[1:]), default=0)
+    wide = max(
+        about.intermediates[:1] + tuple(size * max(about.active, 1) for size in about.intermediates[1:]), default=0
+    )
     activations = 2 * usual.batched * (6 * about.hidden + 3 * wide // asked.tp)
     vision = model.config.get("vision_config") or {}
     patches = max(counted.patches, default=0)
@@ -267,6 +271,7 @@ def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space:
     target = asked.target
     if target is None or not enough:
         return Served(float(requests), None, None, None)
+    known = row.key != weights.QUANTIZED
     kind = arithmetic.arithmetic_type(row.scheme)
     visual = per_block(counted.tokens, load.visual, asked.reduce, len(model.decoder.blocks))
     done = arithmetic.work(model, visual, load.text, counted.patches, counted.tokens)
@@ -276,11 +281,14 @@ def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space:
     copies = load.filled * asked.tp  # what all devices read of one sequence's cache
     steps = [
         arithmetic.decode_seconds(
-            arithmetic.step_bytes(about, model, n, copies), n * per_token, target.bandwidth, target.rates.get(kind), asked.tp
+            arithmetic.step_bytes(about, model, n, copies),
+            n * per_token,
+            target.bandwidth,
+            target.rates.get(kind) if known else None,
+            asked.tp,
         )
         for n in (1, many)
     ]
-    known = row.key != weights.QUANTIZED
     prefill = arithmetic.prefill_seconds(done, target.rates, kind, asked.tp) if known else None
     return Served(float(requests), prefill, *steps)
 

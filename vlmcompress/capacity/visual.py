@@ -44,12 +44,18 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Counted:
-    """Visual tokens of a prompt: of each image, of the video; `patches`: of each piece that the encoder sees by itself.
+    """Visual tokens of a prompt.
 
-    `largest`: tokens of the largest image that a request may bring, or of the video where it has more.
+    Attributes:
+        images: layout of each image.
+        film: the grid `(frames, rows, columns)` of the video's tokens; None without one.
+        video: all tokens of the video, a newline behind it included.
+        patches: of each piece that the encoder sees by itself.
+        largest: tokens of the largest image that a request may bring, or of the video where it has more.
     """
 
     images: tuple[Layout, ...]
+    film: tuple[int, int, int] | None
     video: int
     patches: tuple[int, ...]
     largest: int
@@ -83,12 +89,16 @@ class Rule:
     def count(self, pictures: Pictures) -> Counted:
         """Count the tokens of pictures. UserError for sizes that the processor refuses, or a video where none are counted."""
         layouts = tuple(self._layout(size, len(pictures.images)) for size in pictures.images)
-        patches = [piece for layout, size in zip(layouts, pictures.images, strict=True) for piece in self._patches(layout, size)]
-        frames = self._video(*pictures.video) if pictures.video else []
-        video = sum(tokens for tokens, _ in frames)
+        patches = [
+            piece
+            for layout, size in zip(layouts, pictures.images, strict=True)
+            for piece in self._patches(layout, size)
+        ]
+        film, patch = self._video(*pictures.video) if pictures.video else (None, 0)
+        video = math.prod(film) + (self.spec.family == "llava-onevision") if film else 0
         largest = max((self._try(size) for size in LARGE), default=0)
         longest = max([largest, video, *(layout.tokens for layout in layouts)])
-        return Counted(layouts, video, tuple(patches + [piece for _, piece in frames]), longest)
+        return Counted(layouts, film, video, (*patches, *([patch] * film[0] if film else ())), longest)
 
     def _try(self, size: Size) -> int:
         try:
@@ -124,39 +134,47 @@ class Rule:
         canvas = select_best_resolution((size[1], size[0]), images_of.image_grid_pinpoints)
         return 1 + (canvas[0] // side) * (canvas[1] // side)
 
-    def _video(self, frames: int, width: int, height: int) -> list[tuple[int, int]]:
-        """Tokens and patches of each piece of a video that the encoder sees by itself."""
+    def _video(self, frames: int, width: int, height: int) -> tuple[tuple[int, int, int], int]:
+        """The grid of a video's tokens, and the patches of each frame of it, which the encoder sees by itself."""
         if width * height > LARGEST or frames > MOST_FRAMES:
-            raise UserError(f"video {frames}x{width}x{height} is larger than {MOST_FRAMES:,} frames of {LARGEST / 1e6:.0f} Mpx")
+            raise UserError(
+                f"video {frames}x{width}x{height} is larger than {MOST_FRAMES:,} frames of {LARGEST / 1e6:.0f} Mpx"
+            )
         family, vision = self.spec.family, self.config.get("vision_config") or {}
         one = (_first(vision.get("image_size"), 384) // _first(vision.get("patch_size"), 14)) ** 2
         if family == "internvl":
-            return [(int(self.processor.image_seq_length), one)] * frames
+            side = math.isqrt(int(self.processor.image_seq_length))
+            return (frames, side, side), one
         if family == "llava-onevision":
             side = math.isqrt(int(self.processor.num_image_tokens))
-            return [(math.ceil(side / 2) ** 2 + (frame == 0), one) for frame in range(frames)]
+            return (frames, math.ceil(side / 2), math.ceil(side / 2)), one
         if self.spec.visual_grid == "thw":
             rows, columns = _video_grid(self.processor, self.spec, frames, width, height)
             merge = int(vision.get("spatial_merge_size") or 2) ** 2
-            return [(rows * columns, rows * columns * merge)] * math.ceil(frames / 2)
+            return (math.ceil(frames / 2), rows, columns), rows * columns * merge
         raise UserError(f"videos of {family} are not counted here; give the frames as --images")
 
 
 def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
-    """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows. Videos stay whole."""
+    """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
+
+    vLLM's plugin reduces a video as one grid. UserError for a reducer that it does not give videos to.
+    """
+    if counted.film and (chosen.asks or "pixels" in chosen.module.NEEDS):
+        raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
     if spec.visual_grid == "anyres" and hasattr(chosen.module, "merge"):
         return None
     full = sum(layout.tokens for layout in counted.images)
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in counted.images}) > 1:
             return None
-        many = len(counted.images)
-        return full * chosen.module.budget((many, 1, 1), chosen.options) // max(many, 1) + counted.video
-    grids = [grid for layout in counted.images for grid, _ in layout.grids()]
+        many = max(len(counted.images), 1)
+        return full * chosen.module.budget((many, 1, 1), chosen.options) // many + counted.video
+    grids = [grid for layout in counted.images for grid, _ in layout.grids()] + ([counted.film] if counted.film else [])
     left = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in left:
         return None
-    return full - sum(grid[1] * grid[2] - count for grid, count in zip(grids, left, strict=True)) + counted.video
+    return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))
 
 
 def per_block(full: int, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
@@ -173,7 +191,11 @@ def _video_grid(processor: Any, spec: ModelSpec, frames: int, width: int, height
     of = getattr(processor, "video_processor", None)
     together = spec.family not in ("qwen2-vl", "qwen2-5-vl")
     if of is None:
-        source: Any = video_processing_qwen3_vl.Qwen3VLVideoProcessor if together else video_processing_qwen2_vl.Qwen2VLVideoProcessor
+        source: Any = (
+            video_processing_qwen3_vl.Qwen3VLVideoProcessor
+            if together
+            else video_processing_qwen2_vl.Qwen2VLVideoProcessor
+        )
         of = source(patch_size=processor.image_processor.patch_size, merge_size=processor.image_processor.merge_size)
     unit, low, high = of.patch_size * of.merge_size, of.size["shortest_edge"], of.size["longest_edge"]
     try:
@@ -205,7 +227,9 @@ def _stand_in(path: Path, config: dict[str, Any], spec: ModelSpec) -> Any:
         image_processor = _images(config, spec, side, patch)
         whole = (note,)
         if spec.visual_grid == "thw":
-            whole = (f"{note}, and an image has up to transformers' {image_processor.size['longest_edge'] / 1e6:.2f} Mpx",)
+            whole = (
+                f"{note}, and an image has up to transformers' {image_processor.size['longest_edge'] / 1e6:.2f} Mpx",
+            )
     tokens = config.get("image_seq_length") or config.get("mm_tokens_per_image") or (side // patch) ** 2
     found = {
         "image_processor": image_processor,
@@ -237,7 +261,9 @@ def _images(config: dict[str, Any], spec: ModelSpec, side: int, patch: int) -> A
         return SimpleNamespace(
             do_resize=True, size={"shortest_edge": side}, do_center_crop=True, crop_size=square, do_pad=False
         )
-    raise UserError(f"visual tokens of {spec.family} depend on its processor; copy preprocessor_config.json from the source")
+    raise UserError(
+        f"visual tokens of {spec.family} depend on its processor; copy preprocessor_config.json from the source"
+    )
 
 
 def _first(value: Any, default: int) -> int:

@@ -4,7 +4,7 @@ A format is a row for all schemes that give it, under the name of the one that t
 makes of a model is asked of `planning.plan`, scheme by scheme, so a scheme that is added has a row by itself.
 
 Of several devices each has its part of every matrix of the decoder, the tower, the embedding and the head. What is no matrix
-(norms, biases, the kernel that cuts an image into patches) all of them have; keys and values have a copy on several devices
+(norms, biases, the kernel that cuts an image into patches) all of them have, and embeddings of positions; keys and values have a copy on several devices
 where these are more than their heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
 """
 
@@ -105,7 +105,7 @@ def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int
     if tp == 1:
         return loaded
     total = stored_bytes(stored)
-    whole = sum(spec.nbytes for spec in stored.values() if len(spec.shape) < 2 or min(spec.shape) < tp)
+    whole = sum(spec.nbytes for name, spec in stored.items() if len(spec.shape) not in (2, 3) or "pos" in name)
     matrices = loaded - min(whole, loaded)
     copies = max(1, math.ceil(tp / kv_heads))
     keys = sum(spec.nbytes for name, spec in stored.items() if ".k_proj.weight" in name or ".v_proj.weight" in name)

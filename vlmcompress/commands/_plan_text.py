@@ -19,8 +19,20 @@ def plan_text(found: Capacity) -> str:
     asked = found.request
     where = asked.target.title if asked.target else "any machine"
     devices = f" x {asked.tp}" if asked.tp > 1 else ""
-    lines = [f"{advice.shown_model(found)} on {where}{devices}", "", _loads(found), "", _memory(found), "", _rows(found)]
-    refused = [f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}" for row in found.rows if row.weights.refused]
+    lines = [
+        f"{advice.shown_model(found)} on {where}{devices}",
+        "",
+        _loads(found),
+        "",
+        _memory(found),
+        "",
+        _rows(found),
+    ]
+    refused = [
+        f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}"
+        for row in found.rows
+        if row.weights.refused
+    ]
     lines += ["", *refused] if refused else []
     lines += ["", f"Verdict: {verdict(found)}"]
     if best := found.best:
@@ -37,7 +49,14 @@ def plan_text(found: Capacity) -> str:
 def _loads(found: Capacity) -> str:
     rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
     for name, load in found.loads.items():
-        rows.append((name, *(f"{n:,}" for n in (load.visual, load.text, load.out, load.context)), size(load.filled), size(load.bytes)))
+        rows.append(
+            (
+                name,
+                *(f"{n:,}" for n in (load.visual, load.text, load.out, load.context)),
+                size(load.filled),
+                size(load.bytes),
+            )
+        )
     return table(rows)
 
 
@@ -45,11 +64,19 @@ def _memory(found: Capacity) -> str:
     from vlmcompress.planning.check import MEMORY_SHARE
 
     per = " of a device" if found.request.tp > 1 else ""
-    rows = [("cache", f"{found.token_bytes:,} bytes a token{per}" + (f", {size(found.state_bytes)} a request" if found.state_bytes else ""))]
+    rows = [
+        (
+            "cache",
+            f"{found.token_bytes:,} bytes a token{per}"
+            + (f", {size(found.state_bytes)} a request" if found.state_bytes else ""),
+        )
+    ]
     if found.request.space is not None:
         return table([*rows, ("for the cache", f"{size(found.request.space)}, as asked")])
     if found.memory:
-        rows.append(("memory", f"{size(MEMORY_SHARE * found.memory)} for vLLM ({MEMORY_SHARE} of {size(found.memory)}{per})"))
+        rows.append(
+            ("memory", f"{size(MEMORY_SHARE * found.memory)} for vLLM ({MEMORY_SHARE} of {size(found.memory)}{per})")
+        )
     kind = "as asked" if found.request.reserve is not None else "an estimate; vLLM measures it"
     rows.append(("reserve", f"{size(found.reserve)} ({kind}) and {size(found.encoder)} of encoder cache"))
     return table(rows)
@@ -59,13 +86,15 @@ def _rows(found: Capacity) -> str:
     """The table of formats; columns of bounds only where the machine's rates are known."""
     names = list(found.loads)
     bounds = any(one.prefill or one.step for row in found.rows for one in row.served.values())
-    head = ["format", "", "weights", "for the cache"]
+    head = ["format", "", "weights of a device" if found.request.tp > 1 else "weights", "for the cache"]
     head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
     head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
     rows = [(*head, "also by")]
     rows += [_row(found, row, names, bounds) for row in found.rows if row.weights.refused is None]
-    about = "" if bounds else "\n  bounds of time: unknown, as the target has no figures for bandwidth and arithmetic"
-    if bounds:
+    about, target = "", found.request.target
+    if not (target and target.bandwidth and target.rates):
+        about = "\n  bounds of time: unknown without a target's bandwidth and arithmetic"
+    elif bounds:
         about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
     return table(rows) + about
 
@@ -94,9 +123,13 @@ def sizes_text(rows: list[dict[str, Any]], found: Capacity) -> str:
         cells = [row["size"]]
         for name in names:
             load = row["loads"].get(name)
-            cells += [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"] if load else ["", "", ""]
+            cells += (
+                [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"] if load else ["", "", ""]
+            )
         lines.append(tuple(cells))
-    title = f"Requests at once in {found.best.weights.name}, by size of the image" if found.best else "By size of the image"
+    title = (
+        f"Requests at once in {found.best.weights.name}, by size of the image" if found.best else "By size of the image"
+    )
     return f"{title}\n{table(lines)}"
 
 

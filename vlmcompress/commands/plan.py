@@ -30,12 +30,16 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="machine to serve on; see vlmcompress list targets")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model (tensor parallel)")
     parser.add_argument("--image", default="1024x1024", metavar="WxH", help="size of an image; default: 1024x1024")
-    parser.add_argument("--images", type=int, default=None, metavar="N", help="images of a request; default: 1, or 0 with --video")
+    parser.add_argument(
+        "--images", type=int, default=None, metavar="N", help="images of a request; default: 1, or 0 with --video"
+    )
     parser.add_argument("--video", metavar="FRAMESxWxH", help="a video, in frames that the model sees")
     parser.add_argument("--text", type=int, default=256, metavar="T", help="text tokens, the chat template's included")
     parser.add_argument("--out", type=int, default=256, metavar="O", help="output tokens")
     _flags.reducer(parser, "compare with a visual-token reducer")
-    parser.add_argument("--kv-cache", default="auto", metavar="TYPE", help="fp8, int8_per_token_head, ...; default: the model's")
+    parser.add_argument(
+        "--kv-cache", default="auto", metavar="TYPE", help="fp8, int8_per_token_head, ...; default: the model's"
+    )
     parser.add_argument("--memory", metavar="SIZE", help="of a device, like 80GB; default: the target's")
     parser.add_argument("--reserve", metavar="SIZE", help="for activations and the like; default: an estimate")
     parser.add_argument("--kv-cache-memory", metavar="SIZE", help="of the cache, instead of what memory leaves")

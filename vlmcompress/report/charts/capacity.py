@@ -14,7 +14,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 34, 44
 _COLOURS = ("#1f6fb4", "#d1602b", "#3c8c4e")
 
 
-def requests(title: str, sizes: Sequence[str], pixels: Sequence[int], lines: Mapping[str, Sequence[float | None]]) -> Markup:
+def requests(
+    title: str, sizes: Sequence[str], pixels: Sequence[int], lines: Mapping[str, Sequence[float | None]]
+) -> Markup:
     """Draw a line for each load, on logarithmic axes.
 
     Args:
@@ -47,7 +49,8 @@ def requests(title: str, sizes: Sequence[str], pixels: Sequence[int], lines: Map
         if points:
             marks.append(element("text", name, x=points[-1][0] + 8, y=points[-1][1] + 4, fill=colour))
     said = "; ".join(
-        f"{name}: " + ", ".join(f"{size} {figures(value) if value else 'none'}" for size, value in zip(sizes, values, strict=True))
+        f"{name}: "
+        + ", ".join(f"{size} {figures(value) if value else 'none'}" for size, value in zip(sizes, values, strict=True))
         for name, values in lines.items()
     )
     return picture(f"{title}. {said}", WIDTH, HEIGHT, *marks)
