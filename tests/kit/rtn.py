@@ -9,7 +9,7 @@ import torch
 from vlmcompress import models
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint import write as checkpoint
-from vlmcompress.checkpoint.layer_targets import targets
+from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.common import tensor_files
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
@@ -42,8 +42,6 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16)
         quantized[name] = (result, one, torch.tensor(0.05) if static else None)
     written = models.written_names(names, spec)
-    groups = targets(chosen, written, spec)
-    ignore = models.ignore_patterns(model, spec, set(chosen), written)
     attention = [f"{layer}.self_attn" for layer in models.decoder_layers(model, spec)]
     recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
     return {
@@ -52,7 +50,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "names": names,
         "exporter": compressed_tensors,
         "written": written,
-        "quantization_config": compressed_tensors.quantization_config(groups, ignore, kv_cache=kv_cache),
+        "layers": layers_of(chosen, model, written, spec, kv_cache=kv_cache),
         "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
         "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
     }

@@ -81,6 +81,8 @@ def _sizes(recorded: Mapping[str, int]) -> str:
 
 
 def _schemes(quantization: Mapping[str, Any]) -> str:
+    if "config_groups" not in quantization:
+        return _other_format(quantization)
     rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
     for group in quantization["config_groups"].values():
         targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
@@ -91,6 +93,15 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
     if quantization.get("kv_cache_scheme"):
         text += " The KV cache is FP8 with calibrated scales."
     return text
+
+
+def _other_format(quantization: Mapping[str, Any]) -> str:
+    """The section about what is quantized where the format has no config groups: its own words for it."""
+    kept = quantization.get("modules_to_not_convert") or quantization.get("ignore") or quantization.get("dynamic") or ()
+    facts = {key: value for key, value in quantization.items() if not isinstance(value, list | dict)}
+    rows = "\n".join(f"| {key} | {_plain(str(value))} |" for key, value in facts.items())
+    left = ", ".join(f"`{entry}`" for entry in kept)
+    return f"| | |\n|---|---|\n{rows}\n\nNot quantized as said above: embeddings, norms{', ' + left if left else ''}."
 
 
 def number_format(args: Mapping[str, Any] | None) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from compressed_tensors import __version__
@@ -25,11 +25,13 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 
+from vlmcompress.common.layer_names import Kept, Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, dequantize
 
 FORMAT = "compressed-tensors"
+KV_SCALES = ("k_scale", "v_scale")
 
 
 def storage(scheme: Scheme) -> str:
@@ -237,3 +239,56 @@ def group_of(config: Mapping, name: str) -> str | None:
 
 def _matches(name: str, entry: str) -> bool:
     return bool(re.match(entry[3:], name)) if entry.startswith("re:") else name == entry
+
+
+def problems(layers: Layers) -> list[str]:
+    """Reasons why the format cannot hold these layers in one checkpoint: none, it holds whatever `storage` allows."""
+    return []
+
+
+def config(layers: Layers) -> dict:
+    """The `quantization_config` block of config.json."""
+    return quantization_config(layers.groups, ignored(layers.kept), kv_cache=layers.kv_cache)
+
+
+def ignored(modules: Iterable[Kept]) -> list[str]:
+    """Entries of `ignore` that stand for what stays as it is, right under all namings.
+
+    transformers compares them with memory names, vLLM with its own (it maps plain entries from names on disk, but leaves
+    regular expressions alone), other readers with tensor names. So a single layer stands there by each of its names, a part
+    of the model as one regular expression over them.
+    """
+    found: list[str] = []
+    for kept in modules:
+        found += [f"re:(?:{'|'.join(map(re.escape, kept.names))})\\..*"] if kept.whole else kept.names
+    return list(dict.fromkeys(found))
+
+
+def files(layers: Layers) -> dict[str, dict]:
+    """Further JSON files of the checkpoint: none."""
+    return {}
+
+
+def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
+    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM."""
+    for name in names:
+        if key := group_of(config, name):
+            return scheme_of(config["config_groups"][key])
+    return None
+
+
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized."""
+    return group_of(config, name) is not None
+
+
+def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
+    """The codes, scales and zero points of a layer from its tensors, and the scale of its inputs where that is fixed: the
+    inverse of `tensors`."""
+    if storage(scheme) != "pack-quantized":
+        return QTensor(stored["weight"], stored["weight_scale"], None, scheme.weights), stored.get("input_scale")
+    bits, scale = scheme.weights.bits, stored["weight_scale"]
+    q, zero = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape)), stored.get("weight_zero_point")
+    if zero is not None:
+        zero = unpack_from_int32(zero, bits, scale.shape, packed_dim=0)
+    return QTensor(q, scale, zero, scheme.weights), None

@@ -13,7 +13,8 @@ from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import sizes
-from vlmcompress.checkpoint.layer_targets import targets as config_targets
+from vlmcompress.checkpoint.layer_targets import layers_of
+from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
@@ -47,7 +48,7 @@ class Plan:
         source: the model, from its headers.
         method: method of the decoder; `blocks`: the groups of layers in each of its blocks that get it.
         vision_method: method of the vision tower; `vision_groups`: the groups of layers that get it.
-        targets: schemes with the names in config.json of the layers that they apply to.
+        layers: which layers are quantized and how, for the config block.
         rows: table of groups and their schemes, for people.
         bytes_before, bytes_after: bytes of all weights; exact.
         peak_bytes: peak memory of the run; an estimate.
@@ -64,7 +65,7 @@ class Plan:
     blocks: list[list[Group]]
     vision_method: Method | None
     vision_groups: list[Group]
-    targets: list[tuple[Scheme, list[str]]]
+    layers: Layers
     rows: list[Row]
     linear_layers: int
     bytes_before: int
@@ -156,7 +157,8 @@ def survey(
     vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
 
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    problems += _unwritable(recipe, schemes, blocks)
+    layers = layers_of(schemes, source.skeleton, source.written, source.spec, kv_cache=bool(recipe.kv_cache))
+    problems += _unwritable(recipe, layers, blocks)
     kv_layers = len(blocks) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (source.stored, written))
@@ -172,7 +174,7 @@ def survey(
         blocks=blocks,
         vision_method=vision_method,
         vision_groups=vision_groups,
-        targets=config_targets(schemes, source.written, source.spec),
+        layers=layers,
         rows=_rows(source, "decoder", groups, None if budget else schemes)
         + _rows(source, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
@@ -186,18 +188,19 @@ def survey(
     )
 
 
-def _unwritable(recipe: Recipe, schemes: Mapping[str, Scheme], blocks: list[list[Group]]) -> Iterator[str]:
+def _unwritable(recipe: Recipe, layers: Layers, blocks: list[list[Group]]) -> Iterator[str]:
     """Why no checkpoint can hold what the recipe asks for, or holds nothing of it.
 
     Args:
-        schemes: quantized linear layer -> its number formats.
+        layers: the quantized layers and their number formats.
         blocks: the groups that are quantized in each decoder block.
     """
-    for scheme in dict.fromkeys(schemes.values()):
+    for scheme in layers.schemes:
         yield from fit.format_problems(scheme, recipe.exporter)
+    yield from recipe.exporter.problems(layers)
     if recipe.kv_cache and not all(blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none"
-    if not schemes and recipe.reduce is None:
+    if not layers.quantized and recipe.reduce is None:
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 
