@@ -142,8 +142,9 @@ def survey(
     """
     source = source or Source.of(recipe.model)
     models.refuse_quantized(source.config)
-    models.check_files(source.path)
-    models.check_shapes(source.path, source.skeleton, source.names)
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.skeleton, source.names)
     own = _own_others(recipe, source)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
     problems = reducer.problems(recipe, source) + _refusals(recipe, own)
