@@ -10,6 +10,7 @@ import pytest
 import torch
 from auto_round.export.export_to_awq.utils import dequantize_gemm
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, CompressedTensorsConfig
 
 from tests.kit import rtn
 from tests.kit.tiny import build
@@ -20,6 +21,7 @@ from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.diagnosis.files import diagnose
 from vlmcompress.errors import UserError
 
+NVFP4 = ("llava", "nvfp4"), ("qwen2-5-vl", "nvfp4a16")
 SCHEMES = {"awq": "w4-asymmetric", "gptq": "w4-symmetric", "gptq-v2": "w4-asymmetric", "modelopt": "fp8"}
 
 
@@ -74,6 +76,59 @@ def test_there_and_back_is_the_same_file(family, name, ours, tmp_path):
     assert all(check.ok for check in diagnose(tmp_path / "there")), [
         c for c in diagnose(tmp_path / "there") if not c.ok
     ]
+
+
+@pytest.mark.parametrize(("family", "scheme"), NVFP4)
+def test_nvfp4_in_modelopts_files(family, scheme, ours, tmp_path):
+    """Global scales come back as numbers with the same reciprocals, which is what engines compute with; all else is equal."""
+    start = ours(family, scheme)
+    convert(start, tmp_path / "there", "modelopt")
+    assert all(check.ok for check in diagnose(tmp_path / "there")), diagnose(tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back", "compressed-tensors")
+    before, after = tensors(start), tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        if name.endswith("global_scale"):
+            assert torch.equal(1 / value, 1 / after[name])
+        else:
+            assert torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def test_fp8_in_blocks_becomes_compressed_tensors_and_16_bits(sources, tmp_path):
+    """As DeepSeek's and Qwen's files are. Oracles: a loop over blocks; compressed-tensors' own decompressor."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(sources["qwen2-5-vl"], folder)
+    expected = {}
+
+    def blocks(found, config):
+        for name in [name for name in found if ".layers." in name and name.endswith("_proj.weight")]:
+            weight = found[name].float()
+            scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+            for i in range(scale.shape[0]):
+                for j in range(scale.shape[1]):
+                    part = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                    scale[i, j] = weight[part].abs().max() / 448
+                    codes = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+                    found[name] = found[name] if (i, j) != (0, 0) else torch.empty_like(weight).to(codes.dtype)
+                    found[name][part] = codes
+                    expected.setdefault(name, torch.empty_like(weight))[part] = codes.float() * scale[i, j]
+            found[f"{name}_scale_inv"] = scale
+        block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config["quantization_config"] = block | {"modules_to_not_convert": ["visual", "lm_head"]}
+
+    edited(folder, blocks)
+    convert(folder, tmp_path / "ct", "compressed-tensors")
+    assert all(check.ok for check in diagnose(tmp_path / "ct")), diagnose(tmp_path / "ct")
+    convert(folder, tmp_path / "bf16", "bf16")
+    plain, names = tensors(tmp_path / "bf16"), Stored.of(folder).names
+    assert expected and all(torch.equal(plain[name], value.bfloat16()) for name, value in expected.items())
+    model = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "ct", quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
+    )
+    state = model.state_dict()
+    for memory, disk in names.items():
+        if disk in expected:
+            assert torch.equal(state[memory].float(), expected[disk]), memory
 
 
 def test_weights_are_equal_across_formats_and_in_16_bits(ours, tmp_path):

@@ -241,8 +241,9 @@ def _check_layer(prefix: str, own: Mapping[str, Entry], needed: Mapping[str, Spe
 def _check_plain(stored: Stored) -> None:
     """Compare the shapes of unquantized tensors with the model's."""
     state, specs = stored.skeleton.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
+    packed = {f"{name}.weight" for name in stored.layers}
     for memory, disk in stored.names.items():
-        if disk in specs and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
+        if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
             shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
             raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
 
