@@ -77,7 +77,7 @@ def test_parts_of_devices_sum_up(checkpoint):
     total = weights.stored_bytes(source.stored)
     assert weights.device_bytes(total, source.stored, 1, 2) == total
     others = sum(
-        s.nbytes for n, s in source.stored.items() if not n.endswith("weight") or "norm" in n or "proj.weight" == n
+        s.nbytes for n, s in source.stored.items() if not n.endswith("weight") or "norm" in n or n == "proj.weight"
     )
     others += sum(s.nbytes for n, s in source.stored.items() if n.endswith(("patch_embed.proj.weight", "ln_q.weight")))
     two = weights.device_bytes(total, source.stored, 2, 2)

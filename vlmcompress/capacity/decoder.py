@@ -45,7 +45,6 @@ class Decoder:
     Attributes:
         context: longest context, in tokens; None where the config does not say.
         itemsize: bytes of one number of the cache in the model's own type; an engine loads float32 as 16 bits.
-        qk_norm: whether queries and keys are normalized before they are multiplied.
         experts: experts of a block, 0 without any; `active`: how many of them a token takes.
     """
 
@@ -53,7 +52,6 @@ class Decoder:
     hidden: int
     context: int | None
     itemsize: int
-    qk_norm: bool
     experts: int
     active: int
     intermediates: tuple[int, ...]
@@ -113,13 +111,11 @@ def describe(model: PreTrainedModel) -> Decoder:
     kinds = getattr(config, "layer_types", None) or [whole] * len(blocks)
     itemsize = min(_ITEMSIZE.get(str(model.dtype).removeprefix("torch."), 2), 2)
     experts = next((value for key in _EXPERTS if (value := getattr(config, key, None))), 0)
-    names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Decoder(
         blocks=tuple(_block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)),
         hidden=config.hidden_size,
         context=getattr(config, "max_position_embeddings", None),
         itemsize=itemsize,
-        qk_norm=bool(names & {"q_norm", "q_layernorm"}) and bool(names & {"k_norm", "k_layernorm"}),
         experts=experts,
         active=getattr(config, "num_experts_per_tok", 0) if experts else 0,
         intermediates=tuple(
