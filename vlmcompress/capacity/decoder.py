@@ -16,6 +16,7 @@ from vlmcompress.errors import UserError
 
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "sliding_window")
+_VISION = ("patch_size", "image_size", "spatial_merge_size", "hidden_size", "intermediate_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -81,6 +82,7 @@ def check(config: Mapping[str, Any], file: Path) -> None:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise UserError(f"{file}: text_config is no mapping; restore it from the source")
+    restore = "restore it from the source"
     where = "text_config." if "text_config" in config else ""
     for key in (*_COUNTS, *_OPTIONAL, *_EXPERTS):
         value = text.get(key)
@@ -90,6 +92,11 @@ def check(config: Mapping[str, Any], file: Path) -> None:
             raise UserError(
                 f"{file}: {where}{key} is {value!r}, not a whole number above zero; restore it from the source"
             )
+    vision = config.get("vision_config")
+    for key in _VISION if isinstance(vision, Mapping) else ():
+        for value in found if isinstance(found := vision.get(key), list) else [found]:
+            if value is not None and (type(value) is not int or value <= 0):
+                raise UserError(f"{file}: vision_config.{key} is {value!r}, not a whole number above zero; {restore}")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if hidden and heads and not text.get("head_dim") and hidden % heads:
         raise UserError(

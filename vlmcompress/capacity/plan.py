@@ -129,7 +129,7 @@ class Capacity:
         schemes = self.request.target.schemes if self.request.target else {}
         for goal in (None, "memory"):
             for row in fitting:
-                if schemes.get(goal) in (row.weights.name, *row.weights.others):  # type: ignore[call-overload]
+                if schemes.get(goal) in (row.weights.name, *row.weights.others):
                     return row
         return min(fitting, key=lambda row: row.device, default=None)
 
