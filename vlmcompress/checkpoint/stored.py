@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import ModelSpec
-from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.numerics import Scheme
 
 _OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
 _FLOATS = ("F16", "BF16", "F32")
@@ -133,7 +133,7 @@ class Stored(Mapping[str, Quantized]):
         if not weight.scale.float().isfinite().all():
             raise UserError(f"{layer.prefix}* has a scale that is NaN or infinite; download the checkpoint again")
         if self.scale_dtype and weight.scale.dtype.itemsize > 1:
-            weight = QTensor(weight.q, weight.scale.to(self.scale_dtype), weight.zero_point, weight.format)
+            weight = replace(weight, scale=weight.scale.to(self.scale_dtype))
         return weight, layer.scheme, input_scale
 
     def __iter__(self) -> Iterator[str]:
@@ -248,4 +248,4 @@ def _check_plain(stored: Stored) -> None:
 
 
 def _is_scale(local: str, layer: StoredLayer) -> bool:
-    return layer.entries[local].spec.dtype in _FLOATS and local != "bias"
+    return layer.entries[local].spec.dtype in _FLOATS and "global" not in local and local != "weight_scale_2"

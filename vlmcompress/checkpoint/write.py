@@ -16,7 +16,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from vlmcompress.checkpoint import card, pieces, reducer_block
+from vlmcompress.checkpoint import card, launch_files, pieces, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.checkpoint.pieces import Piece, Quantized, write_json
 from vlmcompress.common import folders, json_files, phases, tensor_files
@@ -129,6 +129,7 @@ def write_folder(
             shutil.copyfile(file, tree / target)
         size = {"weights_before": before, "weights_after": after}
         complete = manifest | {"size": size, "tensors": len(plan), "timing": phases.so_far()}
+        launch_files.write(tree, complete, out.name)
         (tree / card.CARD).write_text(card.render(complete, tree, out.name), encoding="utf-8")
         complete["files"] = hash_files(tree)
         write_json(tree / MANIFEST, complete)
@@ -146,8 +147,12 @@ def _check_space(out: Path, needed: int) -> None:
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
+    """List the files to copy, with their place in the output; the source's model card is kept under another name, and launch
+    files that we wrote for the source are left out."""
+    ours = (source / MANIFEST).is_file()
     for folder, subfolders, files in os.walk(source):
+        if ours and Path(folder) == source:
+            subfolders[:] = [name for name in subfolders if name != launch_files.FOLDER]
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(files):
             place = Path(folder, name).relative_to(source)

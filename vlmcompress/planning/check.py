@@ -19,7 +19,7 @@ from vlmcompress.common import hub
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.planning import fit, kv_types
+from vlmcompress.planning import fit
 from vlmcompress.planning.plan import Plan, survey
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
@@ -60,9 +60,6 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
         found.append(_size(plan))
         if target and target.memory:
             found.append(_memory(plan, target))
-    if target and engine == "vllm":
-        normalized, chosen = kv_types.normalizes(plan.source.skeleton), recipe.kv_cache or "auto"
-        found += [Finding("KV cache", True, text) for text in kv_types.remarks(chosen, normalized, target, scales=True)]
     found += _calibration(plan)
     if recipe.out and recipe.out.exists():
         found.append(Finding("output", False, f"{recipe.out} exists; choose another folder or pass --overwrite"))
