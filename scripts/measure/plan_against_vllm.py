@@ -3,9 +3,9 @@
 
 scripts/measure/plan_against_vllm.py [SHAPE ...] [--space 1]
 
-Each shape is a tiny model with random weights of its own (`load_format=dummy`): what it caches is that of its config. vLLM starts
-with each of them in one process, in `--space` GiB, and its lines "KV cache size: N tokens, Maximum concurrency for L tokens
-per request: X" are compared with our N and X. Exit code 1 where one differs. The last line is one JSON object.
+Each shape is a tiny model with random weights of its own (`load_format=dummy`): what it caches is that of its config. vLLM
+starts with each of them in one process, in `--space` GiB, and its lines "KV cache size: N tokens, Maximum concurrency for L
+tokens per request: X" are compared with our N and X. Exit code 1 where one differs. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from vlmcompress.capacity.decoder import Attention, Decoder, State, tp_choices, 
 
 
 def decoder(*blocks: Attention | State | None) -> Decoder:
-    return Decoder(blocks, 8192, None, 2, False, 0, 0, (28672,))
+    return Decoder(blocks, 8192, None, 2, 0, 0, (28672,))
 
 
 def test_the_worked_example():

@@ -100,12 +100,12 @@ def test_a_table_and_a_drawing_over_sizes(models, tmp_path, capsys):
     assert requests[0][-1] < requests[1][-1]
 
 
-def spoilt(models, tmp_path, **text):
+def spoilt(models, tmp_path, part="text_config", **changed):
     folder = tmp_path / "spoilt"
     folder.mkdir()
     shutil.copy(models["llava"] / "config.json", folder)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"].update(text)
+    config[part].update(changed)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -126,6 +126,12 @@ def spoilt(models, tmp_path, **text):
 def test_absurd_configs(models, tmp_path, capsys, text, said):
     code, out, error = run(capsys, spoilt(models, tmp_path, **text), "--target", "h100")
     assert code == 2 and not out and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("changed", [{"image_size": -3}, {"patch_size": 0}, {"patch_size": [14, "x"]}])
+def test_absurd_towers(models, tmp_path, capsys, changed):
+    code, out, error = run(capsys, spoilt(models, tmp_path, "vision_config", **changed), "--target", "h100")
+    assert code == 2 and not out and "vision_config." in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

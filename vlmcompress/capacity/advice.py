@@ -6,10 +6,10 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from vlmcompress.capacity import kv_types
 from vlmcompress.capacity.plan import Capacity, Row
 from vlmcompress.capacity.weights import QUANTIZED
 from vlmcompress.common import hub
+from vlmcompress.planning import kv_types
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Roofline bounds: no engine is faster than its machine's arithmetic and memory allow.
 
-    prefill >= 2 * (multiply-adds of the linear layers / rate of the format + (attention + vision tower) / rate of BF16) / devices
+    prefill >= 2 * (multiply-adds of the decoder's linear layers / rate of the format
+                    + (attention + vision tower) / rate of BF16) / devices
     a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate) / devices
 
-A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. The figures are bounds: launches, communication, and kernels short of the peak come on top
-of them (Williams, Waterman, Patterson: Roofline, doi:10.1145/1498765.1498785).
+A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. The figures are
+bounds: launches, communication, and kernels short of the peak come on top of them (Williams, Waterman, Patterson: Roofline,
+doi:10.1145/1498765.1498785).
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ def _linear(root: nn.Module) -> int:
 
 
 def read(model: Model, loaded: int) -> Read:
-    """What of `loaded` bytes of weights a decoding step reads: neither the tower nor, where the head has its own, the embedding."""
+    """What of `loaded` bytes of weights a decoding step reads: not the tower, nor an embedding that is not the head."""
     names = {model.source.names.get(name, name): name for name in model.source.names} if model.source else {}
     tied = bool(models.tied_names(model.skeleton))
     aside = routed = decoder = 0

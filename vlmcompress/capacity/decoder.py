@@ -16,6 +16,7 @@ from vlmcompress.errors import UserError
 
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "sliding_window")
+_VISION = ("patch_size", "image_size", "spatial_merge_size", "hidden_size", "intermediate_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -45,7 +46,6 @@ class Decoder:
     Attributes:
         context: longest context, in tokens; None where the config does not say.
         itemsize: bytes of one number of the cache in the model's own type; an engine loads float32 as 16 bits.
-        qk_norm: whether queries and keys are normalized before they are multiplied.
         experts: experts of a block, 0 without any; `active`: how many of them a token takes.
     """
 
@@ -53,7 +53,6 @@ class Decoder:
     hidden: int
     context: int | None
     itemsize: int
-    qk_norm: bool
     experts: int
     active: int
     intermediates: tuple[int, ...]
@@ -83,6 +82,7 @@ def check(config: Mapping[str, Any], file: Path) -> None:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise UserError(f"{file}: text_config is no mapping; restore it from the source")
+    restore = "restore it from the source"
     where = "text_config." if "text_config" in config else ""
     for key in (*_COUNTS, *_OPTIONAL, *_EXPERTS):
         value = text.get(key)
@@ -92,6 +92,11 @@ def check(config: Mapping[str, Any], file: Path) -> None:
             raise UserError(
                 f"{file}: {where}{key} is {value!r}, not a whole number above zero; restore it from the source"
             )
+    vision = config.get("vision_config")
+    for key in _VISION if isinstance(vision, Mapping) else ():
+        for value in found if isinstance(found := vision.get(key), list) else [found]:
+            if value is not None and (type(value) is not int or value <= 0):
+                raise UserError(f"{file}: vision_config.{key} is {value!r}, not a whole number above zero; {restore}")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if hidden and heads and not text.get("head_dim") and hidden % heads:
         raise UserError(
@@ -113,13 +118,11 @@ def describe(model: PreTrainedModel) -> Decoder:
     kinds = getattr(config, "layer_types", None) or [whole] * len(blocks)
     itemsize = min(_ITEMSIZE.get(str(model.dtype).removeprefix("torch."), 2), 2)
     experts = next((value for key in _EXPERTS if (value := getattr(config, key, None))), 0)
-    names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Decoder(
         blocks=tuple(_block(block, kind, config, sliding, itemsize) for block, kind in zip(blocks, kinds, strict=True)),
         hidden=config.hidden_size,
         context=getattr(config, "max_position_embeddings", None),
         itemsize=itemsize,
-        qk_norm=bool(names & {"q_norm", "q_layernorm"}) and bool(names & {"k_norm", "k_layernorm"}),
         experts=experts,
         active=getattr(config, "num_experts_per_tok", 0) if experts else 0,
         intermediates=tuple(

@@ -28,7 +28,7 @@ class Model:
         stored: tensor -> type and shape: those on disk, or those that the config asks for.
         headers: whether there are weight files.
         spec: its family; None: one that this package does not know, whose weights stay as they are.
-        pictures: the family by whose rule images become tokens; None: not known. Whatever has the tower of Qwen3-VL goes by that.
+        pictures: the family by whose rule images become tokens; None: not known. That of Qwen3-VL for all with its tower.
         source: the checkpoint for `planning`; None where nothing can be planned, as it is quantized or of no known family.
         quantized: the method that it is quantized with already; empty: none.
     """

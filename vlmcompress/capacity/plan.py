@@ -4,8 +4,8 @@
     space of the cache = that - weights - encoder cache - reserve
     reserve = 1.5 GB (context, graphs, libraries) + activations of the largest step + logits
 
-The reserve is an estimate, which `--reserve` replaces; vLLM measures the real one when it starts. Memory as sold counts in units
-of 10^9 bytes, which is a little less than devices report.
+The reserve is an estimate, which `--reserve` replaces; vLLM measures the real one when it starts. Memory as sold counts in
+units of 10^9 bytes, which is a little less than devices report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlmcompress.capacity import arithmetic, cache, decoder, engine, kv_types, weights
+from vlmcompress.capacity import arithmetic, cache, decoder, engine, weights
 from vlmcompress.capacity.cache import Pool
 from vlmcompress.capacity.engine import Defaults
 from vlmcompress.capacity.model import Model
@@ -25,6 +25,7 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common.text import size
 from vlmcompress.engines.vllm.plugin import refusal as unserved
 from vlmcompress.errors import UserError
+from vlmcompress.planning import kv_types
 from vlmcompress.planning.check import MEMORY_SHARE
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction.support import refusal
@@ -128,7 +129,7 @@ class Capacity:
         schemes = self.request.target.schemes if self.request.target else {}
         for goal in (None, "memory"):
             for row in fitting:
-                if schemes.get(goal) in (row.weights.name, *row.weights.others):  # type: ignore[call-overload]
+                if schemes.get(goal) in (row.weights.name, *row.weights.others):
                     return row
         return min(fitting, key=lambda row: row.device, default=None)
 
@@ -168,7 +169,8 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
         engine.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
     )
     reserve = asked.reserve if asked.reserve is not None else _reserve(model, usual, counted, asked)
-    notes += kv_types.remarks(asked.kv_cache, described, asked.target, model.config)
+    scales = kv_types.has_scales(model.config)
+    notes += kv_types.remarks(asked.kv_cache, kv_types.normalizes(model.skeleton), asked.target, scales)
     found = Capacity(
         asked,
         model,
@@ -302,8 +304,9 @@ def verdict(found: Capacity) -> str:
     smallest = min((row for row in found.rows if row.weights.stored is not None), key=lambda row: row.device)
     need = smallest.device + found.encoder + found.reserve + found.loads[found.served].bytes + found.pool.block_bytes
     wanted = need / MEMORY_SHARE
+    one, left = size(found.loads[found.served].bytes), size(found.reserve)
     return (
-        f"nothing fits: {smallest.weights.name}, the smallest format, takes {size(smallest.device)} of weights, {size(found.reserve)} "
-        f"of reserve and {size(found.loads[found.served].bytes)} for one request, which needs a device of {size(wanted)}; "
-        "use more devices (--tp), a larger target, or shorter requests"
+        f"nothing fits: {smallest.weights.name}, the smallest format, takes {size(smallest.device)} of weights, {left} of "
+        f"reserve and {one} for one request, which needs a device of {size(wanted)}; use more devices (--tp), a larger "
+        "target, or shorter requests"
     )

@@ -112,8 +112,11 @@ class Rule:
             raise UserError(f"image {width}x{height} is {width * height / 1e6:.1f} Mpx, more than {LARGEST / 1e6:.0f}")
         try:
             return self.spec.layout(self.processor, width, height, images)
-        except ValueError as error:
-            raise UserError(f"image {width}x{height}: the model's processor refuses it ({error})") from error
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError(
+                f"image {width}x{height}: the model's processor refuses it ({error}); see the sizes in vision_config, or copy "
+                "the processor's files"
+            ) from error
 
     def _patches(self, layout: Layout, size: Size) -> list[int]:
         """Patches of each piece of an image that the encoder sees by itself."""
@@ -215,7 +218,8 @@ def _stand_in(path: Path, config: dict[str, Any], spec: ModelSpec) -> Any:
     """What the layouts ask of a processor, from config.json, and from preprocessor_config.json where that is there alone."""
     vision = config.get("vision_config") or {}
     side, patch = _first(vision.get("image_size"), 384), _first(vision.get("patch_size"), 14)
-    whole, note = (), "the folder has no processor: sizes are those of config.json"
+    note = "the folder has no processor: sizes are those of config.json"
+    whole: tuple[str, ...] = ()
     image_processor: Any = None
     if (path / "preprocessor_config.json").is_file():
         try:

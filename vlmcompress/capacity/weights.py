@@ -4,8 +4,8 @@ A format is a row for all schemes that give it, under the name of the one that t
 makes of a model is asked of `planning.plan`, scheme by scheme, so a scheme that is added has a row by itself.
 
 Of several devices each has its part of every matrix of the decoder, the tower, the embedding and the head. What is no matrix
-(norms, biases, the kernel that cuts an image into patches) all of them have, and embeddings of positions; keys and values have a copy on several devices
-where these are more than their heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
+(norms, biases, the kernel that cuts an image into patches) all of them have, and embeddings of positions; keys and values
+have a copy on several devices where these are more than their heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def plan_text(found: Capacity) -> str:
 
 
 def _loads(found: Capacity) -> str:
-    rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
+    rows: list[tuple[str, ...]] = [
+        ("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")
+    ]
     for name, load in found.loads.items():
         rows.append(
             (

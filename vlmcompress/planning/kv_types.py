@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vlmcompress.capacity.decoder import Decoder
+from torch import nn
+
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.targets import Target
 
@@ -50,8 +51,21 @@ def has_scales(config: dict[str, Any]) -> bool:
     return bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
 
 
-def remarks(name: str, decoder: Decoder, target: Target | None, config: dict[str, Any]) -> list[str]:
-    """What to know of the chosen type, or what to try instead where none was chosen, a line each."""
+def normalizes(model: nn.Module) -> bool:
+    """Whether a model (its skeleton will do) normalizes queries and keys in its decoder."""
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
+    return bool(names & {"q_norm", "q_layernorm"}) and bool(names & {"k_norm", "k_layernorm"})
+
+
+def remarks(name: str, normalized: bool, target: Target | None, scales: bool) -> list[str]:
+    """What to know of the chosen type, or what to try instead where none was chosen, a line each.
+
+    Args:
+        name: a key of `TYPES`.
+        normalized: whether the model normalizes queries and keys.
+        scales: whether the checkpoint brings scales for an FP8 cache, or will.
+    """
     risky = (
         "the model does not normalize queries and keys (no q_norm, k_norm): measure the answers with vlmcompress eval"
     )
@@ -61,12 +75,12 @@ def remarks(name: str, decoder: Decoder, target: Target | None, config: dict[str
             "fp8_e5m2 has two bits of mantissa and no scales, and is known to spoil Qwen2-VL and Qwen2.5-VL; use fp8"
         ]
     if name.startswith("fp8") and not name.endswith("head"):
-        found = [] if decoder.qk_norm else [f"FP8 cache: {risky}"]
+        found = [] if normalized else [f"FP8 cache: {risky}"]
         if target and target.kv_fp8_refused:
             found.append(f"FP8 cache: {target.kv_fp8_refused}")
         elif target and target.kv_fp8:
             found.append(f"FP8 cache on {target.title}: {target.kv_fp8}")
-        if not has_scales(config):
+        if not scales:
             found.append(
                 "FP8 cache: without scales in the checkpoint vLLM takes 1.0; quantize with --kv-cache fp8 calibrates them, "
                 "which since vLLM 0.28 nothing else does"
@@ -86,5 +100,5 @@ def remarks(name: str, decoder: Decoder, target: Target | None, config: dict[str
         return []
     return [
         "--kv-cache fp8 would hold about twice the tokens, with scales that quantize calibrates"
-        + ("" if decoder.qk_norm else f"; but {risky}")
+        + ("" if normalized else f"; but {risky}")
     ]
