@@ -220,7 +220,7 @@ def _layers(subject: _Subject) -> str:
 
 
 def _global_scales(subject: _Subject) -> None:
-    """Layers that engines make one matrix of have one global scale: vLLM takes the largest, and is wrong where they differ."""
+    """Check that layers which an engine makes one matrix of have one global scale; of several vLLM takes the largest."""
     for group in subject.fused:
         for scale in ("weight_global_scale", "input_global_scale"):
             found = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]

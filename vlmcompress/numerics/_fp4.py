@@ -18,15 +18,21 @@ from vlmcompress.numerics._formats import FLOAT4_MAX, FLOAT8, FLOAT8_MAX
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _HALF = 0x30  # 0.5 as float8_e4m3fn; from 1 on the byte of a value is 0x30 plus four times its index
+_EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two
 _CHUNK = 1 << 16
 
 
 def round_fp4(x: Tensor) -> Tensor:
-    """Round float32 `x` to the nearest 4-bit floats, in place. Those of magnitude 6 or more become 6."""
-    x.clamp_(-FLOAT4_MAX, FLOAT4_MAX)
-    step = x.abs()
-    step = torch.where(step < 2, 0.5, torch.where(step < 4, 1.0, 2.0))
-    return x.div_(step).round_().mul_(step)
+    """Round `x` to the nearest 4-bit floats, in place. Those of magnitude 6 or more become 6.
+
+    Adding and taking away 1.5 * 2^23 steps rounds to a multiple of the step, which is half of the power of two below `|x|`, and
+    half of 1 below that.
+    """
+    if x.dtype != torch.float32:
+        return x.copy_(round_fp4(x.float()))
+    power = x.abs().clamp_(1, FLOAT4_MAX).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
+    magic = power.mul_(1.5 * 2**22)
+    return torch.copysign(x.clamp_(-FLOAT4_MAX, FLOAT4_MAX).add(magic).sub_(magic), x, out=x)
 
 
 def find_global_scale(tensors: Iterable[Tensor]) -> Tensor:
