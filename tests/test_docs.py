@@ -132,6 +132,7 @@ def test_lines_are_short(page):
     ("script", "section"),
     [
         ("compatibility", "compatibility"),
+        ("kernel_choice", "kernels"),
         ("bench_accuracy", "accuracy"),
         ("bench_methods", "methods"),
         ("bench_reducers", "reducers"),

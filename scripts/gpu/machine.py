@@ -63,9 +63,11 @@ def target(name: str, memory: int, capability: tuple[int, int]) -> str:
     words = name.lower().replace(" ", "")
     if "a100" in words:
         return "a100" if memory > 60_000 else "a100-40gb"
-    for known, target_name in (("h200", "h200"), ("h100", "h100"), ("b200", "b200"), ("l40s", "l40s"),
-                               ("3090", "rtx3090"), ("4090", "rtx4090")):  # fmt: skip
+    for known, target_name in (("h200", "h200"), ("h100", "h100"), ("gb200", "gb200"), ("b200", "b200"),
+                               ("l40s", "l40s"), ("a10g", "a10g"), ("3090", "rtx3090"), ("4090", "rtx4090"),
+                               ("5090", "rtx5090"), ("thor", "jetson-thor"), ("orin", "jetson-orin")):  # fmt: skip
         if known in words:
             return target_name
-    generations = {(8, 9): "l40s", (9, 0): "h100"}
-    return generations.get(capability, "b200" if capability >= (10, 0) else "a100")
+    generations = {(8, 6): "a10g", (8, 7): "jetson-orin", (8, 9): "l40s", (9, 0): "h100", (11, 0): "jetson-thor"}
+    newer = "rtx5090" if capability >= (12, 0) else "b200" if capability >= (10, 0) else "a100"
+    return generations.get(capability, newer)

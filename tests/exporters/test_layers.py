@@ -9,7 +9,7 @@ import pytest
 from tests.kit.rtn import SCHEMES
 from tests.kit.tiny import build
 from vlmcompress import models
-from vlmcompress.checkpoint.layer_targets import misread, targets
+from vlmcompress.checkpoint.layer_targets import layers_of, misread, targets
 from vlmcompress.exporters import compressed_tensors as ct
 
 W4, FP8 = SCHEMES["w4-symmetric"], SCHEMES["fp8"]
@@ -30,7 +30,7 @@ def family_of(tmp_path_factory):
 def configure(model, spec, names, schemes):
     """Config and expected group of every layer."""
     groups = targets(schemes, names, spec)
-    config = ct.quantization_config(groups, models.ignore_patterns(model, spec, set(schemes), names))
+    config = ct.config(layers_of(schemes, model, names, spec))
     order = [scheme for scheme, _ in groups]
     expected = {
         name: f"group_{order.index(schemes[name])}" if name in schemes else None for name in models.linear_names(model)

@@ -24,6 +24,7 @@ import torch
 from vlmcompress.common.tensor_files import Spec
 
 FORMAT = "plain"
+KV_SCALES = None
 
 
 def storage(scheme):
@@ -46,7 +47,15 @@ def tensors(qt, scheme, input_scale=None):
     return {"weight": qt.dequantize(qt.scale.dtype)}
 
 
-def quantization_config(groups, ignore, *, kv_cache=False):
+def problems(layers):
+    return []
+
+
+def config(layers):
+    return {}
+
+
+def files(layers):
     return {}
 '''
 

@@ -16,6 +16,8 @@ from tests.kit.engine import asked
 from tests.kit.inputs import encode
 from tests.kit.tiny import build
 from vlmcompress import models
+from vlmcompress.checkpoint.convert import convert
+from vlmcompress.common.registry import FORMATS
 
 pytestmark = pytest.mark.engine
 CASES = {
@@ -57,3 +59,47 @@ def test_answers_like_transformers(family, folders, served):
     if CASES[family][2]:
         scales = found["kv_scales"]
         assert scales and all(pair == pytest.approx([0.02, 0.03], rel=2**-8) for pair in scales)
+
+
+SAME = {"awq": ("llava", "w4-asymmetric"), "gptq": ("qwen2-5-vl", "w4-symmetric"), "modelopt": ("qwen2-vl", "fp8")}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """Format -> a checkpoint in compressed-tensors, and the same in that format."""
+    found = {}
+    for name, (family, scheme) in SAME.items():
+        base = tmp_path_factory.mktemp(name)
+        rtn.write(build(family, base / "source"), base / "ct", rtn.SCHEMES[scheme])
+        convert(base / "ct", base / name, name)
+        found[name] = base / "ct", base / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(converted) -> dict[str, list[dict]]:
+    folders = [folder for pair in converted.values() for folder in pair]
+    found = asked("answers", vllm_answers.jobs(folders, max_tokens=6))
+    return {name: found[2 * i : 2 * i + 2] for i, name in enumerate(converted)}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_weights_give_the_same_answers_in_every_format(name, answers):
+    """Oracle: the compressed-tensors checkpoint with the same codes and scales, token by token."""
+    plain, other = answers[name]
+    assert "error" not in plain, plain["error"]
+    assert "error" not in other, other["error"]
+    assert other["answers"] == plain["answers"]
+
+
+def test_vllm_takes_the_layers_for_quantized_that_are(converted):
+    """Oracle: vLLM's own config classes, asked by the names that it gives to layers."""
+    for name, (_, folder) in converted.items():
+        config = models.read_config(folder)
+        spec, module = models.spec_for(config), FORMATS.get(name)
+        block = config["quantization_config"]
+        names = [spec.engine_name(linear) for linear in models.linear_names(models.skeleton(folder))]
+        (found,) = asked("naming", [{"block": block, "names": names}])
+        assert "error" not in found, found["error"]
+        assert found["quantized"] == [module.takes(block, linear) for linear in names]
+        assert True in found["quantized"] and False in found["quantized"]

@@ -11,11 +11,12 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import vllm_answers, vllm_flags, vllm_processor, vllm_reduced
+from tests.kit import vllm_answers, vllm_flags, vllm_naming, vllm_processor, vllm_reduced
 
 KINDS = {
     "answers": vllm_answers.run,
     "flags": vllm_flags.run,
+    "naming": vllm_naming.run,
     "processor": vllm_processor.run,
     "reduced": vllm_reduced.run,
 }

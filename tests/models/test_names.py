@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from vlmcompress import models
 from vlmcompress.errors import UserError
+from vlmcompress.exporters.compressed_tensors import ignored
 
 # The first tensor of tower, decoder and head, as published checkpoints of the family name them.
 HUB = {
@@ -122,7 +123,7 @@ def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
     if what == "llm and tower":
         groups += models.vision_linears(bones, spec)
     quantized = {name for group in groups for name in group.linears}
-    ignore = models.ignore_patterns(bones, spec, quantized, names)
+    ignore = ignored(models.kept_modules(bones, spec, quantized, names))
     for name in models.linear_names(bones):
         forms = {name, spec.engine_name(name)}
         if f"{name}.weight" in names:
@@ -138,7 +139,7 @@ def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
     bones, spec = models.skeleton(folder), models.spec_for(models.read_config(folder))
     quantized = {name for group in models.resolve(bones, spec) for name in group.linears}
     names = models.disk_names(bones, models.tensor_headers(folder))
-    ignore = models.ignore_patterns(bones, spec, quantized, names)
+    ignore = ignored(models.kept_modules(bones, spec, quantized, names))
     assert any(match_name("multi_modal_projector.mm_input_projection", entry) for entry in ignore)
 
 

@@ -328,8 +328,10 @@ def test_a_gpu_has_a_target() -> None:
     found = [machine.target(name, memory, capability) for name, memory, capability in (
         ("NVIDIA H200", 143771, (9, 0)), ("NVIDIA H100 80GB HBM3", 81559, (9, 0)), ("NVIDIA A100-SXM4-80GB", 81920, (8, 0)),
         ("NVIDIA A100-PCIE-40GB", 40960, (8, 0)), ("NVIDIA GeForce RTX 4090", 24564, (8, 9)), ("NVIDIA L4", 23034, (8, 9)),
-        ("NVIDIA B200", 183359, (10, 0)), ("NVIDIA A10G", 23028, (8, 6)))]  # fmt: skip
-    assert found == ["h200", "h100", "a100", "a100-40gb", "rtx4090", "l40s", "b200", "a100"]
+        ("NVIDIA B200", 183359, (10, 0)), ("NVIDIA GB200", 189471, (10, 0)), ("NVIDIA A10G", 23028, (8, 6)),
+        ("NVIDIA GeForce RTX 5090", 32607, (12, 0)), ("NVIDIA Thor", 125772, (11, 0)), ("Orin", 62841, (8, 7)))]  # fmt: skip
+    expected = ["h200", "h100", "a100", "a100-40gb", "rtx4090", "l40s", "b200", "gb200", "a10g", "rtx5090"]
+    assert found == [*expected, "jetson-thor", "jetson-orin"]
     from vlmcompress import targets
 
     assert all(targets.get(name) for name in found)

@@ -34,10 +34,41 @@ def test_default_schemes_exist_and_run(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_refusals_name_a_scheme_that_runs(name):
     target = targets.get(name)
-    for scheme in (W4, W3, W8, INT8, FP8, W4A8):
-        reason = target.refusal(targets.format_key(scheme))
-        assert reason is None or "use " in reason or "set options" in reason, reason
+    reasons = {**target.refused, **target.weight_only}
+    for reason in reasons.values():
+        assert "use " in reason or "set options" in reason, reason
+    for key in ("w4a16", "w8a16", "wNa16", "w8a8-int", "w8a8-fp", "w8a8-fp-static", "w4a8-int", "w4a4-fp", "w4a16-fp"):
+        assert target.refusal(key) == (f"{target.title} {reasons[key]}" if key in reasons else None)
+        assert (target.kernel(key) is None) == (key in target.refused)
     assert not set(target.kernels) & set(target.refused)
+    assert set(target.weight_only) <= set(target.kernels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_of_the_machine(name):
+    """Each is there or is said to be missing, and they are of a size and an order that machines have."""
+    target = targets.get(name)
+    if target.is_cpu:
+        assert target.memory is None and target.bandwidth is None and not target.rates
+        return
+    assert target.memory and 16 <= target.memory <= 512
+    assert target.bandwidth and 100 <= target.bandwidth <= 20_000
+    assert set(target.rates) <= {"bf16", "fp8", "int8", "fp4"}
+    assert "data sheet" in facts(name) or "whitepaper" in facts(name) or "Brief" in facts(name), "a figure has a source"
+    if not {"bf16", "int8"} <= set(target.rates):
+        assert "left out" in facts(name)
+    native = {"fp8": (8, 9), "fp4": (10, 0)}  # tensor cores have the type from this capability on
+    for kind, first in native.items():
+        if target.capability:
+            assert (kind in target.rates) == (target.capability >= first)
+    ordered = [target.rates[kind] for kind in ("bf16", "fp8", "fp4") if kind in target.rates]
+    assert ordered == sorted(set(ordered))
+    assert target.rates.get("bf16", 0) < target.rates.get("int8", float("inf"))
+
+
+def facts(name: str) -> str:
+    """The docstring of a target's file."""
+    return targets.REGISTRY.get(name).__doc__ or ""
 
 
 @pytest.mark.parametrize(
@@ -69,6 +100,17 @@ def test_format_key(scheme, key):
 )
 def test_default_scheme(name, goal, scheme):
     assert targets.default_scheme(name, goal) == scheme
+
+
+def test_gpus_without_cuda_are_no_cpus():
+    assert [name for name in NAMES if targets.get(name).is_cpu] == ["cpu"]
+    assert targets.get("mi300x").capability is None
+
+
+def test_a_checkpoint_that_gains_nothing_still_has_a_kernel():
+    a100 = targets.get("a100")
+    assert a100.kernel("w8a8-fp") == "Humming" and a100.refusal("w8a8-fp")
+    assert targets.get("b200").kernel("w8a8-int") is None
 
 
 def test_a100_refuses_fp8_and_says_what_to_use():

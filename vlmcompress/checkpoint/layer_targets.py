@@ -4,7 +4,7 @@ A layer has up to three names: in memory (transformers), on disk, in the engine 
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
 the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
 (`visual`, `vision_tower`: the same in all three), and any other layer its exact memory and disk names. What stays
-as it is belongs into `ignore`, which comes first everywhere (`models.ignore_patterns`).
+as it is belongs into `ignore`, which comes first everywhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,40 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 
+from torch import nn
+
+from vlmcompress.common.layer_names import Layers
 from vlmcompress.exporters.compressed_tensors import group_of
-from vlmcompress.models import ModelSpec
+from vlmcompress.models import ModelSpec, kept_modules
 from vlmcompress.numerics import Scheme
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
+
+
+def layers_of(
+    schemes: Mapping[str, Scheme],
+    model: nn.Module,
+    disk: Mapping[str, str],
+    spec: ModelSpec,
+    *,
+    kv_cache: bool = False,
+) -> Layers:
+    """Describe a checkpoint's layers for a format's config block.
+
+    Args:
+        schemes: quantized linear layer (memory name) -> its scheme.
+        model: the model, or its skeleton.
+        disk: memory name of a parameter -> its name in the checkpoint that is written.
+        spec: the model's family.
+        kv_cache: whether there are scales of an FP8 KV cache.
+    """
+    quantized = {}
+    for name, scheme in schemes.items():
+        stored = disk[f"{name}.weight"].removesuffix(".weight")
+        quantized[tuple(dict.fromkeys((name, stored, spec.engine_name(name))))] = scheme
+    return Layers(targets(schemes, disk, spec), kept_modules(model, spec, set(schemes), disk), quantized, kv_cache)
 
 
 def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:
@@ -89,6 +117,23 @@ def misread(
             got = group_of(seen, alias)
             if got != expected:
                 found.append((alias, expected or "unquantized", got))
+    return found
+
+
+def misnamed(
+    reader: ModuleType, config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
+) -> list[tuple[str, str, str | None]]:
+    """Find layers that an engine would take for quantized, or for plain, by their names in a format without config groups.
+
+    Arguments and result as of `misread`; `reader`: the format's module.
+    """
+    found: list[tuple[str, str, str | None]] = []
+    for name, scheme in layers.items():
+        stored = disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+        for alias in dict.fromkeys((name, stored, spec.engine_name(name))):
+            taken = reader.takes(config, alias)
+            if taken != (scheme is not None):
+                found.append((alias, scheme or "unquantized", "quantized" if taken else None))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 RECIPE_KEYS = {
     "model": "model",
     "out": "out",
+    "format": "format",
     "target": "target",
     "goal": "goal",
     "scheme": "scheme",
@@ -37,6 +38,7 @@ def recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", default=none, help="folder to write")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
     parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
+    parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
     parser.add_argument("--target", default=none, help="machine to serve on; see vlmcompress list targets")
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")

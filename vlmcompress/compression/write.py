@@ -51,7 +51,6 @@ def write_checkpoint(
     smoothed = {op for result in results for op in result.smoothing}
     source = work.source
     renamed = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
-    ignore = models.ignore_patterns(vlm.model, vlm.spec, set(quantized), source.written)
     return write(
         vlm.path,
         recipe.out,
@@ -59,7 +58,7 @@ def write_checkpoint(
         names=source.names,
         written=source.written,
         exporter=exporter,
-        quantization_config=exporter.quantization_config(work.targets, ignore, kv_cache=bool(recipe.kv_cache)),
+        layers=work.layers,
         manifest=manifest.build(
             vlm.path,
             family=vlm.spec.family,

@@ -20,7 +20,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress import models, reduction
 from vlmcompress.checkpoint import manifest, reducer_block
-from vlmcompress.checkpoint.layer_targets import misread
+from vlmcompress.checkpoint.layer_targets import misnamed, misread
+from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import identity, tensor_files
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.messages import reason
@@ -29,7 +30,7 @@ from vlmcompress.common.text import size, smaller
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.models import ModelSpec
+from vlmcompress.models import Group, ModelSpec
 
 
 def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
@@ -82,11 +83,14 @@ class _Subject:
     @functools.cached_property
     def quantization(self) -> dict:
         """The `quantization_config` block; one without groups where the recipe quantizes nothing."""
-        block = self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
-        method = block.get("quant_method", compressed_tensors.FORMAT)
-        if method != compressed_tensors.FORMAT:
-            raise UserError(f"checkpoints of format '{method}' are not examined, only {compressed_tensors.FORMAT}")
-        return block
+        return self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
+
+    @functools.cached_property
+    def stored(self) -> Stored | None:
+        """The checkpoint's layers where it is of another format than compressed-tensors, which transformers itself builds."""
+        if self.quantization.get("quant_method", compressed_tensors.FORMAT) == compressed_tensors.FORMAT:
+            return None
+        return Stored.of(self.path)
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
@@ -101,6 +105,8 @@ class _Subject:
     @functools.cached_property
     def names(self) -> dict[str, str]:
         """Map memory names to names on disk, for every tensor of the model that transformers builds for this config."""
+        if self.stored:
+            return self.stored.names
         model = models.skeleton(self.path)
         if not self.quantization["config_groups"] and not self.quantization.get("kv_cache_scheme"):
             return models.disk_names(model, self.entries)
@@ -118,8 +124,16 @@ class _Subject:
         return {name: module for name, module in self.skeleton.named_modules() if isinstance(module, nn.Linear)}
 
     @functools.cached_property
+    def fused(self) -> list[Group]:
+        """Linear layers that an engine makes one matrix of."""
+        every = (*models.resolve(self.skeleton, self.spec), *models.vision_linears(self.skeleton, self.spec))
+        return [group for group in every if group.fused]
+
+    @functools.cached_property
     def groups(self) -> dict[str, str | None]:
-        """Linear layer -> its config group; None where it stays as it was."""
+        """Linear layer -> its config group or, in other formats, its scheme; None where it stays as it was."""
+        if self.stored:
+            return {name: str(self.stored.schemes[name]) if name in self.stored else None for name in self.linears}
         return {name: compressed_tensors.group_of(self.quantization, name) for name in self.linears}
 
 
@@ -151,6 +165,9 @@ def _weights(subject: _Subject) -> str:
 
 
 def _config(subject: _Subject) -> str:
+    if subject.stored:
+        kinds = len(set(subject.stored.schemes.values()))
+        return f"{subject.spec.family}, {subject.stored.format}, {kinds} scheme(s)"
     for key, group in subject.quantization["config_groups"].items():
         kind = compressed_tensors.storage(compressed_tensors.scheme_of(group))
         if kind != group["format"]:
@@ -170,6 +187,8 @@ def _reducer(subject: _Subject) -> str:
 
 
 def _tensors(subject: _Subject) -> str:
+    if subject.stored:  # which looks at names and shapes itself
+        return f"{len(subject.entries)} tensors, none missing, none left over"
     names, state = subject.names, subject.skeleton.state_dict(keep_vars=True)
     for memory, disk in names.items():
         quantized = subject.groups.get(memory.rpartition(".")[0]) and not memory.endswith(".bias")
@@ -181,7 +200,7 @@ def _tensors(subject: _Subject) -> str:
 
 def _layers(subject: _Subject) -> str:
     quantized = {name: group for name, group in subject.groups.items() if group}
-    for name, group in quantized.items():
+    for name, group in quantized.items() if not subject.stored else ():
         scheme = compressed_tensors.scheme_of(subject.quantization["config_groups"][group])
         rows, columns = subject.linears[name].weight.shape
         scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
@@ -196,17 +215,27 @@ def _layers(subject: _Subject) -> str:
                 raise UserError(f"tensor '{entry.name}' is {found}, needed is {right}")
             if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
+    _global_scales(subject)
     return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
 
 
+def _global_scales(subject: _Subject) -> None:
+    """Layers that engines make one matrix of have one global scale: vLLM takes the largest, and is wrong where they differ."""
+    for group in subject.fused:
+        for scale in ("weight_global_scale", "input_global_scale"):
+            found = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
+            values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in found}
+            if len(set(values.values())) > 1:
+                text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
+                raise UserError(f"an engine makes one matrix of these and takes one {scale}: {text}; quantize again")
+
+
 def _fused(subject: _Subject) -> str:
-    model, spec = subject.skeleton, subject.spec
-    fused = [group for group in (*models.resolve(model, spec), *models.vision_linears(model, spec)) if group.fused]
-    for group in fused:
+    for group in subject.fused:
         if len({subject.groups[name] for name in group.linears}) > 1:
             found = ", ".join(f"{name}: {subject.groups[name] or 'unquantized'}" for name in group.linears)
             raise UserError(f"an engine runs these as one matrix, but they differ: {found}")
-    return f"{len(fused)} fused matrices, one scheme each"
+    return f"{len(subject.fused)} fused matrices, one scheme each"
 
 
 def _names(subject: _Subject) -> str:
@@ -218,7 +247,10 @@ def _names(subject: _Subject) -> str:
 
 def _engine(subject: _Subject) -> str:
     names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
-    wrong = misread(subject.quantization, subject.groups, names, subject.spec)
+    if subject.stored:
+        wrong = misnamed(subject.stored.reader, subject.quantization, subject.groups, names, subject.spec)
+    else:
+        wrong = misread(subject.quantization, subject.groups, names, subject.spec)
     if wrong:
         name, expected, got = wrong[0]
         raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
@@ -247,7 +279,7 @@ def _size(subject: _Subject) -> str:
         original = identity.source_identity(subject.source)
         if any(recorded["model"].get(key) != original[key] for key in ("config_sha256", "headers_sha256")):
             raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
-    if after >= before and subject.quantization["config_groups"]:
+    if after >= before and "quantization_config" in subject.config:
         raise UserError(f"weights take {after} bytes, no less than the original's {before}")
     if after == before:
         return f"{size(after)}, as they were"

@@ -3,7 +3,7 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
-from vlmcompress.models._ignore import ignore_patterns
+from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
     REGISTRY,
@@ -49,13 +49,14 @@ __all__ = [
     "decoder_layers",
     "disk_module",
     "disk_names",
-    "ignore_patterns",
+    "kept_modules",
     "layer_class",
     "left_out",
     "linear_names",
     "load",
     "load_processor",
     "memory_names",
+    "module_names",
     "quiet",
     "read_config",
     "read_json",

@@ -135,7 +135,7 @@ def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
     """Whether the engine serves the family on the target."""
     if engine != "vllm" or target is None:
         return []
-    if target.capability is None and plan.source.spec.vllm_cpu:
+    if target.is_cpu and plan.source.spec.vllm_cpu:
         return [Finding("vllm: family", False, plan.source.spec.vllm_cpu)]
     text = plan.source.config.get("text_config") or plan.source.config
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import models
+from vlmcompress import models, targets
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import sizes
-from vlmcompress.checkpoint.layer_targets import targets as config_targets
+from vlmcompress.checkpoint.layer_targets import layers_of
+from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
@@ -47,7 +48,7 @@ class Plan:
         source: the model, from its headers.
         method: method of the decoder; `blocks`: the groups of layers in each of its blocks that get it.
         vision_method: method of the vision tower; `vision_groups`: the groups of layers that get it.
-        targets: schemes with the names in config.json of the layers that they apply to.
+        layers: which layers are quantized and how, for the config block.
         rows: table of groups and their schemes, for people.
         bytes_before, bytes_after: bytes of all weights; exact.
         peak_bytes: peak memory of the run; an estimate.
@@ -64,7 +65,7 @@ class Plan:
     blocks: list[list[Group]]
     vision_method: Method | None
     vision_groups: list[Group]
-    targets: list[tuple[Scheme, list[str]]]
+    layers: Layers
     rows: list[Row]
     linear_layers: int
     bytes_before: int
@@ -141,10 +142,12 @@ def survey(
     """
     source = source or Source.of(recipe.model)
     models.refuse_quantized(source.config)
-    models.check_files(source.path)
-    models.check_shapes(source.path, source.skeleton, source.names)
-    exporter, method = recipe.exporter, Method(recipe.method, recipe.options, others or {})
-    problems = reducer.problems(recipe, source)
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.skeleton, source.names)
+    own = _own_others(recipe, source)
+    exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
+    problems = reducer.problems(recipe, source) + _refusals(recipe, own)
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in source.blocks]
     for group in groups:
@@ -155,7 +158,8 @@ def survey(
     vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
 
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    problems += _unwritable(recipe, schemes, blocks)
+    layers = layers_of(schemes, source.skeleton, source.written, source.spec, kv_cache=bool(recipe.kv_cache))
+    problems += _unwritable(recipe, layers, blocks)
     kv_layers = len(blocks) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (source.stored, written))
@@ -171,7 +175,7 @@ def survey(
         blocks=blocks,
         vision_method=vision_method,
         vision_groups=vision_groups,
-        targets=config_targets(schemes, source.written, source.spec),
+        layers=layers,
         rows=_rows(source, "decoder", groups, None if budget else schemes)
         + _rows(source, "vision", vision_groups, schemes),
         linear_layers=len(schemes),
@@ -185,18 +189,41 @@ def survey(
     )
 
 
-def _unwritable(recipe: Recipe, schemes: Mapping[str, Scheme], blocks: list[list[Group]]) -> Iterator[str]:
+def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]:
+    """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantizers`)."""
+    other = getattr(recipe.method, "other", None)
+    found, made = {}, {}
+    for group in (group for block in source.blocks for group in block) if other else ():
+        chosen = other(group.name, group.layer, len(source.blocks), recipe.options)
+        if chosen is not None:
+            scheme, options = chosen
+            key = (scheme, repr(options))
+            if key not in made:
+                module = SCHEMES.get(scheme)
+                made[key] = Method(module, module.Options(**options))
+            found[group.layer, group.name] = made[key]
+    return found
+
+
+def _refusals(recipe: Recipe, others: Others) -> list[str]:
+    """Why the target does not run a scheme that some groups get instead of the recipe's; that one is checked already."""
+    schemes = dict.fromkeys(method.scheme for method in others.values()) if recipe.target else ()
+    return [reason for scheme in schemes for reason in targets.refusals(str(recipe.target), scheme)]
+
+
+def _unwritable(recipe: Recipe, layers: Layers, blocks: list[list[Group]]) -> Iterator[str]:
     """Why no checkpoint can hold what the recipe asks for, or holds nothing of it.
 
     Args:
-        schemes: quantized linear layer -> its number formats.
+        layers: the quantized layers and their number formats.
         blocks: the groups that are quantized in each decoder block.
     """
-    for scheme in dict.fromkeys(schemes.values()):
+    for scheme in layers.schemes:
         yield from fit.format_problems(scheme, recipe.exporter)
+    yield from recipe.exporter.problems(layers)
     if recipe.kv_cache and not all(blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none"
-    if not schemes and recipe.reduce is None:
+    if not layers.quantized and recipe.reduce is None:
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 

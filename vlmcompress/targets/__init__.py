@@ -6,10 +6,14 @@ A file here is one machine, its name is the target's name; `TARGET` is all it ho
     w8a8-int  w8a8-fp                              8-bit weights and activations
     w4a8-int                                       4-bit weights, 8-bit activations
     w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
+    w8a8-fp-block                                  with a scale per 128 x 128 weights, as others write it
     w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
 
-Sources: vLLM 0.32 `model_executor/kernels/linear` (kernel order, `get_min_capability`, `can_implement`) and
-`v1/attention/backends`. Only the CPU rows were run here; GPU rows are read from that source. Nothing here imports torch.
+A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes in
+16 bits, so that it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
+vLLM 0.32's own choice: `scripts/measure/kernel_choice.py` asks it with a pretended platform, docs/measurements.md has the
+table, and `tests/targets/test_kernels.py` holds the files here to it. Only those of the CPU build were run. Attention is read
+from `v1/attention/backends`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -51,11 +55,14 @@ class Target:
         title: its name for people.
         memory: GB of device memory, as sold; None: depends on the machine.
         capability: CUDA compute capability; None: not a CUDA device.
+        architecture: AMD's name of the architecture; None: not an AMD GPU.
         bandwidth: GB/s of device memory; None: depends on the machine.
-        rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic in 10^12 operations a second.
+        rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic in 10^12 operations a second; types that
+            the machine lacks, or for which no source was found, are left out.
         schemes: goal -> scheme that suits it best; `None` -> scheme to take without a goal.
         kernels: format -> the kernel that vLLM picks.
-        refused: format -> why not, naming the alternative.
+        weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
+        refused: format -> why it does not run, naming the alternative.
         limits: format -> shapes that its kernel takes.
         head_sizes: sizes of an attention head that run; None: no limit known.
         kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none.
@@ -68,20 +75,34 @@ class Target:
     kernels: Mapping[str, str]
     bandwidth: float | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
+    architecture: str | None = None
+    weight_only: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, Limit] = field(default_factory=dict)
     head_sizes: frozenset[int] | None = None
     kv_fp8: str = ""
     kv_fp8_refused: str | None = None
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether there is no GPU."""
+        return self.capability is None and self.architecture is None
+
     def kernel(self, key: str) -> str | None:
-        """The kernel that vLLM picks for a format, or None."""
+        """The kernel that vLLM picks for a format, or None where it does not run."""
+        if key in self.refused:
+            return None
         return self.kernels.get(key, self.kernels.get(key.removesuffix("-static")))
 
     def refusal(self, key: str) -> str | None:
-        """The reason why this machine does not run the format, naming an alternative; None when it does."""
-        if key in self.refused:
-            return f"{self.title} {self.refused[key]}"
+        """The reason why this machine does not run the format, or why it gains nothing; None when it runs with gain.
+
+        The reason names an alternative. Formats that run weight-only have a `kernel` all the same: a checkpoint that exists
+        can be served.
+        """
+        reason = self.refused.get(key) or self.weight_only.get(key)
+        if reason:
+            return f"{self.title} {reason}"
         if self.kernel(key):
             return None
         return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"

@@ -1,27 +1,54 @@
-"""What NVIDIA generations have in common. vLLM 0.32 on CUDA falls back to Humming for integer formats Marlin lacks."""
+"""What NVIDIA generations have in common: the kernels that vLLM 0.32 picks there, as `tests/targets/test_kernels.py` asks it.
+
+In the order in which vLLM tries them, of those that it takes anywhere: Machete (Hopper; whole rows and groups of 64 or 128,
+in % 64 = 0, out % 128 = 0), Marlin (whole rows and groups of 32, 64 or 128; 8 bits symmetric only), and Humming, a package
+that vLLM's wheel for CUDA requires and that takes all integers.
+"""
 
 from __future__ import annotations
 
 from vlmcompress.targets import Target
 
-_WEIGHT_ONLY = {"bf16": "BF16", "w4a16": "Marlin", "w8a16": "Marlin", "wNa16": "Humming"}
-_FP8_WEIGHT_ONLY = (
-    "has no FP8 tensor cores: FP8 checkpoints run weight-only there; use int8 for throughput or awq for memory"
-)
-# vLLM's `compressed_tensors_w4a8_int.py` asks for a kernel of the type int4: CUTLASS W4A8 has it for FP8 activations, Machete,
-# Marlin and Triton don't, and Humming (optional) says nothing of the type.
-_NO_W4A8 = {
-    "w4a8-int": "has no kernel for 4-bit weights with INT8 activations in vLLM; use 16-bit activations (awq, gptq, mbq)"
+_KERNELS = {
+    "bf16": "BF16",
+    "w4a16": "Marlin, else Humming",
+    "w8a16": "Marlin, else Humming",
+    "wNa16": "Humming",
+    "w4a8-int": "Humming",
+    "w8a8-int": "CUTLASS INT8",
+    "w8a8-fp": "CUTLASS FP8",
+    "w8a8-fp-static": "CUTLASS FP8",
+    "w4a4-fp": "Marlin",
+    "w4a16-fp": "Marlin",
 }
+# `compressed_tensors_w4a8_int.py` hands the kernel 16-bit activations; `compressed_tensors_wNa8.py`, for packed weights, tells
+# Humming to round them, but Marlin or Machete is picked before it.
+_W4A8 = {
+    "w4a8-int": "gains nothing from rounded activations under 4-bit weights, as vLLM leaves them in 16 bits there; "
+    "use 16-bit activations (awq, gptq, mbq)"
+}
+_NVFP4 = {
+    "w4a4-fp": "has no FP4 tensor cores: vLLM runs NVFP4 weight-only there and computes in 16 bits; "
+    "use {fast} for throughput or awq for memory"
+}
+_BLOCKS = "w8a8-fp-block"
 
-# A100 and GeForce 30.
+# A100, A10G, GeForce 30 and Jetson Orin.
 AMPERE = Target(
     title="Ampere",
     memory=None,
     capability=(8, 0),
     schemes={None: "awq", "memory": "awq", "throughput": "int8"},
-    kernels={**_WEIGHT_ONLY, "w8a8-int": "CUTLASS INT8"},
-    refused={**_NO_W4A8, "w8a8-fp": _FP8_WEIGHT_ONLY},
+    kernels={**_KERNELS, **dict.fromkeys(("w8a8-fp", "w8a8-fp-static", _BLOCKS), "Humming")},
+    weight_only={
+        **_W4A8,
+        "w4a4-fp": _NVFP4["w4a4-fp"].format(fast="int8"),
+        **dict.fromkeys(
+            ("w8a8-fp", "w8a8-fp-static", _BLOCKS),
+            "has no FP8 tensor cores: vLLM runs FP8 weight-only there and computes in 16 bits; "
+            "use int8 for throughput or awq for memory",
+        ),
+    },
     kv_fp8="FlashInfer only (--attention-backend FLASHINFER), heads of 64, 128, 256 or 512",
 )
 
@@ -31,35 +58,79 @@ ADA = Target(
     memory=None,
     capability=(8, 9),
     schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
-    kernels={**_WEIGHT_ONLY, "w8a8-int": "CUTLASS INT8", "w8a8-fp": "CUTLASS FP8"},
-    refused=_NO_W4A8,
+    kernels={**_KERNELS, _BLOCKS: "Marlin"},
+    weight_only={
+        **_W4A8,
+        "w4a4-fp": _NVFP4["w4a4-fp"].format(fast="fp8"),
+        _BLOCKS: "has no kernel for FP8 in blocks: vLLM runs it weight-only there and computes in 16 bits; "
+        "use fp8, which has a scale per row",
+    },
     kv_fp8="FlashInfer or Triton attention",
 )
 
-# H100 and H200. Machete takes group -1, 64 or 128 with in % 64 = 0 and out % 128 = 0; Humming takes the rest.
+# H100 and H200.
 HOPPER = Target(
     title="Hopper",
     memory=None,
     capability=(9, 0),
     schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
     kernels={
-        **_WEIGHT_ONLY,
+        **_KERNELS,
         "w4a16": "Machete, else Humming",
         "w8a16": "Machete, else Humming",
-        "w8a8-int": "CUTLASS INT8",
-        "w8a8-fp": "CUTLASS FP8",
+        "w4a4-fp": "Humming",
+        "w4a16-fp": "Humming",
+        _BLOCKS: "DeepGEMM",
     },
-    refused=_NO_W4A8,
+    weight_only={**_W4A8, "w4a4-fp": _NVFP4["w4a4-fp"].format(fast="fp8")},
     kv_fp8="FlashAttention 3",
 )
 
-# B200. CUTLASS has no INT8 kernel from here on.
+# B200 and GB200. vLLM picks its CUTLASS kernel for INT8 and then dies in it: "Int8 not supported on SM100. Use FP8 quantization
+# instead, or run on older arch" (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`; vllm #54311).
 BLACKWELL = Target(
     title="Blackwell",
     memory=None,
     capability=(10, 0),
     schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
-    kernels={**_WEIGHT_ONLY, "w8a8-fp": "CUTLASS FP8"},
-    refused={**_NO_W4A8, "w8a8-int": "has no INT8 matrix kernel in vLLM; use fp8 for throughput or awq for memory"},
+    kernels={
+        **{key: kernel for key, kernel in _KERNELS.items() if key != "w8a8-int"},
+        "w8a8-fp-static": "FlashInfer FP8 with one scale per matrix, else CUTLASS FP8",
+        "w4a4-fp": "FlashInfer CuteDSL",
+        "w4a16-fp": "FlashInfer CuteDSL",
+        _BLOCKS: "DeepGEMM",
+    },
+    weight_only=_W4A8,
+    refused={
+        "w8a8-int": "ends in an error when vLLM starts, as its CUTLASS kernel has no INT8 there; use fp8 for throughput or awq "
+        "for memory (an INT8 checkpoint that exists starts with VLLM_DISABLED_KERNELS=CutlassInt8ScaledMMLinearKernel, "
+        "in a Triton kernel)"
+    },
     kv_fp8="FlashInfer",
+)
+
+_SMALL_FP4 = {"w4a4-fp": "FlashInfer CUTLASS", "w4a16-fp": "Marlin"}
+
+# GeForce 50: small enough that 4 bits are the better default.
+BLACKWELL_GEFORCE = Target(
+    title="Blackwell GeForce",
+    memory=None,
+    capability=(12, 0),
+    schemes={None: "awq", "memory": "awq", "throughput": "fp8"},
+    kernels={**BLACKWELL.kernels, **_SMALL_FP4},
+    weight_only=_W4A8,
+    refused=BLACKWELL.refused,
+    kv_fp8="FlashInfer or Triton attention",
+)
+
+# Jetson Thor: its memory is so slow beside its arithmetic that 4 bits are the better default.
+THOR = Target(
+    title="Blackwell Jetson",
+    memory=None,
+    capability=(11, 0),
+    schemes={None: "awq", "memory": "awq", "throughput": "fp8"},
+    kernels={**BLACKWELL.kernels, **_SMALL_FP4, _BLOCKS: "CUTLASS block FP8"},
+    weight_only=_W4A8,
+    refused=BLACKWELL.refused,
+    kv_fp8="FlashInfer or Triton attention",
 )

@@ -1,41 +1,35 @@
-"""The `ignore` list of a compressed-tensors config, right under all three namings.
+"""What of a model stays in 16 bits, and what it is called: in memory (transformers), on disk and in vLLM.
 
-transformers matches `ignore` against memory names, vLLM against its own names (it maps plain entries from hub names,
-but leaves regular expressions alone), other readers against tensor names on disk. So every entry covers all three: a
-plain name in each form for a single layer, one regular expression over the forms of its prefix for a whole subtree.
+Each format's config block names these parts in its own way (`vlmcompress.exporters`), and each reader compares the entries with
+names of another kind.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
+from vlmcompress.common.layer_names import Kept, Names
 from vlmcompress.models._spec import ModelSpec
 
 
-def ignore_patterns(
-    model: nn.Module, spec: ModelSpec, quantized: Collection[str], names: Mapping[str, str]
-) -> list[str]:
-    """Entries that cover every linear layer outside `quantized` and none inside, in all three namings.
+def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], names: Mapping[str, str]) -> list[Kept]:
+    """The largest parts of the model that hold linear layers and no quantized one, and what each is called.
 
     Args:
         model: the model, or its skeleton.
         quantized: memory names of the layers that are quantized.
         names: memory name -> disk name, from `disk_names`.
     """
-    entries: list[str] = []
     roots = [root for root in (*spec.vision, *spec.projector) if not _under(root, quantized)]
+    found = []
     for path, is_leaf in _subtrees(model, set(quantized), roots):
-        forms = _forms(path, spec, names)
-        if is_leaf:
-            entries += forms
-        else:
-            # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
-            safe = [form for form in forms if not _under(form, quantized)]
-            entries.append(f"re:(?:{'|'.join(re.escape(form) for form in safe)})\\..*")
-    return list(dict.fromkeys(entries))
+        forms = module_names(path, spec, names)
+        # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
+        safe = forms if is_leaf else tuple(form for form in forms if not _under(form, quantized))
+        found.append(Kept(safe, not is_leaf))
+    return found
 
 
 def _subtrees(model: nn.Module, quantized: set[str], roots: list[str], path: str = "") -> Iterator[tuple[str, bool]]:
@@ -60,12 +54,12 @@ def _under(path: str, names: Collection[str]) -> bool:
     return any(name == path or name.startswith(path + ".") for name in names)
 
 
-def _forms(path: str, spec: ModelSpec, names: Mapping[str, str]) -> list[str]:
-    """The names of one module: in memory, on disk (one or, where its parts are renamed differently, more), in vLLM."""
+def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
+    """The names of the module `path`: in memory, on disk (one or, where its parts are renamed differently, more), in vLLM."""
     forms = [path]
     for memory, disk in names.items():
         suffix = memory.removeprefix(path)
         if suffix != memory and suffix.startswith(".") and disk.endswith(suffix):
             forms.append(disk.removesuffix(suffix))
     forms.append(spec.engine_name(path))
-    return list(dict.fromkeys(forms))
+    return tuple(dict.fromkeys(forms))

@@ -1,0 +1,132 @@
+"""Write a quantized checkpoint in another format: the same codes and scales, packed otherwise, without quantizing again.
+
+What the new format can express is equal bit for bit when it is unpacked; what it cannot express is refused by name before a
+byte is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint.layer_targets import layers_of
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.checkpoint.pieces import Piece
+from vlmcompress.checkpoint.stored import Stored
+from vlmcompress.checkpoint.write import write_folder
+from vlmcompress.common import folders
+from vlmcompress.common.layer_names import Layers
+from vlmcompress.common.registry import FORMATS
+from vlmcompress.errors import UserError, did_you_mean
+
+
+def convert(
+    source: Path,
+    out: Path,
+    format: str,
+    *,
+    shard_size: str = "5GB",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Write the quantized checkpoint in `source` as `out`, in another format, and return the manifest of `out`.
+
+    Args:
+        source: a checkpoint of ours, or another tool's in a format that is read.
+        out: folder to write; it appears whole or not at all.
+        format: name of a module in `vlmcompress.exporters`.
+        shard_size: largest weight file.
+        overwrite: replace an existing `out` that we wrote, once the new one is whole.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: `source` is no such checkpoint or damaged, the format cannot hold what it has, or `out` cannot be written.
+    """
+    if format not in FORMATS.names():
+        raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
+    writer = FORMATS.get(format)
+    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
+    with models.quiet():
+        stored = Stored.of(source)
+    if stored.format == format:
+        raise UserError(f"{source} is {format} already; choose another format")
+    models.check_files(source)
+    written = models.written_names(stored.names, stored.spec)
+    layers = layers_of(stored.schemes, stored.skeleton, written, stored.spec, kv_cache=bool(stored.kv_scales))
+    check(stored, layers, writer)
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    before, record = _record(stored, format)
+    return write_folder(
+        source,
+        out,
+        _pieces(stored, written, writer),
+        stored,
+        writer,
+        layers,
+        config,
+        record,
+        before,
+        shard_size=shard_size,
+        progress=progress,
+    )
+
+
+def check(stored: Stored, layers: Layers, writer: ModuleType) -> None:
+    """Raise `UserError` for the first thing that a format cannot hold of a checkpoint."""
+    for scheme in layers.schemes:
+        writer.storage(scheme)
+    for problem in writer.problems(layers):
+        raise UserError(problem)
+    for layer in stored.layers.values():
+        try:
+            writer.shapes(layer.scheme, *layer.shape)
+        except ValueError as error:
+            raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
+
+
+def _pieces(stored: Stored, written: Mapping[str, str], writer: ModuleType) -> list[Piece]:
+    """What is written in the place of each of the checkpoint's tensors."""
+    renamed = {disk: written[memory] for memory, disk in stored.names.items()}
+    owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
+    kv = {
+        entry.name: prefix + local
+        for prefix, pair in stored.kv_scales.items()
+        for entry, local in zip(pair, writer.KV_SCALES or (), strict=True)
+    }
+    unwanted = set(models.left_out(stored.names, [e.name for e in stored.entries]))
+    found, done = list[Piece](), set[str]()
+    for entry in stored.entries:
+        module = owner.get(entry.name)
+        if module is None:
+            if entry.name not in unwanted:
+                name = kv.get(entry.name) or renamed.get(entry.name, entry.name)
+                found.append(Piece(name, entry.spec, entry))
+        elif module not in done:
+            done.add(module)
+            prefix = renamed[f"{stored.layers[module].prefix}weight"].removesuffix("weight")
+            for local, spec in writer.layout(*stored[module]).items():
+                found.append(Piece(prefix + local, spec, (module, local)))
+    return found
+
+
+def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
+    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes.
+
+    The original of another tool's checkpoint is not known: it is taken to be 16 bits wide.
+    """
+    packed = {entry.name for layer in stored.layers.values() for entry in layer.entries.values()}
+    total = sum(entry.spec.nbytes for entry in stored.entries if entry.name not in packed)
+    total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
+    converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
+    if (stored.path / MANIFEST).is_file():
+        known = manifest.read(stored.path)
+        manifest.verify(stored.path, known)
+        recipe = known["recipe"] | {"format": format}
+        return known["size"]["weights_before"], known | {"recipe": recipe, "converted": converted}
+    recipe = {"model": str(stored.path), "scheme": "converted", "format": format, "seed": None}
+    made = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
+    return total, made | {"converted": converted}

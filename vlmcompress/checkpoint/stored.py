@@ -1,0 +1,251 @@
+"""A quantized checkpoint, ours or another tool's, read layer by layer: codes and scales as they are stored.
+
+The format is told by config.json's `quantization_config`, or by the file that some tools keep it in. Before any tensor is
+read, every one of a quantized layer has to be there in the shape that its scheme asks for, and every other one has to have its
+place in the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmcompress import models
+from vlmcompress.checkpoint.pieces import Quantized
+from vlmcompress.checkpoint.write import CONFIG_FILES
+from vlmcompress.common import tensor_files
+from vlmcompress.common.registry import FORMATS
+from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.errors import UserError
+from vlmcompress.models import ModelSpec
+from vlmcompress.numerics import Scheme
+
+_OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
+_FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A quantized linear layer on disk.
+
+    Attributes:
+        prefix: its name on disk, with a dot at the end.
+        shape: `[out, in]` of its weight.
+        scheme: its number formats.
+        entries: local name -> where the tensor's bytes are.
+    """
+
+    prefix: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    entries: Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Stored(Mapping[str, Quantized]):
+    """A quantized checkpoint: linear layer (memory name) -> weight, scheme, scale of static activations; read when asked.
+
+    Attributes:
+        path: its folder.
+        config: the content of config.json.
+        block: the format's config block.
+        format: the format's name; `reader` its module in `vlmcompress.exporters`.
+        spec: the model's family; `skeleton` the unquantized model, shapes only.
+        layers: linear layer (memory name) -> how it is stored, for quantized ones.
+        names: memory name of a parameter -> its name on disk; that of a quantized weight is the one it would have.
+        kv_scales: attention module's name on disk, with a dot at the end -> scales of keys and of values.
+        entries: all tensors, in order.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    block: dict[str, Any]
+    format: str
+    reader: ModuleType
+    spec: ModelSpec
+    skeleton: PreTrainedModel
+    layers: dict[str, StoredLayer]
+    names: dict[str, str]
+    kv_scales: dict[str, tuple[Entry, Entry]]
+    entries: list[Entry]
+
+    @staticmethod
+    def of(path: Path) -> Stored:
+        """Open the quantized checkpoint in a folder.
+
+        Raises:
+            UserError: it is not quantized, of a format or family that is not read, damaged, or inconsistent.
+        """
+        config = models.read_config(path)
+        block = _block(path, config)
+        name, reader = _format(path, block)
+        spec = models.spec_for(config)
+        skeleton = models.skeleton(path)
+        entries = [entry for file in models.shards(path) for entry in tensor_files.read_entries(file)]
+        kv_scales = _kv_scales(entries, reader)
+        cached = {entry.name for pair in kv_scales.values() for entry in pair}
+        layers = _layers(skeleton, spec, [e for e in entries if e.name not in cached], block, reader)
+        inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
+        plain = [entry.name for entry in entries if entry.name not in inside | cached]
+        names = models.disk_names(skeleton, [*plain, *(f"{layer.prefix}weight" for layer in layers.values())])
+        stored = Stored(path, config, block, name, reader, spec, skeleton, layers, names, kv_scales, entries)
+        _check_plain(stored)
+        return stored
+
+    @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """Quantized linear layer (memory name) -> its scheme."""
+        return {name: layer.scheme for name, layer in self.layers.items()}
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype | None:
+        """The model's 16-bit type where all scales are such numbers, whatever type they are stored in; else None: that type.
+
+        Engines load scales in the model's type, and transformers computes in the type it finds.
+        """
+        embedding = self.skeleton.get_input_embeddings()
+        name = next(key for key, value in self.skeleton.named_parameters() if value is embedding.weight)
+        entry = next(entry for entry in self.entries if entry.name == self.names[name])
+        wanted = tensor_files.DTYPES[entry.spec.dtype]
+        for layer in self.layers.values():
+            for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
+                value = tensor_files.read_tensor(scale)
+                if not torch.equal(value.to(wanted).float(), value.float()):
+                    return None
+        return wanted
+
+    def __getitem__(self, name: str) -> Quantized:
+        layer = self.layers[name]
+        tensors = {local: tensor_files.read_tensor(entry) for local, entry in layer.entries.items() if local != "bias"}
+        try:
+            weight, input_scale = self.reader.read(tensors, layer.scheme, layer.shape)
+        except UserError as error:
+            raise UserError(f"{layer.prefix}*: {error}") from error
+        if not weight.scale.float().isfinite().all():
+            raise UserError(f"{layer.prefix}* has a scale that is NaN or infinite; download the checkpoint again")
+        if self.scale_dtype and weight.scale.dtype.itemsize > 1:
+            weight = replace(weight, scale=weight.scale.to(self.scale_dtype))
+        return weight, layer.scheme, input_scale
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The format's config block, of config.json or of the first file that has one."""
+    block = config.get("quantization_config")
+    for name in CONFIG_FILES:
+        if not block and (path / name).is_file():
+            block = models.read_json(path / name, "config")
+    if not block:
+        raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
+    if not isinstance(block, dict):
+        raise UserError(f"quantization_config of {path / 'config.json'} is no JSON object; restore it from the source")
+    return block
+
+
+def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, ModuleType]:
+    """Name and module of the format that a config block is of."""
+    method = str(block.get("quant_method") or (block.get("producer") or {}).get("name") or "").lower()
+    if method.startswith("modelopt"):
+        method = "modelopt"
+    if method == "gptq" and block.get("checkpoint_format") == "gptq_v2":
+        method = "gptq-v2"
+    for name in FORMATS.names():
+        module = FORMATS.get(name)
+        if method == module.FORMAT and hasattr(module, "read"):
+            return name, module
+    raise UserError(
+        f"{path} has quantization of kind '{method}', which is not read; read are {', '.join(FORMATS.names())}"
+    )
+
+
+def _kv_scales(entries: list[Entry], reader: ModuleType) -> dict[str, tuple[Entry, Entry]]:
+    """Find the scales of an FP8 KV cache."""
+    if reader.KV_SCALES is None:
+        return {}
+    keys, values = reader.KV_SCALES
+    by_name = {entry.name: entry for entry in entries}
+    found = {}
+    for name in by_name:
+        prefix = name.removesuffix(f".{keys}")
+        if prefix != name and f"{prefix}.{values}" in by_name:
+            found[f"{prefix}."] = by_name[name], by_name[f"{prefix}.{values}"]
+    return found
+
+
+def _layers(
+    skeleton: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: ModuleType
+) -> dict[str, StoredLayer]:
+    """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
+    linears = {name: module for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)}
+    by_layer: dict[str, dict[str, Entry]] = {}
+    memory = models.memory_names(skeleton, [entry.name for entry in entries])
+    for entry in entries:
+        module, _, local = memory[entry.name].rpartition(".")
+        if module in linears:
+            by_layer.setdefault(module, {})[local] = entry
+    found = {}
+    for module, own in by_layer.items():
+        prefixes = {entry.name.rpartition(".")[0] for entry in own.values()}
+        if len(prefixes) > 1:
+            raise UserError(f"the tensors of {module} stand under {' and '.join(sorted(prefixes))}; download again")
+        (prefix,) = prefixes
+        linear: Any = linears[module]
+        shape, names = (linear.out_features, linear.in_features), (module, prefix, spec.engine_name(module))
+        try:
+            scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in own.items()}, shape)
+            if scheme is not None:
+                _check_layer(prefix, own, reader.specs(scheme, *shape, "F16"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"layer {prefix}: config and tensors do not belong together ({error})") from error
+        if scheme is not None:
+            found[module] = StoredLayer(f"{prefix}.", shape, scheme, {k: v for k, v in own.items() if k != "bias"})
+    if not found:
+        raise UserError(
+            "no linear layer is quantized as the config says; config.json and weights do not belong together"
+        )
+    return found
+
+
+def _check_layer(prefix: str, own: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
+    """Compare a quantized layer's tensors with what its scheme asks for; any float type does for scales."""
+    for local, spec in needed.items():
+        if local not in own:
+            if local == _OPTIONAL:
+                continue
+            raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
+        got = own[local].spec
+        same = got.dtype == spec.dtype or (got.dtype in _FLOATS and spec.dtype in _FLOATS)
+        if not same or [n for n in got.shape if n != 1] != [n for n in spec.shape if n != 1]:
+            found, right = (f"{one.dtype} {list(one.shape)}" for one in (got, spec))
+            raise UserError(
+                f"tensor '{prefix}.{local}' is {found}, its scheme needs {right}; download the checkpoint again"
+            )
+    if extra := sorted(own.keys() - needed.keys() - {"bias"}):
+        raise UserError(f"tensor '{prefix}.{extra[0]}' has no place in a layer of this scheme; it cannot be converted")
+
+
+def _check_plain(stored: Stored) -> None:
+    """Compare the shapes of unquantized tensors with the model's."""
+    state, specs = stored.skeleton.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
+    for memory, disk in stored.names.items():
+        if disk in specs and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
+            shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
+            raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
+
+
+def _is_scale(local: str, layer: StoredLayer) -> bool:
+    return layer.entries[local].spec.dtype in _FLOATS and "global" not in local and local != "weight_scale_2"

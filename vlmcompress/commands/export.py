@@ -1,0 +1,68 @@
+"""Write a compressed checkpoint in another format, without quantizing again."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+from pathlib import Path
+
+from vlmcompress.commands import _lean
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import duration, size, table
+
+PLACE = 54
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("checkpoint", metavar="OUT", help="folder of the compressed checkpoint")
+    converting(parser)
+    parser.epilog = (
+        "Codes and scales stay as they are and are packed otherwise: unpacked, they are equal bit for bit. What the format\n"
+        "cannot hold is refused by name. Formats: see vlmcompress list formats."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Write the checkpoint in the other format."""
+    from vlmcompress.checkpoint import manifest
+
+    source = Path(args.checkpoint)
+    manifest.read(source)
+    return carry_out(source, args)
+
+
+def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
+    """Write `source` as the flags of `converting` ask for it."""
+    _lean.import_transformers()
+    from vlmcompress.checkpoint.convert import convert
+
+    out, began = Path(args.out), time.monotonic()
+    with closing(ProgressBar()) as bar:
+        record = convert(
+            source,
+            out,
+            args.format,
+            shard_size=args.shard_size,
+            overwrite=args.overwrite,
+            progress=lambda written, total: bar("writing", written, total),
+        )
+    seconds, changed, sizes = time.monotonic() - began, record["converted"], record["size"]
+    data = {"ok": True, "out": str(out), **changed, **sizes, "seconds": round(seconds, 3)}
+    rows = [
+        ("format", f"{changed['from']} -> {changed['to']}"),
+        ("weights", size(sizes["weights_after"])),
+        ("time", duration(seconds)),
+    ]
+    return OK, data, f"{out}\n{table(rows)}"
+
+
+def converting(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The flags of verbs that bring a checkpoint into another format; `default`: the format, None: it has to be given."""
+    about = "see vlmcompress list formats" + (f"; default: {default}" if default else "")
+    parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
+    parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file; default: 5GB")
+    parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is whole")

@@ -1,0 +1,51 @@
+"""Small integers packed into 32-bit words, and scales kept in 16-bit floats, as AutoAWQ's and AutoGPTQ's files have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlmcompress.errors import UserError
+
+
+def packed(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """Pack `values [rows, n]`, from 0 to 2^bits - 1, along the last side into int32 words `[rows, n * bits / 32]`.
+
+    Args:
+        order: which of a word's values lies at which place, least significant bits first; None: in turn.
+    """
+    per = 32 // bits
+    parts = values.to(torch.int32).view(len(values), -1, per)
+    if order is not None:
+        parts = parts[..., list(order)]
+    return (parts << _shifts(bits)).sum(-1, dtype=torch.int32).contiguous()
+
+
+def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """The values `[rows, n]` in `words [rows, n * bits / 32]`, as int32: the inverse of `packed`."""
+    parts = (words[..., None] >> _shifts(bits)) & (2**bits - 1)
+    if order is not None:
+        parts = parts[..., torch.tensor(order).argsort()]
+    return parts.reshape(len(words), -1)
+
+
+def half(scale: Tensor, what: str) -> Tensor:
+    """Scales as float16, where that changes none of them.
+
+    Raises:
+        UserError: a scale is too small, too large or too fine; `what` names the format.
+    """
+    found = scale.to(torch.float16)
+    if changed := int((found.float() != scale.float()).sum()):
+        example = scale.flatten()[(found.float() != scale.float()).flatten()][0].item()
+        raise UserError(
+            f"{changed} of {scale.numel()} scales are no 16-bit floats, which {what} files hold, the first is {example:.3g}; "
+            "write compressed-tensors"
+        )
+    return found
+
+
+def _shifts(bits: int) -> Tensor:
+    return torch.arange(0, 32, bits, dtype=torch.int32)
