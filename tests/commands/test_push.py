@@ -217,6 +217,11 @@ def test_upload(made, server, monkeypatch, capfd, tmp_path) -> None:
     )
     assert cli.main(push) == 0
     assert set(arrived()) == set(shown["files"]) | {"pic.png"}
+    capfd.readouterr()
+    server.refuses = '"license" must be one of [apache-2.0, ...]'
+    assert cli.main(push) == 2
+    assert "error: the Hub does not take the card (Invalid metadata in README.md." in capfd.readouterr().err
+    server.refuses = ""
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     capfd.readouterr()
     assert cli.main(push) == 2

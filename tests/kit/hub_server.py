@@ -30,6 +30,7 @@ class Hub:
         cut: file -> so many bytes of it are sent once, then the connection breaks.
         served: (file, bytes) of every answer to a GET of a file.
         token: what a request must bear to write; private: ids that were made private.
+        refuses: what is wrong with the metadata of every card; "" for nothing.
     """
 
     address: str = ""
@@ -39,6 +40,7 @@ class Hub:
     served: list[tuple[str, int]] = field(default_factory=list)
     token: str = "hf_writer"
     private: set[str] = field(default_factory=set)
+    refuses: str = ""
 
     def add(self, name: str, source: Path | dict[str, bytes], revision: str = "main", kind: str = "model") -> str:
         """Publish a folder, or contents by name; returns the commit."""
@@ -102,15 +104,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Make a repository, say how files are to come (all within the commit), or commit."""
         chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
         body = self._chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/validate-yaml":
+            errors = [{"message": self.known.refuses}] if self.known.refuses else []
+            return self._answer(400 if errors else 200, json.dumps({"errors": errors, "warnings": []}).encode())
         if self.headers.get("Authorization") != f"Bearer {self.known.token}":
             return self._answer(401, b"", {"X-Error-Message": "Invalid credentials"})
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
             if f"model {name}" in self.known.repositories:
-                return self._answer(409, b"{}")
+                return self._answer(409, json.dumps({"url": f"{self.known.address}/{name}"}).encode())
             self.known.add(name, {})
-            self.known.private |= {name} if asked.get("private") else set()
+            self.known.private |= {name} if asked.get("visibility") == "private" else set()
             return self._answer(200, json.dumps({"url": f"{self.known.address}/{name}"}).encode())
         found = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit)/main", urlparse(self.path).path)
         if found is None or f"model {found[1]}" not in self.known.repositories:

@@ -56,6 +56,15 @@ FORMATS: dict[str, dict | None] = {
     ),
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "gptq-v2": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "checkpoint_format": "gptq_v2"},
+    "gptq-mixed": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "dynamic": {"+:.*down.*": {"bits": 8}, "-:.*visual.*": {}},
+    },
+    "gptq-2": {"quant_method": "gptq", "bits": 2, "group_size": 128, "sym": True},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     "unheard-of": {"quant_method": "quip"},
 }

@@ -68,14 +68,14 @@ def test_files_of_all(case: str) -> None:
 
 # engine -> formats that it loads, by its own source; read by hand, see the docstrings of the entries
 LOADS = {
-    "sglang": set(FORMATS) - {"w3", "w4a8", "unheard-of"},
+    "sglang": set(FORMATS) - {"w3", "w4a8", "gptq-2", "unheard-of"},
     "lmdeploy": {"bf16", "w4-g128", "awq", "gptq"},
     "tensorrt-llm": {"bf16", "fp8", "nvfp4", "nvfp4-fp8", "modelopt"},
-    "vllm": set(FORMATS) - {"unheard-of"},
-    "vllm-split": set(FORMATS) - {"unheard-of"},
-    "triton": set(FORMATS) - {"unheard-of"},
-    "compose": set(FORMATS) - {"unheard-of"},
-    "kubernetes": set(FORMATS) - {"unheard-of"},
+    "vllm": set(FORMATS) - {"gptq-2", "unheard-of"},
+    "vllm-split": set(FORMATS) - {"gptq-2", "unheard-of"},
+    "triton": set(FORMATS) - {"gptq-2", "unheard-of"},
+    "compose": set(FORMATS) - {"gptq-2", "unheard-of"},
+    "kubernetes": set(FORMATS) - {"gptq-2", "unheard-of"},
 }
 
 

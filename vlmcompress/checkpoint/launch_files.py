@@ -30,7 +30,7 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> la
     found, reducer = reducer_block.read(config), None
     if found:
         chosen = found.reducer
-        reducer = launch.Reducer(chosen.label, chosen.asks, recipe.get("engine", "vllm") == "vllm")
+        reducer = launch.Reducer(" ".join(chosen.label.split()), chosen.asks, recipe.get("engine", "vllm") == "vllm")
     machine, named = None, recipe.get("target")
     if isinstance(named, str) and named in targets.REGISTRY:
         target = targets.get(named)

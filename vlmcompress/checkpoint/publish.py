@@ -126,6 +126,11 @@ def send(upload: Upload, *, private: bool = False) -> str:
             f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}); "
             "run it again, what has arrived is not sent twice"
         ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{constants.ENDPOINT} does not answer as a Hub does; set HF_ENDPOINT to one") from error
+    except ValueError as error:  # the Hub looks at the card before anything is sent
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"the Hub does not take the card ({said}); nothing was uploaded") from error
     return f"{constants.ENDPOINT}/{upload.repository}"
 
 

@@ -52,17 +52,11 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _check_whole(out: Path) -> None:
-    """Refuse a damaged checkpoint. Of formats that `doctor` does not know in detail only the files are compared."""
+    """Refuse a checkpoint that `doctor` finds something wrong with."""
     from vlmcompress.diagnosis.files import diagnose
-    from vlmcompress.models import read_config
 
-    checks = diagnose(out)
-    known = {"manifest", "files", "weights"}
-    if all(check.ok for check in checks if check.name in known):
-        method = (read_config(out, weights=False).get("quantization_config") or {}).get("quant_method")
-        known = known if method not in (None, "compressed-tensors") else {check.name for check in checks}
-    for check in checks:
-        if check.name in known and not check.ok:
+    for check in diagnose(out):
+        if not check.ok:
             raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
 
 

@@ -15,6 +15,7 @@ No flag is guessed: each entry says in its docstring where its flags were read. 
 from __future__ import annotations
 
 from vlmcompress.common.registry import LAUNCHERS as REGISTRY
+from vlmcompress.launch import _grafana, _readme
 from vlmcompress.launch._facts import Facts, Group, Machine, Reducer, read
 
 __all__ = ["REGISTRY", "Facts", "Group", "Machine", "Reducer", "commands", "files", "read"]
@@ -23,8 +24,6 @@ __all__ = ["REGISTRY", "Facts", "Group", "Machine", "Reducer", "commands", "file
 def files(facts: Facts) -> dict[str, str]:
     """All launch files of a checkpoint: path below `serve/` -> text. Always has `README.md`, which says what is there and why
     the rest is not; `grafana.json` where vLLM serves it."""
-    from vlmcompress.launch import _grafana, _readme
-
     found: dict[str, str] = {}
     for name in REGISTRY:
         launcher = REGISTRY.get(name)

@@ -26,7 +26,7 @@ class Group:
         size: weights that share a scale, for strategies that have one.
         symmetric: whether there are no zero points.
         activations: bits of quantized activations, None for 16-bit ones; dynamic: whether their scale is found at run time.
-        packing: `format` of the group, such as `pack-quantized`.
+        packing: `format` of the group, such as `pack-quantized`; `checkpoint_format` of GPTQ.
         whole: whether it is aimed at the class `Linear` and not at names.
     """
 
@@ -151,16 +151,29 @@ def plain(name: str) -> str:
 
 
 def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
-    bits = _count(quantization.get("bits"))
-    if bits is not None:  # AWQ and GPTQ
-        size = quantization.get("group_size")
-        symmetric = bool(quantization.get("sym", not quantization.get("zero_point", False)))
-        whole = isinstance(size, int) and size > 0
-        return {"": Group("int", bits, "group" if whole else "channel", size if whole else None, symmetric)}
+    if _count(quantization.get("bits")):  # AWQ and GPTQ, the latter with numbers of their own for layers that match
+        own = {key: _mapping(value) for key, value in _mapping(quantization.get("dynamic")).items()}
+        others = {
+            str(key): _numbers({**quantization, **value}) for key, value in own.items() if not key.startswith("-:")
+        }
+        return {"": _numbers(quantization), **others}
     return {
         plain(str(key)): _group(_mapping(group), str(quantization.get("format", "")))
         for key, group in _mapping(quantization.get("config_groups")).items()
     }
+
+
+def _numbers(quantization: Mapping[str, Any]) -> Group:
+    """The group that the numbers of AWQ and GPTQ describe."""
+    size = _count(quantization.get("group_size"))
+    return Group(
+        kind="int",
+        bits=_count(quantization.get("bits")) or 0,
+        strategy="group" if size else "channel",
+        size=size,
+        symmetric=bool(quantization.get("sym", not quantization.get("zero_point", False))),
+        packing=str(quantization.get("checkpoint_format") or ""),
+    )
 
 
 def _group(group: Mapping[str, Any], packing: str) -> Group:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vlmcompress.launch import REGISTRY, Facts
+from vlmcompress.common.registry import LAUNCHERS as REGISTRY
+from vlmcompress.launch._facts import Facts
 
 _NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and win over those in the file:
 `PORT=9000 sh serve/vllm.sh --max-model-len 8192`. The scripts listen on this machine only unless HOST says otherwise; put

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.launch import Facts, vllm
+from vlmcompress.launch import vllm
+from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._text import documents
 
 TITLE = "Docker Compose"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.launch import Facts, compose, vllm
+from vlmcompress.launch import compose, vllm
+from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._text import documents
 
 TITLE = "Kubernetes"

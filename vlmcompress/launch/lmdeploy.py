@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.launch import Facts
+from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._text import execute, script
 
 TITLE = "LMDeploy 0.18.0"
@@ -43,8 +43,8 @@ def refusal(facts: Facts) -> str | None:
     sizes = SIZES[facts.method]
     if (group.kind, group.bits, group.activations) != ("int", 4, None) or group.size not in sizes or not packed:
         return f"of {facts.method} it reads 4-bit integers in groups of {' or '.join(map(str, sizes))} only"
-    if facts.method == "gptq" and not group.symmetric:
-        return "of gptq it reads symmetric weights only"
+    if facts.method == "gptq" and (not group.symmetric or group.packing == "gptq_v2"):
+        return "of gptq it reads symmetric weights only, with the zero points of version 1"
     return None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from vlmcompress.launch import Facts, Group
+from vlmcompress.launch._facts import Facts, Group
 from vlmcompress.launch._text import execute, script
 
 TITLE = "SGLang 0.5.23"
@@ -33,8 +33,13 @@ def refusal(facts: Facts) -> str | None:
         return f"it does not know the reducer {facts.reducer.label}"
     if facts.architecture not in ARCHITECTURES:
         return f"it has no class of its own for {facts.architecture or 'this architecture'}"
-    if facts.method in (None, "awq", "gptq", "modelopt"):
+    if facts.method in (None, "modelopt"):
         return None
+    if facts.method in ("awq", "gptq"):
+        bits = {group.bits for group in (facts.groups or {}).values()}
+        return (
+            None if bits <= ({4} if facts.method == "awq" else {4, 8}) else f"of {facts.method} it reads other widths"
+        )
     if facts.method != "compressed-tensors":
         return f"it is not known to read the format {facts.method}"
     return next((reason for group in (facts.groups or {}).values() if (reason := _unread(group))), None)

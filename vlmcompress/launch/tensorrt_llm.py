@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmcompress.launch import Facts, Group
+from vlmcompress.launch._facts import Facts, Group
 from vlmcompress.launch._text import documents, execute, script
 
 TITLE = "TensorRT-LLM"

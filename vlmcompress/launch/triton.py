@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from vlmcompress.launch import Facts, vllm
+from vlmcompress.launch import vllm
+from vlmcompress.launch._facts import Facts
 
 TITLE = "Triton's vLLM backend"
 CHECKED = "model.json read by vLLM 0.32's EngineArgs, config.pbtxt by protobuf's parser in our tests, not run"

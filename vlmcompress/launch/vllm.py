@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.launch import Facts
+from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._text import execute, script
 
 TITLE = "vLLM 0.32"
@@ -27,6 +27,8 @@ def refusal(facts: Facts) -> str | None:
     """The reason why vLLM does not load it: a format that it does not know, or a reducer that it cannot serve."""
     if facts.method not in READS:
         return f"it is not known to read the format {facts.method}"
+    if facts.method == "gptq" and any(group.bits not in (4, 8) for group in (facts.groups or {}).values()):
+        return "of gptq it reads 4 and 8 bits only"
     if facts.reducer and not facts.reducer.served:
         return f"the reducer {facts.reducer.label} runs in transformers only"
     return None
@@ -111,6 +113,6 @@ def _step(facts: Facts) -> int | None:
     machine = facts.machine
     if machine is None or machine.capability is None or not machine.memory:
         return None
-    if machine.memory >= 172:  # vLLM says 160 GiB
+    if machine.memory >= 172:  # vLLM says 160 GiB, and 70 below
         return 16384
-    return 8192 if machine.memory >= 80 and machine.capability != (8, 0) else 2048
+    return 8192 if machine.memory >= 76 and machine.capability != (8, 0) else 2048

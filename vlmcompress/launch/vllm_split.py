@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from vlmcompress.launch import Facts, vllm
+from vlmcompress.launch import vllm
+from vlmcompress.launch._facts import Facts
 from vlmcompress.launch._text import execute, script
 
 TITLE = "vLLM 0.32, encode, prefill and decode apart"
