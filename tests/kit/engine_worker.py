@@ -11,13 +11,14 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import vllm_answers, vllm_naming, vllm_processor, vllm_reduced
+from tests.kit import vllm_answers, vllm_naming, vllm_processor, vllm_reduced, vllm_tower
 
 KINDS = {
     "answers": vllm_answers.run,
     "naming": vllm_naming.run,
     "processor": vllm_processor.run,
     "reduced": vllm_reduced.run,
+    "tower_scales": vllm_tower.run,
 }
 
 
