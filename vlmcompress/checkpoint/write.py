@@ -47,6 +47,7 @@ def write(
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
+    beside: Mapping[str, Mapping] | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -66,6 +67,7 @@ def write(
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
+        beside: name of a further file -> its content, written as JSON.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
@@ -88,6 +90,7 @@ def write(
         config,
         manifest,
         before,
+        beside,
         shard_size=shard_size,
         progress=progress,
     )
@@ -103,6 +106,7 @@ def write_folder(
     config: dict,
     manifest: dict,
     before: int,
+    beside: Mapping[str, Mapping] | None = None,
     *,
     shard_size: str | int,
     progress: Callable[[int, int], None] | None = None,
@@ -127,6 +131,8 @@ def write_folder(
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)
+        for name, content in (beside or {}).items():
+            write_json(tree / name, dict(content))
         size = {"weights_before": before, "weights_after": after}
         complete = manifest | {"size": size, "tensors": len(plan), "timing": phases.so_far()}
         launch_files.write(tree, complete, out.name)

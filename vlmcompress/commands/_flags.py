@@ -14,6 +14,7 @@ RECIPE_KEYS = {
     "goal": "goal",
     "scheme": "scheme",
     "vision": "vision",
+    "vision_attention": "vision_attention",
     "kv_cache": "kv_cache",
     "reduce": "reduce",
     "calib": "calibrate.data",
@@ -42,6 +43,7 @@ def recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=none, help="machine to serve on; see vlmcompress list targets")
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
     reducer(parser, "what the checkpoint carries: a visual-token reducer")
     data(parser)

@@ -89,6 +89,8 @@ def needing(work: Plan) -> str | None:
     """Name in words what in a recipe needs calibration data; None: nothing."""
     if work.needs_data:
         return f"scheme '{work.recipe.scheme}'"
+    if work.recipe.vision_attention:
+        return "vision_attention"
     tokens = work.visual_tokens
     return f"reducer '{tokens.reducer.method}'" if tokens and tokens.learns else None
 
@@ -99,7 +101,7 @@ def refuse_without_data(work: Plan) -> None:
     for named in (settings.data, settings.text):
         if named is not None and hub.parse(named, "dataset") is None:
             refuse_missing(Path(named))
-    if not work.statistics or (work.visual_tokens and work.visual_tokens.counted):
+    if not work.statistics or work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted):
         _source(work.recipe, work.recipe.model, needing(work))
 
 

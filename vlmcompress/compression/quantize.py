@@ -14,6 +14,7 @@ import torch
 
 from vlmcompress import models
 from vlmcompress.blocks.store import BlockStore
+from vlmcompress.calibration import tower_attention
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders, phases, team
 from vlmcompress.common.phases import phase
@@ -67,6 +68,9 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
         if work.budget:
             work = allocate.planned(work, resume=resume, progress=progress)
         inputs = _inputs(work)
+        with phase("vision attention"):
+            wanted = bool(recipe.vision_attention)
+            attention = tower_attention.scales(inputs.vlm, inputs.batches, progress) if wanted else None
         known = work.statistics.reducer if work.statistics else None
         with phase("reducer"):
             reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
@@ -79,7 +83,7 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
     if not team.first():
         return Result(out, {})
     written = write_checkpoint(
-        work, inputs.vlm, store, calibrated.origin, count, overwrite=overwrite, progress=progress
+        work, inputs.vlm, store, calibrated.origin, count, attention, overwrite=overwrite, progress=progress
     )
     store.remove()
     allocate.clean(out)
@@ -93,7 +97,8 @@ def _inputs(work: Plan) -> Inputs:
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     if work.statistics:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
-        samples = read_inputs(recipe, vlm, needing(work)).batches if tokens and tokens.counted else []
+        wanted = recipe.vision_attention or (tokens and tokens.counted)
+        samples = read_inputs(recipe, vlm, needing(work)).batches if wanted else []
         return Inputs(vlm, samples, work.statistics.origin)
     if not work.reads_data:
         return Inputs(vlm, [], None)

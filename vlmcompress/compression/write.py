@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.blocks.solve import solve_block, warnings
 from vlmcompress.blocks.store import BlockStore, StoredWeights
-from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import manifest, vision_scales
 from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression import reducer as reducers
@@ -28,6 +28,7 @@ def write_checkpoint(
     store: BlockStore,
     origin: dict[str, Any] | None,
     counter: TokenCounter | None,
+    attention: Mapping[str, Any] | None = None,
     *,
     overwrite: bool,
     progress: Progress,
@@ -40,6 +41,7 @@ def write_checkpoint(
         store: results of the decoder's blocks.
         origin: the manifest's description of the calibration data; None for no calibration.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
+        attention: scales of the vision tower's attention (`calibration.tower_attention`); None: none are wanted.
     """
     recipe, exporter = work.recipe, work.recipe.exporter
     assert recipe.out is not None
@@ -75,6 +77,7 @@ def write_checkpoint(
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
+        beside={vision_scales.NAME: attention} if attention else {},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),

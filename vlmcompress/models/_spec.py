@@ -61,6 +61,8 @@ class ModelSpec:
         vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
         vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
             cannot run the tower quantized.
+        vision_attention: the attention within a tower block, where vLLM can compute it in FP8 by scales from a file (its class
+            asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` behind; None where it can't.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         layout: function that computes which part of an image, of some size, each visual token shows.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
@@ -90,6 +92,7 @@ class ModelSpec:
     image_token: str
     layout: Cut
     lm_head: str = "lm_head"
+    vision_attention: str | None = None
     positions: Literal["1d", "mrope"] = "1d"
     visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
     mixed_blocks: str | None = None

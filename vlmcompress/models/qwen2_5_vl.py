@@ -19,6 +19,7 @@ SPEC = ModelSpec(
         LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("norm2",), fused=True),
         LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear"),
     ),
+    vision_attention="attn",
     image_token="image_token_id",
     layout=native,
     positions="mrope",

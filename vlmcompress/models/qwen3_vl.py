@@ -22,6 +22,7 @@ SPEC = ModelSpec(
         LinearGroup("fc1", ("mlp.linear_fc1",), ("norm2",)),
         LinearGroup("fc2", ("mlp.linear_fc2",)),
     ),
+    vision_attention="attn",
     image_token="image_token_id",
     layout=native,
     positions="mrope",

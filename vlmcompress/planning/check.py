@@ -20,6 +20,7 @@ from vlmcompress.common.finding import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.planning import fit
+from vlmcompress.planning.attention import cache_finding, tower_finding
 from vlmcompress.planning.plan import Plan, survey
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
@@ -56,6 +57,10 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     else:
         found.append(Finding("shapes", True, f"{plan.linear_layers} linear layers can be quantized"))
     found += _family(plan, target, engine)
+    if target and engine == "vllm":
+        found.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
+        if recipe.vision_attention:
+            found.append(tower_finding(target))
     if not plan.problems:
         found.append(_size(plan))
         if target and target.memory:
@@ -80,8 +85,6 @@ def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]
             continue
         reason = _OTHERS[engine](key, scheme, target)
         found.append(Finding(name, reason is None, reason or f"runs {fit.label(scheme)}"))
-    if recipe.kv_cache and engine == "vllm" and target:
-        found.append(Finding("vllm: KV cache", not target.kv_fp8_refused, target.kv_fp8_refused or target.kv_fp8))
     return found
 
 

@@ -19,7 +19,7 @@ from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme
-from vlmcompress.planning import fit, memory, reducer, reuse
+from vlmcompress.planning import attention, fit, memory, reducer, reuse
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe import Recipe
@@ -90,8 +90,12 @@ class Plan:
 
     @property
     def reads_data(self) -> bool:
-        """Whether calibration samples that are named are read: some layer is quantized, or the reducer learns from them."""
-        return any(self.blocks) or (self.visual_tokens is not None and self.visual_tokens.learns)
+        """Whether calibration samples that are named are read: something is quantized, or the reducer learns from them."""
+        return (
+            any(self.blocks)
+            or bool(self.recipe.vision_attention)
+            or (self.visual_tokens is not None and self.visual_tokens.learns)
+        )
 
     @property
     def prefix(self) -> str | None:
@@ -147,7 +151,7 @@ def survey(
         models.check_shapes(source.path, source.skeleton, source.names)
     own = _own_others(recipe, source)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
-    problems = reducer.problems(recipe, source) + _refusals(recipe, own)
+    problems = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in source.blocks]
     for group in groups:
@@ -223,7 +227,7 @@ def _unwritable(recipe: Recipe, layers: Layers, blocks: list[list[Group]]) -> It
     yield from recipe.exporter.problems(layers)
     if recipe.kv_cache and not all(blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none"
-    if not layers.quantized and recipe.reduce is None:
+    if not layers.quantized and recipe.reduce is None and recipe.vision_attention is None:
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 

@@ -73,6 +73,7 @@ class Recipe(_Frozen):
         goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantizers`; `options` holds its `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
+        vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
@@ -92,6 +93,7 @@ class Recipe(_Frozen):
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # until `resolve` has made them
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
+    vision_attention: Literal["fp8"] | None = None
     kv_cache: Literal["fp8"] | None = None
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
@@ -219,7 +221,8 @@ def resolve(
     if recipe.format not in FORMATS.names():
         raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
-        targets.refuse(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.vision_formats)
+        asked = (recipe.number_formats, recipe.kv_cache, recipe.vision_formats, recipe.vision_attention)
+        targets.refuse(recipe.target, *asked)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model}), origins)
 

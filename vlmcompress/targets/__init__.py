@@ -65,7 +65,8 @@ class Target:
         refused: format -> why it does not run, naming the alternative.
         limits: format -> shapes that its kernel takes.
         head_sizes: sizes of an attention head that run; None: no limit known.
-        kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none.
+        kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none; `kv_instead`: what is better there.
+        vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
     """
 
     title: str
@@ -82,6 +83,8 @@ class Target:
     head_sizes: frozenset[int] | None = None
     kv_fp8: str = ""
     kv_fp8_refused: str | None = None
+    kv_instead: str = ""
+    vision_attention_fp8: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -131,18 +134,29 @@ def default_scheme(name: str, goal: Goal | None) -> str:
     return get(name).schemes[goal]
 
 
-def refuse(name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None) -> None:
-    """Raise `UserError` when the target cannot run a scheme, an FP8 KV cache or the vision tower's scheme."""
-    for reason in refusals(name, scheme, kv_cache, vision):
+def refuse(
+    name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None, vision_attention: str | None = None
+) -> None:
+    """Raise `UserError` with the first of `refusals`."""
+    for reason in refusals(name, scheme, kv_cache, vision, vision_attention):
         raise UserError(reason)
 
 
-def refusals(name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None) -> list[str]:
-    """All reasons why the target cannot run a scheme, an FP8 KV cache or the vision tower's scheme; empty if it can."""
+def refusals(
+    name: str, scheme: Any, kv_cache: str | None = None, vision: Any = None, vision_attention: str | None = None
+) -> list[str]:
+    """All reasons why the target can't run what is asked for; empty if it can.
+
+    Args:
+        scheme, vision: number formats of the decoder's and of the vision tower's linear layers, or None.
+        kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
+    """
     target = get(name)
     found = [target.refusal(format_key(scheme))]
     if vision is not None and (reason := target.refusal(format_key(vision))):
         found.append(f"vision tower: {reason}")
     if kv_cache:
         found.append(target.kv_fp8_refused)
+    if vision_attention and not target.vision_attention_fp8:
+        found.append(f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out")
     return [reason for reason in found if reason]

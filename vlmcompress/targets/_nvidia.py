@@ -32,6 +32,7 @@ _NVFP4 = {
     "use {fast} for throughput or awq for memory"
 }
 _BLOCKS = "w8a8-fp-block"
+_TOWER = "cuDNN 9.17.1 or later in FlashInfer"  # `is_flashinfer_cudnn_fp8_prefill_attn_supported`
 
 # A100, A10G, GeForce 30 and Jetson Orin.
 AMPERE = Target(
@@ -50,6 +51,7 @@ AMPERE = Target(
         ),
     },
     kv_fp8="FlashInfer only (--attention-backend FLASHINFER), heads of 64, 128, 256 or 512",
+    kv_instead="serve with --kv-cache-dtype int8_per_token_head (Triton attention; it needs no scales)",
 )
 
 # L40S and GeForce 40.
@@ -107,6 +109,7 @@ BLACKWELL = Target(
         "in a Triton kernel)"
     },
     kv_fp8="FlashInfer",
+    vision_attention_fp8=_TOWER,
 )
 
 _SMALL_FP4 = {"w4a4-fp": "FlashInfer CUTLASS", "w4a16-fp": "Marlin"}
@@ -121,6 +124,7 @@ BLACKWELL_GEFORCE = Target(
     weight_only=_W4A8,
     refused=BLACKWELL.refused,
     kv_fp8="FlashInfer or Triton attention",
+    vision_attention_fp8=_TOWER,
 )
 
 # Jetson Thor: its memory is so slow beside its arithmetic that 4 bits are the better default.
@@ -133,4 +137,5 @@ THOR = Target(
     weight_only=_W4A8,
     refused=BLACKWELL.refused,
     kv_fp8="FlashInfer or Triton attention",
+    vision_attention_fp8=_TOWER,
 )

@@ -40,4 +40,5 @@ TARGET = Target(
     bandwidth=5300,
     rates={"bf16": 1307.4, "fp8": 2614.9, "int8": 2614.9},
     kv_fp8="Triton or ROCm attention",
+    vision_attention_fp8="AITER (VLLM_ROCM_USE_AITER=1)",
 )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlmcompress.checkpoint import vision_scales
 from vlmcompress.common import json_files
 from vlmcompress.engines.vllm import environment, interpreter, plugin
 from vlmcompress.errors import UserError
@@ -110,7 +111,8 @@ def remarks(arguments: Sequence[str]) -> list[str]:
             '\'"mm_processor_kwargs": {"query": "..."}\'. vLLM takes the latter only with '
             f"{TRUST}, which lets clients change how images are processed, too; serve those you trust."
         )
-    return found
+    scales = vision_scales.remark(Path(arguments[0])) if vision_scales.PATH_FLAG not in names else None
+    return [*found, scales] if scales else found
 
 
 def name(model: Path) -> str:
