@@ -195,7 +195,7 @@ def survey(
 
 def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]:
     """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantizers`)."""
-    other = getattr(recipe.method, "other", None)
+    other: Any = getattr(recipe.method, "other", None)
     found, made = {}, {}
     for group in (group for block in source.blocks for group in block) if other else ():
         chosen = other(group.name, group.layer, len(source.blocks), recipe.options)
