@@ -195,14 +195,16 @@ def survey(
 
 def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]:
     """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantizers`)."""
-    other: Any = getattr(recipe.method, "other", None)
-    found, made = {}, {}
-    for group in (group for block in source.blocks for group in block) if other else ():
+    other = getattr(recipe.method, "other", None)
+    found: dict[tuple[int, str], Method] = {}
+    if other is None:
+        return found
+    made: dict[str, Method] = {}
+    for group in (group for block in source.blocks for group in block):
         chosen = other(group.name, group.layer, len(source.blocks), recipe.options)
         if chosen is not None:
             scheme, options = chosen
-            key = (scheme, repr(options))
-            if key not in made:
+            if (key := repr(chosen)) not in made:
                 module = SCHEMES.get(scheme)
                 made[key] = Method(module, module.Options(**options))
             found[group.layer, group.name] = made[key]
