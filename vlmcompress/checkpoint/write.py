@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -80,20 +81,8 @@ def write(
     before = sum(entry.spec.nbytes for entry in entries)
     if reducer:
         config = reducer_block.write(config, reducer, counter)
-    return write_folder(
-        source,
-        out,
-        plan,
-        quantized,
-        exporter,
-        layers,
-        config,
-        manifest,
-        before,
-        beside,
-        shard_size=shard_size,
-        progress=progress,
-    )
+    more: dict[str, Any] = {"beside": beside, "shard_size": shard_size, "progress": progress}
+    return write_folder(source, out, plan, quantized, exporter, layers, config, manifest, before, **more)
 
 
 def write_folder(
@@ -106,8 +95,8 @@ def write_folder(
     config: dict,
     manifest: dict,
     before: int,
-    beside: Mapping[str, Mapping] | None = None,
     *,
+    beside: Mapping[str, Mapping] | None = None,
     shard_size: str | int,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
