@@ -85,5 +85,5 @@ def _function(implementation: str, module: nn.Module) -> Any:
     """The attention that a module computes by itself; that called `eager` is in the module's own file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+    own: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
