@@ -101,6 +101,20 @@ def allocations() -> Iterator[Setting]:
     yield Setting("bits by error", "3.15", given | {"bits": {"budget": 3.149, "among": [2, 3, 4, 8], "by": "error"}})
 
 
+def nvfp4() -> Iterator[Setting]:
+    """NVFP4, mixed with FP8 and pure, with inputs of 4 bits, and pure with inputs of 16; `6` is without four-over-six."""
+    yield Setting("fp8", "W8A8", {"scheme": "fp8", "options": {}}, seeds=False)
+    for label, given in (
+        ("NVFP4 mixed", {}),
+        ("NVFP4", {"mixed": False}),
+        ("NVFP4A16", {"mixed": False, "activations": 16}),
+    ):
+        for rounding in ("rtn", "gptq", "awq"):
+            for name, more in ((rounding, {}), (f"{rounding} 6", {"four_over_six": False})):
+                options = {**given, **more, "rounding": rounding}
+                yield Setting(name, label, {"scheme": "nvfp4", "options": options})
+
+
 def settings() -> list[Setting]:
     """All rows, for one model, variant and seed."""
     found = [Setting("bf16", "16", seeds=False)]
@@ -111,7 +125,7 @@ def settings() -> list[Setting]:
     for balance in ("off", "ratio", "auto"):
         name = "int8" if balance == "off" else f"int8 {balance}"
         found.append(Setting(name, "W8A8", {"scheme": "int8", "options": {"balance": balance}}))
-    return found
+    return [*found, *nvfp4()]
 
 
 class Bench:

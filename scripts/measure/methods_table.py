@@ -25,11 +25,12 @@ from vlmcompress.evaluation.compare import compare
 
 BEYOND = 1.96
 COMPARED = ("exact", "path", "typical", "logit")
-BITS = ("16", "W8A8", "W4", "W4 channel", "3.25", "3.15", "W3", "W2")
+BITS = ("16", "W8A8", "NVFP4 mixed", "NVFP4", "NVFP4A16", "W4", "W4 channel", "3.25", "3.15", "W3", "W2")
 BALANCES = ("ratio", "mbq", "auto")
 PAIRS = {  # method -> methods that it is compared with, at the same number of bits or at that named
-    "gptq": ["rtn", "stock gptq"],
-    "awq": ["rtn", "stock awq"],
+    "rtn": ["rtn 6"],
+    "gptq": ["rtn", "stock gptq", "gptq 6"],
+    "awq": ["rtn", "stock awq", "awq 6"],
     "mbq": ["awq", "mbq mae"],
     "bits by error 3.15": [("gptq auto", "W3")],
     "bits by error 3.25": [("gptq auto", "W3"), "bits by luq", "bits by luq-reverse", "bits by qvlm"],

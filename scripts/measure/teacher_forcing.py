@@ -13,8 +13,8 @@ Only the decoder is quantized, so what enters it is computed once: `encode_quest
 and keeps input embeddings and positions (multimodal ones where the family has them). Questions about the same image begin
 alike. `pack` puts that beginning once at the head of a row and the rest of each question after it, with a mask that lets
 every question see the beginning and itself, and positions as if it stood alone; the numbers are those of separate sequences
-but for the order of additions. Weights are those of the checkpoint (BF16 values), arithmetic is float32; 8-bit activations are
-rounded per token as the engine does it.
+but for the order of additions. Weights are those of the checkpoint (BF16 values), arithmetic is float32; activations that
+an engine quantizes are rounded as it does it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress import models
+from vlmcompress import models, numerics
 from vlmcompress.data import Sample, encode
 from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.models import VLM
+from vlmcompress.numerics import ActFormat
 
 MEASURES = ("exact", "nll", "kl", "path", "logit")
 PER_ROW = 12  # questions that share a row, at most
@@ -209,21 +210,32 @@ def only(forward: Callable[[Tensor], Tensor], read: tuple[Tensor, Tensor]) -> Ca
     return computed
 
 
-def round_activations(model: nn.Module) -> list[Any]:
-    """Within the context, hooks round the inputs of layers with 8-bit activations, with one symmetric scale a token."""
+ROUNDED = {  # compressed-tensors' arguments -> number format
+    (8, "int", "token", True): ActFormat("int", 8, dynamic=True),
+    (8, "float", "token", True): ActFormat("float", 8, dynamic=True),
+    (4, "float", "tensor_group", "local"): ActFormat("float", 4, dynamic=True),
+}
 
-    def rounded(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        scale = args[0].abs().amax(-1, keepdim=True).clamp_min(1e-10) / 127
-        return ((args[0] / scale).round_().mul_(scale), *args[1:])
+
+def round_activations(model: nn.Module) -> list[Any]:
+    """Add hooks that round the inputs of layers with quantized activations as an engine does."""
+
+    def rounding(act: ActFormat) -> Callable[..., tuple[Tensor, ...]]:
+        def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            scale = getattr(module, "input_global_scale", None) if act.nvfp4 else None
+            x = args[0].flatten(0, -2)
+            return (numerics.round_activations(x, act, scale).view_as(args[0]), *args[1:])
+
+        return rounded
 
     hooks = []
     for module in model.modules():
         arguments = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
         if arguments is not None:
-            known = (arguments.num_bits, arguments.type, arguments.strategy, arguments.dynamic, arguments.symmetric)
-            if known != (8, "int", "token", True, True):
+            act = ROUNDED.get((arguments.num_bits, arguments.type, arguments.strategy, arguments.dynamic))
+            if act is None or not arguments.symmetric:
                 raise ValueError(f"no simulation of activations as {arguments}")
-            hooks.append(module.register_forward_pre_hook(rounded))
+            hooks.append(module.register_forward_pre_hook(rounding(act)))
     return hooks
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from vlmcompress import launch
 from vlmcompress.bench import client, counters, serving
 from vlmcompress.bench.load import parse
 from vlmcompress.bench.offline import run_offline
@@ -72,6 +74,12 @@ def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
         assert cache["enable_prefix_caching"] == "True"
         assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
         assert counters.version(running).startswith("0.")
+        shown = {name for name, _, _ in counters.exposed(running)}
+        dashboard = launch.files(launch.read({}, running.name))["grafana.json"]
+        queried = {name for name in re.findall(r"vllm:\w+", dashboard)}
+        assert len(queried) > 20 and queried <= shown, f"the dashboard asks for {sorted(queried - shown)}"
+        chosen = [labels["model_name"] for name, labels, _ in counters.exposed(running) if name in queried]
+        assert set(chosen) == {running.name}
     with pytest.raises(UserError, match="demo-llava is gone"):
         counters.counters(running)
     outcomes, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)

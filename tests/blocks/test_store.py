@@ -6,7 +6,7 @@ import torch
 
 from vlmcompress.blocks.solve import BlockResult
 from vlmcompress.blocks.store import BlockStore
-from vlmcompress.numerics import Format, round_to_nearest
+from vlmcompress.numerics import NVFP4, Format, round_to_nearest
 from vlmcompress.statistics.kv_range import BINS
 
 
@@ -16,6 +16,7 @@ def result() -> BlockResult:
     found = BlockResult()
     found.weights["a.b"] = round_to_nearest(weight, Format("int", 4, 32, symmetric=False), scale_dtype=torch.bfloat16)
     found.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
+    found.weights["a.d"] = round_to_nearest(weight, NVFP4)
     found.smoothing["norm"] = torch.rand(128)
     found.input_scales["a.b"] = torch.tensor([0.25])
     found.kv_ranges["attn"] = torch.rand(2, 3, 1 + BINS, dtype=torch.float64)
@@ -39,7 +40,7 @@ def test_round_trip_is_exact(tmp_path):
         again = loaded.weights[name]
         assert again.format == weight.format
         assert torch.equal(again.q.view(torch.int8), weight.q.view(torch.int8))
-        assert torch.equal(again.scale, weight.scale) and again.scale.dtype == weight.scale.dtype
+        assert torch.equal(again.step, weight.step) and again.scale.dtype == weight.scale.dtype
         assert (again.zero_point is None) == (weight.zero_point is None)
         assert weight.zero_point is None or torch.equal(again.zero_point, weight.zero_point)
 

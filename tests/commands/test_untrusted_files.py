@@ -359,17 +359,17 @@ def test_doctor_leaves_with_2_where_a_folder_is_broken(original, tmp_path, capfd
 
 
 def test_names_stay_names_in_the_card(original, tmp_path):
-    """A folder's name is one value of the header and one line of the text, whatever it is."""
+    """A folder's name is no id in the header and one line of the text, whatever it is."""
     for number, name in enumerate(("x\nlicense: mit\ntags: [official]", "null", "a: b # c", "<b>`x`", "plain-7b.v1")):
         shutil.copytree(original / "llava", tmp_path / name)
         out = tmp_path / f"o{number}"
         assert cli.main(["quantize", str(tmp_path / name), "-o", str(out), "--scheme", "rtn"]) == 0
         card = (out / "README.md").read_text()
         header = yaml.safe_load(card.split("---\n")[1])
-        assert header["base_model"] == name and header["tags"] == ["vlmcompress", "compressed-tensors"]
-        assert set(header) == {"base_model", "base_model_relation", "pipeline_tag", "tags"}
+        assert header["tags"] == ["vlmcompress", "vllm", "compressed-tensors", "4-bit"]
+        assert set(header) == {"quantized_by", "library_name", "pipeline_tag", "tags"}
         assert "<b>" not in card.replace("\\<b\\>", "").split("---\n", 2)[2]
-    assert "base_model: plain-7b.v1\n" in card
+    assert "\n\nplain-7b.v1 (" in card
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])

@@ -130,6 +130,15 @@ def test_a_bad_scale(patient, value):
     assert f"{LAYER}.weight_scale" in failures(patient)["values"]
 
 
+@pytest.mark.parametrize("scale", ["weight_global_scale", "input_global_scale"])
+def test_fused_layers_with_global_scales_of_their_own(source, tmp_path, scale):
+    """vLLM takes the largest of the three for all of them."""
+    rtn.write(source, tmp_path / "out", rtn.SCHEMES["nvfp4"])
+    edit_tensors(tmp_path / "out", lambda tensors: tensors[f"{LAYER}.{scale}"].mul_(1.5))
+    found = failures(tmp_path / "out")
+    assert found.keys() == {"layers"} and f"one {scale}: {LAYER}.{scale}" in found["layers"]
+
+
 def test_nan_in_float8(source, tmp_path):
     rtn.write(source, tmp_path / "out", rtn.SCHEMES["fp8"])
     edit_tensors(tmp_path / "out", lambda t: t[f"{LAYER}.weight"].view(torch.uint8)[0].fill_(0x7F))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
 from tests.kit.rtn import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors as ct
-from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
+from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 
 MORE = {
     "w3": Scheme(Format("int", 3, 32)),
@@ -20,15 +20,19 @@ MORE = {
 }
 
 
+def weight() -> torch.Tensor:
+    found = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    found[5] = 0
+    return found
+
+
 @pytest.fixture(params=sorted(SCHEMES | MORE))
 def case(request):
     """A scheme, a quantized random weight [96, 256] with an all-zero row, and its input scale."""
     scheme = (SCHEMES | MORE)[request.param]
-    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    weight[5] = 0
-    qt = round_to_nearest(weight, scheme.weights, scale_dtype=torch.bfloat16)
-    static = scheme.activations is not None and not scheme.activations.dynamic
-    return scheme, qt, torch.tensor(0.25) if static else None
+    qt = round_to_nearest(weight(), scheme.weights, scale_dtype=torch.bfloat16)
+    calibrated = scheme.activations is not None and scheme.activations.calibrated
+    return scheme, qt, torch.tensor(0.25) if calibrated else None
 
 
 def library(scheme):
@@ -39,17 +43,19 @@ def library(scheme):
 
 
 def test_same_bits_as_the_library(case):
-    """Oracle: compressed-tensors' compressor, given the dequantized weight with our scales, stores the same tensors."""
+    """Oracle: compressed-tensors' compressor, given the weight with our scales, stores the same tensors."""
     scheme, qt, input_scale = case
     compressor, group = library(scheme)
-    state = {"weight": qt.dequantize(torch.float32), "weight_scale": qt.scale.float()}
+    state = {"weight": weight().float(), "weight_scale": qt.scale.float()}
     if qt.zero_point is not None:
         state["weight_zero_point"] = qt.zero_point
+    if qt.global_scale is not None:
+        state["weight_global_scale"] = qt.global_scale
     expected = compressor.compress(state, group)
     stored = ct.tensors(qt, scheme, input_scale)
-    assert stored.keys() - {"input_scale"} == expected.keys()
+    assert stored.keys() - {"input_scale", "input_global_scale"} == expected.keys()
     for name, tensor in expected.items():
-        got = stored[name].float() if name == "weight_scale" else stored[name]
+        got = stored[name].to(tensor.dtype) if name == "weight_scale" else stored[name]
         assert got.dtype == tensor.dtype and torch.equal(got.float(), tensor.float()), name
 
 
@@ -58,9 +64,10 @@ def test_library_reads_back_our_weight(case):
     scheme, qt, input_scale = case
     compressor, group = library(scheme)
     stored = ct.tensors(qt, scheme, input_scale)
+    assert torch.equal(ct.dequantized(stored, scheme, tuple(qt.q.shape)), qt.dequantize(torch.float32))
     stored["weight_scale"] = stored["weight_scale"].float()
     back = compressor.decompress(stored, group)["weight"]
-    assert torch.equal(back.float(), qt.dequantize(torch.float32))
+    assert torch.equal(back.float(), qt.dequantize(torch.bfloat16 if scheme.weights.nvfp4 else torch.float32).float())
 
 
 def test_layout_is_what_is_stored(case):
@@ -74,6 +81,14 @@ def test_config_names_the_scheme(case):
     config = ct.quantization_config([(scheme, ["Linear"])], ["lm_head"])
     assert ct.scheme_of(config["config_groups"]["group_0"]) == scheme
     assert config["format"] == config["config_groups"]["group_0"]["format"] == ct.storage(scheme)
+
+
+@pytest.mark.parametrize(("name", "preset"), [("nvfp4", "NVFP4"), ("nvfp4a16", "NVFP4A16")])
+def test_nvfp4_is_spelt_as_the_preset(name, preset):
+    """Oracle: compressed-tensors' presets."""
+    config = QuantizationConfig.model_validate(ct.quantization_config([(SCHEMES[name], ["Linear"])], []))
+    group, expected = config.config_groups["group_0"], preset_name_to_scheme(preset, ["Linear"])
+    assert group.weights == expected.weights and group.input_activations == expected.input_activations
 
 
 def test_several_formats_are_mixed_precision():
@@ -95,6 +110,8 @@ def test_nothing_quantized_has_no_config():
         Scheme(Format("int", 4, 0)),
         Scheme(Format("int", 4, 128), ActFormat("int", 8, dynamic=True)),
         Scheme(Format("int", 8, -1, symmetric=False), ActFormat("int", 8, dynamic=True)),
+        Scheme(NVFP4, ActFormat("float", 8, dynamic=True)),
+        Scheme(Format("float", 8, -1), ActFormat("float", 4, dynamic=True)),
     ],
 )
 def test_what_no_engine_reads_is_refused(scheme):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
@@ -15,8 +17,8 @@ from vlmcompress.common.layer_names import Kept, Layers
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import awq, gptq, gptq_v2, modelopt
-from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
+from vlmcompress.exporters import awq, fp8, gptq, gptq_v2, modelopt
+from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 
 INTS = {
     f"w{bits}-{'symmetric' if symmetric else 'asymmetric'}-{group}": Scheme(Format("int", bits, group, symmetric))
@@ -27,7 +29,10 @@ INTS = {
 SCHEMES = INTS | {
     "fp8": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True)),
     "fp8-static": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),
+    "fp8-block": Scheme(Format("float", 8, 128, rows=64), ActFormat("float", 8, dynamic=True)),
     "int8": Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True)),
+    "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
+    "nvfp4a16": Scheme(NVFP4),
 }
 ROWS, COLUMNS = 96, 256
 
@@ -36,6 +41,9 @@ def quantized(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> QTensor:
     """A random weight [96, 256] with an all-zero row, quantized."""
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) * 0.05
     weight[5] = 0
+    if scheme.weights.rows > 1:
+        scale = torch.rand(math.ceil(ROWS / scheme.weights.rows), scheme.weights.n_groups(COLUMNS)) + 0.5
+        return QTensor((weight * 1000).to(torch.float8_e4m3fn), scale, None, scheme.weights)
     return round_to_nearest(weight, scheme.weights, scale_dtype=dtype)
 
 
@@ -53,8 +61,8 @@ HELD = [(name, key) for name in FORMATS.names() for key in SCHEMES if holds(name
 def stored(name: str, key: str) -> tuple[QTensor, dict, torch.Tensor | None]:
     scheme = SCHEMES[key]
     qt = quantized(scheme)
-    static = scheme.activations is not None and not scheme.activations.dynamic
-    scale = torch.tensor(0.25) if static else None
+    scale = torch.tensor(0.26) if scheme.activations is not None and scheme.activations.calibrated else None
+    scale = scale if scale is None or key == "nvfp4" else scale.bfloat16()
     return qt, FORMATS.get(name).tensors(qt, scheme, scale), scale
 
 
@@ -73,6 +81,10 @@ def test_what_is_read_is_what_was_stored(name, key):
     qt, tensors, scale = stored(name, key)
     back, input_scale = module.read(tensors, scheme, (ROWS, COLUMNS))
     assert torch.equal(back.q.float(), qt.q.float()) and back.q.dtype == qt.q.dtype
+    if qt.global_scale is not None and name == "modelopt":  # which stores reciprocals
+        assert torch.equal(1 / back.global_scale, 1 / qt.global_scale)
+        assert scale is None or float(1 / input_scale) == float(1 / scale)
+        return
     assert torch.equal(back.scale.float(), qt.scale.float()) and back.scale.shape == qt.scale.shape
     assert (back.zero_point is None) == (qt.zero_point is None) == scheme.weights.symmetric
     assert torch.equal(back.dequantize(torch.float32), qt.dequantize(torch.float32))
@@ -86,7 +98,7 @@ def test_formats_hold_what_they_should():
     assert table["awq"] == {key for key in INTS if key.startswith("w4") and key.endswith(groups)}
     assert table["gptq"] == {key for key in INTS if key[1] in "48" and "asymmetric" not in key}
     assert table["gptq-v2"] == {key for key in INTS if key[1] in "248"}
-    assert table["modelopt"] >= {"fp8", "fp8-static"} and not table["modelopt"] & INTS.keys()
+    assert table["modelopt"] == {"fp8", "fp8-static", "nvfp4", "nvfp4a16"} and not table["fp8"]
     assert table["bf16"] == SCHEMES.keys() and table["compressed-tensors"] == SCHEMES.keys()
 
 
@@ -170,7 +182,7 @@ def test_one_scheme_or_several():
     four, eight = SCHEMES["w4-symmetric-64"], SCHEMES["w8-symmetric-64"]
     names = {(f"model.layers.{i}.mlp.down_proj",): four if i else eight for i in range(3)}
     layers = Layers([], [Kept(("lm_head",), False)], names, kv_cache=True)
-    assert [len(FORMATS.get(name).problems(layers)) for name in FORMATS.names()] == [2, 1, 0, 1, 1, 0]
+    assert [len(FORMATS.get(name).problems(layers)) for name in FORMATS.names()] == [2, 1, 0, 0, 1, 1, 0]
     dynamic = gptq.config(layers)["dynamic"]
     assert gptq.config(layers)["bits"] == 4 and len(dynamic) == 2
     for name, scheme in names.items():
@@ -200,3 +212,40 @@ def test_names_mean_the_same_layers_to_every_reader(family, name, tmp_path):
     skipped = groups[-1].linears[0]
     wrong = misnamed(module, block, every | {skipped: "quantized"}, names, spec)
     assert {alias.split(".")[-1] for alias, _, _ in wrong} == {skipped.split(".")[-1]}
+
+
+@pytest.mark.parametrize("key", ["nvfp4", "nvfp4a16"])
+def test_modelopts_nvfp4_is_compressed_tensors_with_reciprocals(key):
+    """Oracle: the other exporter, and what vLLM 0.32 makes of either: it takes 1 / weight_global_scale, and weight_scale_2."""
+    _, theirs, _ = stored("modelopt", key)
+    _, plain, _ = stored("compressed-tensors", key)
+    assert torch.equal(theirs["weight"], plain["weight_packed"])
+    assert torch.equal(theirs["weight_scale"].view(torch.uint8), plain["weight_scale"].view(torch.uint8))
+    assert float(theirs["weight_scale_2"]) == float(1 / plain["weight_global_scale"])
+    assert key == "nvfp4a16" or float(theirs["input_scale"]) == float(1 / plain["input_global_scale"])
+
+
+def test_reciprocals_come_back():
+    """Whatever number compressed-tensors stores: the reciprocal of what is read is what was stored."""
+    found = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) * 10000
+    for value in found[:2000]:
+        stored = 1 / value.reshape(1)
+        assert torch.equal(1 / modelopt._reciprocal(stored), stored)
+
+
+def test_blocks_of_fp8_are_multiplied_block_by_block():
+    """Oracle: a loop over blocks, whose last ones the edges cut."""
+    fmt = Format("float", 8, 128, rows=64)
+    q = torch.randn(96, 200, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2) + 0.5
+    expected = torch.empty(96, 200)
+    for i in range(2):
+        for j in range(2):
+            block = slice(64 * i, 64 * i + 64), slice(128 * j, 128 * j + 128)
+            expected[block] = q.float()[block] * scale[i, j]
+    assert torch.equal(QTensor(q, scale, None, fmt).dequantize(torch.float32), expected)
+    back, _ = fp8.read({"weight": q, "weight_scale_inv": scale}, Scheme(fmt), (96, 200))
+    assert torch.equal(back.dequantize(torch.float32), expected)
+    config = {"quant_method": "fp8", "weight_block_size": [64, 128]}
+    found = fp8.scheme_in(config, ("x",), {"weight_scale_inv": Spec("F32", (2, 2))}, (96, 200))
+    assert found == SCHEMES["fp8-block"]

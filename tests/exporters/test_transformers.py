@@ -17,6 +17,8 @@ CASES = {
     "w4a8": ("w4a8", None, False),
     "w8a16": ("w8a16", None, False),
     "static and cache": ("fp8-static", None, True),
+    "nvfp4": ("nvfp4", "fp8", False),
+    "nvfp4a16": ("nvfp4a16", None, False),
 }
 
 

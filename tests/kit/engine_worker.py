@@ -11,10 +11,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import vllm_answers, vllm_naming, vllm_processor, vllm_reduced, vllm_tower
+from tests.kit import vllm_answers, vllm_flags, vllm_naming, vllm_processor, vllm_reduced, vllm_tower
 
 KINDS = {
     "answers": vllm_answers.run,
+    "flags": vllm_flags.run,
     "naming": vllm_naming.run,
     "processor": vllm_processor.run,
     "reduced": vllm_reduced.run,

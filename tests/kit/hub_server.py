@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -28,6 +29,8 @@ class Hub:
         gated: ids whose files nobody gets.
         cut: file -> so many bytes of it are sent once, then the connection breaks.
         served: (file, bytes) of every answer to a GET of a file.
+        token: what a request must bear to write; private: ids that were made private.
+        refuses: what is wrong with the metadata of every card; "" for nothing.
     """
 
     address: str = ""
@@ -35,6 +38,9 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
     served: list[tuple[str, int]] = field(default_factory=list)
+    token: str = "hf_writer"
+    private: set[str] = field(default_factory=set)
+    refuses: str = ""
 
     def add(self, name: str, source: Path | dict[str, bytes], revision: str = "main", kind: str = "model") -> str:
         """Publish a folder, or contents by name; returns the commit."""
@@ -94,6 +100,54 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": n, "size": len(c), "blobId": _etag(c)} for n, c in files.items()]
         return self._answer(200, json.dumps({"id": found["id"], "sha": commit, "siblings": siblings}).encode())
 
+    def do_POST(self) -> None:
+        """Make a repository, say how files are to come (all within the commit), or commit."""
+        chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
+        body = self._chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/validate-yaml":
+            errors = [{"message": self.known.refuses}] if self.known.refuses else []
+            return self._answer(400 if errors else 200, json.dumps({"errors": errors, "warnings": []}).encode())
+        if self.headers.get("Authorization") != f"Bearer {self.known.token}":
+            return self._answer(401, b"", {"X-Error-Message": "Invalid credentials"})
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if f"model {name}" in self.known.repositories:
+                return self._answer(409, json.dumps({"url": f"{self.known.address}/{name}"}).encode())
+            self.known.add(name, {})
+            self.known.private |= {name} if asked.get("visibility") == "private" else set()
+            return self._answer(200, json.dumps({"url": f"{self.known.address}/{name}"}).encode())
+        found = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit)/main", urlparse(self.path).path)
+        if found is None or f"model {found[1]}" not in self.known.repositories:
+            return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if found[2] == "preupload":
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            return self._answer(200, json.dumps({"files": files}).encode())
+        oid = self._commit(found[1], [json.loads(line) for line in body.splitlines()])
+        answer = {"commitUrl": f"{self.known.address}/{found[1]}/commit/{oid}", "commitOid": oid, "success": True}
+        return self._answer(200, json.dumps(answer).encode())
+
+    def _commit(self, name: str, operations: list[dict]) -> str:
+        files = dict(self.known.repositories[f"model {name}"]["main"][1])
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "deletedFile":
+                del files[value["path"]]
+        return self.known.add(name, files)
+
+    def _chunks(self) -> bytes:
+        parts = []
+        while length := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(length))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
     def _file(self, repository: str, commit: str, name: str, files: dict[str, bytes]) -> None:
         if repository in self.known.gated:
             return self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
@@ -118,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: self.known.cut.pop(name)])
             self.wfile.flush()
             self.close_connection = True
-        elif self.command == "GET":
+        elif self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:

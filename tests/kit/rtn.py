@@ -12,7 +12,7 @@ from vlmcompress.checkpoint import write as checkpoint
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.common import tensor_files
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
+from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
 
 SCHEMES = {
     "w4-symmetric": Scheme(Format("int", 4, 128)),
@@ -24,6 +24,8 @@ SCHEMES = {
     "fp8": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True)),
     "fp8-static": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=False)),
     "fp8-static-tensor": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),
+    "nvfp4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
+    "nvfp4a16": Scheme(NVFP4),
 }
 
 
@@ -33,14 +35,17 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
     spec = models.spec_for(models.read_config(source))
     entries = {entry.name: entry for file in models.shards(source) for entry in tensor_files.read_entries(file)}
     names = models.disk_names(model, entries)
-    chosen = {name: scheme for group in models.resolve(model, spec) for name in group.linears if scheme}
-    chosen |= {name: vision for group in models.vision_linears(model, spec) for name in group.linears if vision}
+    chosen = [(group, scheme) for group in models.resolve(model, spec) if scheme]
+    chosen += [(group, vision) for group in models.vision_linears(model, spec) if vision]
     quantized = {}
-    for name, one in chosen.items():
-        weight = tensor_files.read_tensor(entries[names[f"{name}.weight"]])
-        static = one.activations is not None and not one.activations.dynamic
-        result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16)
-        quantized[name] = (result, one, torch.tensor(0.05) if static else None)
+    for group, one in chosen:
+        weights = {name: tensor_files.read_tensor(entries[names[f"{name}.weight"]]) for name in group.linears}
+        shared = find_global_scale(weights.values()) if one.weights.nvfp4 else None
+        made_up = {False: 0.05, True: 448 * 6 / 20.0}[one.weights.nvfp4]
+        input_scale = torch.tensor(made_up) if one.activations and one.activations.calibrated else None
+        for name, weight in weights.items():
+            result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16, global_scale=shared)
+            quantized[name] = (result, one, input_scale)
     written = models.written_names(names, spec)
     attention = [f"{layer}.self_attn" for layer in models.decoder_layers(model, spec)]
     recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
@@ -50,7 +55,9 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "names": names,
         "exporter": compressed_tensors,
         "written": written,
-        "layers": layers_of(chosen, model, written, spec, kv_cache=kv_cache),
+        "layers": layers_of(
+            {name: one for name, (_, one, _) in quantized.items()}, model, written, spec, kv_cache=kv_cache
+        ),
         "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
         "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
     }

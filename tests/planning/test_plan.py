@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.numerics import Format, Scheme
+from vlmcompress.models import Group
+from vlmcompress.numerics import NVFP4, Format, Scheme
 from vlmcompress.planning import check, fit, plan
 from vlmcompress.recipe import resolve
 
@@ -40,6 +42,7 @@ def recipe(model: Path, **given):
         ("llava", {"scheme": "w8a16", "skip": [r"layers\.0\."]}),
         ("qwen2-5-vl", {"scheme": "fp8", "vision": "int8"}),
         ("qwen2-5-vl", {"scheme": "none", "vision": "fp8"}),
+        ("llava", {"scheme": "nvfp4", "options": {"activations": 16, "rounding": "rtn"}}),
     ],
 )
 def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, given):
@@ -49,6 +52,26 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, giv
     size = quantize(chosen).manifest["size"]
     assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
     assert not planned.needs_data
+
+
+def test_a_scheme_gives_groups_to_another(models):
+    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
+    given = {"scheme": "nvfp4", "options": {"last": 1}}
+    made = plan.survey(recipe(models["llava"], **given))
+    formats = {(row.group, row.format): row.blocks for row in made.rows}
+    blocks = len(made.blocks)
+    assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
+    assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
+    assert formats["gate_up", "w8a8 fp8 channel"] == 1
+    refused = resolve({"model": str(models["llava"]), "target": "a100", **given}, refuse=False).recipe
+    assert any("no FP8 tensor cores" in problem for problem in plan.survey(refused).problems)
+
+
+def test_nvfp4_needs_whole_blocks():
+    group = Group(0, "down", ("mlp.down_proj",))
+    source = SimpleNamespace(shapes=lambda group: [(64, 40)])
+    (problem,) = fit.shape_problems(source, group, Scheme(NVFP4), compressed_tensors, None)
+    assert "each 16 inputs" in problem and "skip=[down_proj]" in problem
 
 
 def test_size_with_static_scales(models, tmp_path):

@@ -113,7 +113,7 @@ def test_clip_search_matches_brute_force():
     x, w = inputs(96, tokens=300), weight(12, 96)
     fmt, steps = awq.scheme(awq.Options(group_size=32, symmetric=True)).weights, 10
     gram = statistics(x).gram()
-    found = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, torch.bfloat16, steps)
+    found = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, steps, {"scale_dtype": torch.bfloat16})
     ratios = [1 - k * 0.5 / steps for k in range(steps)]
     for g in range(3):
         columns = slice(32 * g, 32 * g + 32)

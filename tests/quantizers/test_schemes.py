@@ -70,15 +70,16 @@ def test_shapes_and_dtypes(name, scale_dtype):
         assert q.format == fmt
         assert q.q.shape == (rows, WIDTH) and q.q.dtype is fmt.dtype and q.q.is_contiguous()
         assert q.scale.shape == ((1,) if fmt.group == 0 else (rows, fmt.n_groups(WIDTH)))
-        assert q.scale.dtype is scale_dtype
+        assert q.scale.dtype is (torch.float8_e4m3fn if fmt.nvfp4 else scale_dtype)
+        assert (q.global_scale is not None) == fmt.nvfp4
         assert (q.zero_point is None) == fmt.symmetric
         if q.zero_point is not None:
             assert q.zero_point.shape == q.scale.shape and q.zero_point.dtype is torch.int8
         assert q.dequantize().dtype is torch.bfloat16
     activations = method.scheme(method.Options()).activations
-    static = activations is not None and not activations.dynamic
-    assert (solution.input_scale is not None) == static
-    if static:
+    calibrated = activations is not None and activations.calibrated
+    assert (solution.input_scale is not None) == calibrated
+    if calibrated:
         assert solution.input_scale.shape == (1,) and solution.input_scale.dtype is torch.float32
 
 
@@ -98,7 +99,7 @@ def test_deterministic_and_pure(name):
     """Twice the same call, the same bits; inputs untouched."""
     first, second = run(name)[1], run(name)[1]
     for a, b in zip(first.weights, second.weights, strict=True):
-        assert torch.equal(a.q.float(), b.q.float()) and torch.equal(a.scale, b.scale)
+        assert torch.equal(a.q.float(), b.q.float()) and torch.equal(a.step, b.step)
     method = REGISTRY.get(name)
     w, stats = weight(48, WIDTH), statistics(inputs(WIDTH))
     before = stats.gram(), stats.absmax(), w.clone()
@@ -115,7 +116,7 @@ def test_dtype_of_the_weight_does_not_matter(name):
     stats = statistics(inputs(WIDTH)) if method.NEEDS else None
     narrow = solve(method, [w], stats, method.Options(), torch.bfloat16).weights[0]
     wide = solve(method, [w.float()], stats, method.Options(), torch.bfloat16).weights[0]
-    assert torch.equal(narrow.q.float(), wide.q.float()) and torch.equal(narrow.scale, wide.scale)
+    assert torch.equal(narrow.q.float(), wide.q.float()) and torch.equal(narrow.step, wide.step)
 
 
 @pytest.mark.parametrize("name", QUANTIZING)

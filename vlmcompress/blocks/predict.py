@@ -17,10 +17,10 @@ scales, clipping. Only error feedback is foreseen instead of done (`gptq.sketch`
 their own where these are known.
 
 Where an engine quantizes the input, too, its rounding adds `sum_j ||w_j||^2 E[dx_j^2]` a token, errors of channels being
-independent: relative for float8 (a mantissa of 3 bits, magnitudes spread evenly in the logarithm: `6.0e-4 x^2`; too much where
-a few channels dominate, as a token's largest value is exact), and a twelfth of the squared step for int8, whose step follows
-each token's largest value. That value is not in the statistics; it is estimated as the larger of the largest channel's mean
-square and the expected maximum of `in` normal ones.
+independent: relative for floats (magnitudes spread evenly in the logarithm: `6.0e-4 x^2` with float8's mantissa of 3 bits,
+`9.6e-3 x^2` with NVFP4's of 1; too much where a few channels dominate, as a token's largest value is exact), and a twelfth of
+the squared step for int8, whose step follows each token's largest value. That value is not in the statistics; it is estimated
+as the larger of the largest channel's mean square and the expected maximum of `in` normal ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from vlmcompress.statistics.inputs import GroupStats, quadratic
 
 ROWS = 64  # rows of a group that errors are computed on, about
 _LEAST_ROWS = 8  # fewest rows of a layer
-_FLOAT8_NOISE = math.log(2) / 1.5 / 64 / 12  # E[ulp^2] / 12 / E[x^2] with a mantissa of 3 bits, log x uniform
+_FLOAT_NOISE = {bits: math.log(2) / 1.5 / 4**mantissa / 12 for bits, mantissa in ((8, 3), (4, 1))}
+"""Bits of a float -> E[ulp^2] / 12 / E[x^2] by its mantissa, log x uniform."""
 
 Squares = Mapping[str, float]
 """Modality -> mean of `(dL/dY)^2` over its tokens and the channels of Y."""
@@ -138,6 +139,6 @@ def input_noise(activations: ActFormat, gram: Tensor, scale: Tensor | None = Non
     """
     square = gram.diagonal() if scale is None else gram.diagonal() / scale.square()
     if activations.kind == "float":
-        return _FLOAT8_NOISE * square
+        return _FLOAT_NOISE[activations.bits] * square
     largest = torch.maximum(square.max(), 2 * math.log(len(square)) * square.mean())
     return (largest / (2 ** (activations.bits - 1) - 1) ** 2 / 12).expand(len(square))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -51,12 +51,19 @@ class Method:
     def needs(self) -> frozenset[str]:
         """Statistics that the method reads; empty for a data-free one."""
         gradient = {"gradient"} if self.options.balance in BY_GRADIENT else set()
-        return self.module.NEEDS.union(gradient, *(other.needs for other in self.others.values()))
+        own = self.module.NEEDS if self.options.needs is None else self.options.needs
+        return own.union(gradient, *(other.needs for other in self.others.values()))
 
     @property
     def scheme(self) -> Scheme | None:
         """Number formats of the result, but for `others`; None: the weights stay as they are."""
         return self.module.scheme(self.options)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether an engine rounds the inputs of some layers."""
+        schemes = (self.scheme, *(other.scheme for other in self.others.values()))
+        return any(scheme and scheme.activations for scheme in schemes)
 
     @property
     def joint(self) -> bool:
@@ -81,7 +88,7 @@ class BlockResult:
     Attributes:
         smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
         weights: linear -> its quantized weight.
-        input_scales: linear -> static activation scale, scalar.
+        input_scales: linear -> static activation scale, scalar; of NVFP4 activations their global scale.
         kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.statistics.kv_range`.
         errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 256 evenly
             spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
@@ -284,7 +291,7 @@ def _rows(quantized: QTensor, rows: slice) -> QTensor:
     scale, zero = quantized.scale, quantized.zero_point
     if scale.dim() > 1:  # not per matrix
         scale, zero = scale[rows], None if zero is None else zero[rows]
-    return QTensor(quantized.q[rows], scale, zero, quantized.format)
+    return replace(quantized, q=quantized.q[rows], scale=scale, zero_point=zero)
 
 
 def warnings(results: Iterable[BlockResult]) -> list[str]:

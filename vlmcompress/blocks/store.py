@@ -34,6 +34,8 @@ class BlockStore(BlockFiles):
             tensors[f"scale/{name}"] = quantized.scale.contiguous()
             if quantized.zero_point is not None:
                 tensors[f"zero_point/{name}"] = quantized.zero_point.contiguous()
+            if quantized.global_scale is not None:
+                tensors[f"global_scale/{name}"] = quantized.global_scale.clone()  # may be shared
         self.write(
             layer,
             tensors,
@@ -60,9 +62,10 @@ class BlockStore(BlockFiles):
             if kind in _SMALL:
                 getattr(result, kind)[name] = tensor
         for name, format_ in json.loads(metadata["formats"]).items() if weights else ():
-            q, scale, zero = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point"))
+            parts = (tensors.get(f"{kind}/{name}") for kind in ("q", "scale", "zero_point", "global_scale"))
+            q, scale, zero, shared = parts
             assert q is not None and scale is not None
-            result.weights[name] = QTensor(q, scale, zero, Format(**format_))
+            result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
         return result
 
 

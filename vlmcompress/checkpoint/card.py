@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.checkpoint import reducer_block
+from vlmcompress import launch
+from vlmcompress.checkpoint import launch_files, reducer_block
+from vlmcompress.checkpoint._hub_metadata import front_matter, header, metadata
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import json_files, yaml_files
+from vlmcompress.common import json_files
 from vlmcompress.common.text import size, smaller
 
 CARD = "README.md"
@@ -20,21 +22,34 @@ ASKS = """ It reads the question: all words of the prompt or, where a server run
 request has under `"mm_processor_kwargs": {"query": "..."}`."""
 
 
-def render(record: Mapping[str, Any], tree: Path, name: str) -> str:
+def render(
+    record: Mapping[str, Any],
+    tree: Path,
+    name: str,
+    *,
+    repository: str | None = None,
+    base_model: str | None = None,
+    measured: str | None = None,
+) -> str:
     """Render the text of README.md.
 
     Args:
         record: the manifest.
         tree: the checkpoint's folder, for its config.json and the original's model card.
         name: name of the folder that the checkpoint will be in.
+        repository: `org/name` on the Hub that the card is for; commands then begin with its download.
+        base_model: the original's Hub id, where the manifest knows a folder only.
+        measured: Markdown about what was measured, with headings of the third level.
     """
     config = json_files.read(tree / "config.json")
     quantization = config.get("quantization_config")
-    source = _plain(record["model"]["source"])
-    front = _front_matter(tree / SOURCE_CARD)
-    licence = front.get("license")
+    source = _plain(base_model or record["model"]["source"])
+    front = front_matter(tree / SOURCE_CARD)
+    licence = front.get("license_name") or front.get("license")
+    owner = repository.partition("/")[0] if repository else None
+    facts = metadata(record["model"]["source"], config, front, base_model=base_model, quantized_by=owner)
     sections = [
-        _header(record["model"]["source"], licence),
+        header(facts),
         f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
@@ -42,35 +57,24 @@ def render(record: Mapping[str, Any], tree: Path, name: str) -> str:
         asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"))
         sections.append("## Visual tokens\n\n" + text + asks)
-    sections.append("## Use\n\n" + _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"]))
+    if measured:
+        sections.append("## Measured\n\n" + measured.strip())
+    usage = _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"], repository)
+    sections.append("## Use\n\n" + usage)
+    if engines := _engines(launch.commands(launch_files.facts(config, record, name))):
+        sections.append("## Engines\n\n" + engines)
     if record.get("errors"):
         sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
     sections.append("## How it was made\n\n" + _provenance(record))
-    sections.append("## Licence\n\n" + _licence(source, licence, (tree / SOURCE_CARD).is_file()))
+    text = _licence(source, licence if isinstance(licence, str) else None, (tree / SOURCE_CARD).is_file())
+    sections.append("## Licence\n\n" + text)
     return "\n\n".join(sections) + "\n"
-
-
-def _header(source: str, licence: str | None) -> str:
-    lines = [
-        "---",
-        f"base_model: {_scalar(source)}",
-        "base_model_relation: quantized",
-        "pipeline_tag: image-text-to-text",
-    ]
-    lines += [f"license: {_scalar(licence)}"] if licence else []
-    return "\n".join([*lines, "tags: [vlmcompress, compressed-tensors]", "---"])
 
 
 def _plain(name: str) -> str:
     """Write a folder's name as one line that Markdown and HTML leave as it is."""
     line = "".join(char if char.isprintable() else " " for char in name)
     return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
-
-
-def _scalar(text: str) -> str:
-    """Write a text as one YAML value: plain where every reader takes it for a text, else quoted as JSON, which is YAML."""
-    plain = re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and yaml_files.parse(text, "card") == text
-    return text if plain else json.dumps(text)
 
 
 def _sizes(recorded: Mapping[str, int]) -> str:
@@ -87,8 +91,8 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
     for group in quantization["config_groups"].values():
         targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
         formats = f"{number_format(group['weights'])} | {number_format(group['input_activations'])}"
-        rows.append(f"| {targets} | {formats} | {group['format']} |")
-    kept = ", ".join(f"`{entry}`" for entry in quantization["ignore"])
+        rows.append(f"| {targets} | {formats} | {group.get('format', quantization.get('quant_method'))} |")
+    kept = ", ".join(f"`{entry}`" for entry in quantization.get("ignore") or [])
     text = "\n".join(rows) + f"\n\nLeft as they were: embeddings, norms{', ' + kept if kept else ''}."
     if quantization.get("kv_cache_scheme"):
         text += " The KV cache is FP8 with calibrated scales."
@@ -96,20 +100,24 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
 
 
 def _other_format(quantization: Mapping[str, Any]) -> str:
-    """The section about what is quantized where the format has no config groups: its own words for it."""
-    kept = quantization.get("modules_to_not_convert") or quantization.get("ignore") or quantization.get("dynamic") or ()
-    facts = {key: value for key, value in quantization.items() if not isinstance(value, list | dict)}
-    rows = "\n".join(f"| {key} | {_plain(str(value))} |" for key, value in facts.items())
-    left = ", ".join(f"`{entry}`" for entry in kept)
-    return f"| | |\n|---|---|\n{rows}\n\nNot quantized as said above: embeddings, norms{', ' + left if left else ''}."
+    """The section about a format without config groups: AWQ, GPTQ, ModelOpt."""
+    method = _plain(str(quantization.get("quant_method", "")))
+    if "bits" not in quantization:
+        return f"Format {method}, {_plain(str(quantization.get('quant_algo', 'as config.json says')))}."
+    size = quantization.get("group_size", -1)
+    how = f"group {size}" if isinstance(size, int) and size > 0 else "per channel"
+    kept = ", ".join(f"`{entry}`" for entry in quantization.get("modules_to_not_convert") or [])
+    text = f"Linear layers: INT{quantization['bits']} {how}, 16-bit activations, stored as {method}."
+    return text + f" Left as they were: embeddings, norms{', ' + kept if kept else ''}."
 
 
 def number_format(args: Mapping[str, Any] | None) -> str:
     """Name the `weights` or `input_activations` of a config group: `INT4 group 128, asymmetric`; `16 bit` for None."""
     if args is None:
         return "16 bit"
-    kind = "FP8" if args["type"] == "float" else f"INT{args['num_bits']}"
-    pieces = {"group": f"group {args.get('group_size')}", "channel": "per channel", "tensor": "per tensor"}
+    kind = ("FP" if args["type"] == "float" else "INT") + str(args["num_bits"])
+    group = f"group {args.get('group_size')}"
+    pieces = {"group": group, "tensor_group": group, "channel": "per channel", "tensor": "per tensor"}
     how = pieces.get(args["strategy"], "per token")
     return f"{kind} {how}" + ("" if args["symmetric"] else ", asymmetric") + (", dynamic" if args["dynamic"] else "")
 
@@ -125,7 +133,9 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
     return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 
-def _usage(name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any]) -> str:
+def _usage(
+    name: str, config: Mapping[str, Any], reducer: str | None, recipe: Mapping[str, Any], repository: str | None
+) -> str:
     name = name if name.isprintable() and "`" not in name else "FOLDER"
     folder, place = shlex.quote(f"./{name}"), json.dumps(f"./{name}", ensure_ascii=False)
     flags = " --trust-remote-code" if config.get("auto_map") else ""
@@ -141,7 +151,12 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
     if reducer:
         use = "from vlmcompress.reduction import attach_carried\n"
         attach = f"\nattach_carried(model, processor, {place})  # transformers alone would keep all visual tokens"
-    return f"""From the folder that holds this one:
+    first = "From the folder that holds this one:"
+    if repository:
+        first = (
+            f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
+        )
+    return f"""{first}
 
 {serve}
 
@@ -153,6 +168,19 @@ processor = AutoProcessor.from_pretrained({place}){attach}
 ```
 
 `vlmcompress doctor {folder}` checks that every file and tensor is as it was written."""
+
+
+def _engines(commands: Sequence[tuple[str, str]]) -> str:
+    """The section about launch files: a row for each engine that loads the checkpoint."""
+    if not commands:
+        return ""
+    rows = [
+        "| engine | from this folder |",
+        "|---|---|",
+        *(f"| {title} | `{command}` |" for title, command in commands),
+    ]
+    where = f"`{launch_files.FOLDER}/README.md`"
+    return "\n".join(rows) + f"\n\nHow each was checked, and which engines cannot load it and why: {where}."
 
 
 def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
@@ -188,15 +216,3 @@ def _licence(source: str, licence: str | None, has_card: bool) -> str:
     text = f"The weights are derived from {source} and stay under its licence"
     text += f" ({_plain(licence)})." if licence else "; see the original model."
     return text + (f" The original's model card is `{SOURCE_CARD}`." if has_card else "")
-
-
-def _front_matter(card: Path) -> dict[str, str]:
-    """The plain `key: value` lines of a model card's YAML header."""
-    if not card.is_file():
-        return {}
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
-    if not lines or lines[0].strip() != "---" or "---" not in [line.strip() for line in lines[1:]]:
-        return {}
-    end = [line.strip() for line in lines[1:]].index("---") + 1
-    pairs = (line.split(":", 1) for line in lines[1:end] if ":" in line and not line.startswith((" ", "-", "#")))
-    return {key.strip(): value.strip().strip("'\"") for key, value in pairs if value.strip()}

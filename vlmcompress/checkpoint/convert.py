@@ -17,7 +17,7 @@ from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.pieces import Piece
 from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.checkpoint.write import write_folder
+from vlmcompress.checkpoint.write import Content, write_folder
 from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
@@ -60,19 +60,9 @@ def convert(
     check(stored, layers, writer)
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     before, record = _record(stored, format)
-    return write_folder(
-        source,
-        out,
-        _pieces(stored, written, writer),
-        stored,
-        writer,
-        layers,
-        config,
-        record,
-        before,
-        shard_size=shard_size,
-        progress=progress,
-    )
+    plan = _pieces(stored, written, writer)
+    content = Content(plan, stored, writer, layers, config, record, before)
+    return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
 
 def check(stored: Stored, layers: Layers, writer: ModuleType) -> None:
@@ -114,8 +104,13 @@ def _pieces(stored: Stored, written: Mapping[str, str], writer: ModuleType) -> l
 
 
 def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
-    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes."""
-    total = sum(entry.spec.nbytes for entry in stored.entries)
+    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes.
+
+    The original of another tool's checkpoint is not known: it is taken to be 16 bits wide.
+    """
+    packed = {entry.name for layer in stored.layers.values() for entry in layer.entries.values()}
+    total = sum(entry.spec.nbytes for entry in stored.entries if entry.name not in packed)
+    total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
     converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
     if (stored.path / MANIFEST).is_file():
         known = manifest.read(stored.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models import ModelSpec
-from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.numerics import Scheme
 
 _OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
 _FLOATS = ("F16", "BF16", "F32")
@@ -133,7 +133,7 @@ class Stored(Mapping[str, Quantized]):
         if not weight.scale.float().isfinite().all():
             raise UserError(f"{layer.prefix}* has a scale that is NaN or infinite; download the checkpoint again")
         if self.scale_dtype and weight.scale.dtype.itemsize > 1:
-            weight = QTensor(weight.q, weight.scale.to(self.scale_dtype), weight.zero_point, weight.format)
+            weight = replace(weight, scale=weight.scale.to(self.scale_dtype))
         return weight, layer.scheme, input_scale
 
     def __iter__(self) -> Iterator[str]:
@@ -241,11 +241,12 @@ def _check_layer(prefix: str, own: Mapping[str, Entry], needed: Mapping[str, Spe
 def _check_plain(stored: Stored) -> None:
     """Compare the shapes of unquantized tensors with the model's."""
     state, specs = stored.skeleton.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
+    packed = {f"{name}.weight" for name in stored.layers}
     for memory, disk in stored.names.items():
-        if disk in specs and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
+        if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
             shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
             raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
 
 
 def _is_scale(local: str, layer: StoredLayer) -> bool:
-    return layer.entries[local].spec.dtype in _FLOATS and local != "bias"
+    return layer.entries[local].spec.dtype in _FLOATS and "global" not in local and local != "weight_scale_2"

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
-from vlmcompress.checkpoint import card, pieces, reducer_block
+from vlmcompress.checkpoint import card, launch_files, pieces, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.checkpoint.pieces import Piece, Quantized, write_json
 from vlmcompress.common import folders, json_files, phases, tensor_files
@@ -81,49 +81,60 @@ def write(
     before = sum(entry.spec.nbytes for entry in entries)
     if reducer:
         config = reducer_block.write(config, reducer, counter)
-    more: dict[str, Any] = {"beside": beside, "shard_size": shard_size, "progress": progress}
-    return write_folder(source, out, plan, quantized, exporter, layers, config, manifest, before, **more)
+    content = Content(plan, quantized, exporter, layers, config, manifest, before, beside or {})
+    return write_folder(source, out, content, shard_size=shard_size, progress=progress)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is made of, besides the files that are copied.
+
+    Attributes:
+        plan: the tensors, in order.
+        quantized: linear layer -> weight, scheme, input scale.
+        exporter: the format's module; layers: what its config block says.
+        config: what config.json holds besides that block.
+        manifest: the manifest without sizes and hashes.
+        before: bytes of the original's tensors.
+        beside: name of a further file -> its content, written as JSON.
+    """
+
+    plan: list[Piece]
+    quantized: Mapping[str, Quantized]
+    exporter: ModuleType
+    layers: Layers
+    config: dict
+    manifest: dict
+    before: int
+    beside: Mapping[str, Mapping] = field(default_factory=dict)
 
 
 def write_folder(
     source: Path,
     out: Path,
-    plan: list[Piece],
-    quantized: Mapping[str, Quantized],
-    exporter: ModuleType,
-    layers: Layers,
-    config: dict,
-    manifest: dict,
-    before: int,
+    content: Content,
     *,
-    beside: Mapping[str, Mapping] | None = None,
     shard_size: str | int,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
-    """Write `out`, which `folders.check` has allowed, and return its manifest; arguments as of `write`.
-
-    Args:
-        plan: the tensors.
-        config: what config.json holds besides the format's block.
-        before: bytes of the original's tensors.
-    """
+    """Write `out`, which `folders.check` has allowed, with copies of the other files of `source`; return its manifest."""
     limit, others = parse_size(shard_size, "shard_size"), list(_other_files(source))
+    plan, exporter = content.plan, content.exporter
     needed = sum(piece.spec.nbytes for piece in plan)
     _check_space(out, needed + sum(file.stat().st_size for file, _ in others))
     with folders.new_folder(out) as tree:
         with phases.phase("writing"):
-            after = pieces.write_weights(tree, plan, limit, quantized, exporter, progress)
-        block = exporter.config(layers)
-        write_json(tree / "config.json", config | ({"quantization_config": block} if block else {}))
-        for name, content in exporter.files(layers).items():
-            write_json(tree / name, content)
+            after = pieces.write_weights(tree, plan, limit, content.quantized, exporter, progress)
+        block = exporter.config(content.layers)
+        write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
+        for name, more in {**exporter.files(content.layers), **content.beside}.items():
+            write_json(tree / name, dict(more))
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)
-        for name, content in (beside or {}).items():
-            write_json(tree / name, dict(content))
-        size = {"weights_before": before, "weights_after": after}
-        complete = manifest | {"size": size, "tensors": len(plan), "timing": phases.so_far()}
+        size = {"weights_before": content.before, "weights_after": after}
+        complete = content.manifest | {"size": size, "tensors": len(plan), "timing": phases.so_far()}
+        launch_files.write(tree, complete, out.name)
         (tree / card.CARD).write_text(card.render(complete, tree, out.name), encoding="utf-8")
         complete["files"] = hash_files(tree)
         write_json(tree / MANIFEST, complete)
@@ -141,8 +152,12 @@ def _check_space(out: Path, needed: int) -> None:
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
-    """List the files to copy, with their place in the output; the source's model card is kept under another name."""
+    """List the files to copy, with their place in the output; the source's model card is kept under another name, and launch
+    files that we wrote for the source are left out."""
+    ours = (source / MANIFEST).is_file()
     for folder, subfolders, files in os.walk(source):
+        if ours and Path(folder) == source:
+            subfolders[:] = [name for name in subfolders if name != launch_files.FOLDER]
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(files):
             place = Path(folder, name).relative_to(source)

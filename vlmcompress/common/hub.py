@@ -30,7 +30,20 @@ from vlmcompress.common._hub_files import (
     Weights,
 )
 
-__all__ = ["IMAGES", "TEST", "TRAIN", "Repository", "facts", "identity", "local", "only_ids", "parse", "shown"]
+__all__ = [
+    "IMAGES",
+    "TEST",
+    "TRAIN",
+    "Repository",
+    "facts",
+    "identity",
+    "local",
+    "offline",
+    "only_ids",
+    "parse",
+    "reaching_out",
+]
+__all__ += ["shown"]
 
 OFFLINE = "HF_HUB_OFFLINE"
 
@@ -93,7 +106,7 @@ def local(
         choose = ModelFiles(repository, weights, code)
     else:
         choose = SplitFiles(repository, whole) if whole else DataFiles(repository, splits)
-    with _reaching_out():
+    with reaching_out():
         return Fetch(repository, choose).run()
 
 
@@ -120,8 +133,15 @@ def facts(path: str | Path) -> dict[str, str]:
     return identity(path) or {"source": Path(path).resolve().name}
 
 
+def offline() -> bool:
+    """Whether the user has set HF_HUB_OFFLINE (or transformers' TRANSFORMERS_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE and not _ours
+
+
 @contextlib.contextmanager
-def _reaching_out() -> Iterator[None]:
+def reaching_out() -> Iterator[None]:
     """Lift the offline mode that `only_ids` set."""
     from huggingface_hub import constants
 

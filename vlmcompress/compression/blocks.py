@@ -53,8 +53,7 @@ def compress(
         if method.joint:
             method = block_clip.search(vlm, blocks, batches, method, progress)
         weights = token_weights(vlm, blocks, method, batches, progress) if method.by_token else []
-    activations = method.scheme and method.scheme.activations
-    needs = method.needs & NEEDS | {"gram"} | ({"absmax"} if activations else set())
+    needs = method.needs & NEEDS | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     wanted = Wanted(needs, kv_cache=kv_cache, weights=weights)
     offset = vlm.spec.norm_offset
     finished: dict[str, Any] = {}

@@ -30,7 +30,7 @@ from vlmcompress.common.text import size, smaller
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
-from vlmcompress.models import ModelSpec
+from vlmcompress.models import Group, ModelSpec
 
 
 def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
@@ -124,6 +124,12 @@ class _Subject:
         return {name: module for name, module in self.skeleton.named_modules() if isinstance(module, nn.Linear)}
 
     @functools.cached_property
+    def fused(self) -> list[Group]:
+        """Linear layers that an engine makes one matrix of."""
+        every = (*models.resolve(self.skeleton, self.spec), *models.vision_linears(self.skeleton, self.spec))
+        return [group for group in every if group.fused]
+
+    @functools.cached_property
     def groups(self) -> dict[str, str | None]:
         """Linear layer -> its config group or, in other formats, its scheme; None where it stays as it was."""
         if self.stored:
@@ -209,17 +215,27 @@ def _layers(subject: _Subject) -> str:
                 raise UserError(f"tensor '{entry.name}' is {found}, needed is {right}")
             if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
+    _global_scales(subject)
     return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
 
 
+def _global_scales(subject: _Subject) -> None:
+    """Check that layers which an engine makes one matrix of have one global scale; of several vLLM takes the largest."""
+    for group in subject.fused:
+        for scale in ("weight_global_scale", "input_global_scale"):
+            found = [subject.names[key] for name in group.linears if (key := f"{name}.{scale}") in subject.names]
+            values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in found}
+            if len(set(values.values())) > 1:
+                text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
+                raise UserError(f"an engine makes one matrix of these and takes one {scale}: {text}; quantize again")
+
+
 def _fused(subject: _Subject) -> str:
-    model, spec = subject.skeleton, subject.spec
-    fused = [group for group in (*models.resolve(model, spec), *models.vision_linears(model, spec)) if group.fused]
-    for group in fused:
+    for group in subject.fused:
         if len({subject.groups[name] for name in group.linears}) > 1:
             found = ", ".join(f"{name}: {subject.groups[name] or 'unquantized'}" for name in group.linears)
             raise UserError(f"an engine runs these as one matrix, but they differ: {found}")
-    return f"{len(fused)} fused matrices, one scheme each"
+    return f"{len(subject.fused)} fused matrices, one scheme each"
 
 
 def _names(subject: _Subject) -> str:

@@ -1,7 +1,7 @@
 """Weights rounded as a scheme says and stored in 16 bits again: what any engine reads, and llama.cpp's converter; nothing
 gets smaller.
 
-Stored per linear layer: `weight` [out, in], the codes times their scales, rounded to the scales' 16-bit type (the model's):
+Stored per linear layer: `weight` [out, in], the codes times their scales, rounded to BF16, or to F16 where scales are that:
 what an engine computes with that unpacks weights to 16 bits before it multiplies. Nothing says that activations be rounded.
 """
 
@@ -18,7 +18,6 @@ from vlmcompress.numerics import QTensor, Scheme
 
 FORMAT = "bf16"
 KV_SCALES = None
-_WIDE = {"F16": torch.float16, "F32": torch.float32}
 
 
 def storage(scheme: Scheme) -> str:
@@ -41,7 +40,7 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
     """Local names, types and shapes of the tensors stored for a layer; `dtype`: safetensors' name of that of its scales."""
-    kept = dtype if dtype in _WIDE else "BF16"
+    kept = "F16" if dtype == "F16" else "BF16"
     return {name: Spec(kept, shape) for name, shape in shapes(scheme, rows, columns).items()}
 
 
@@ -52,7 +51,7 @@ def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> di
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
     """Make the tensor that is stored for one linear layer."""
-    return {"weight": qt.dequantize(_WIDE.get(Spec.of(qt.scale).dtype, torch.bfloat16))}
+    return {"weight": qt.dequantize(torch.float16 if qt.scale.dtype == torch.float16 else torch.bfloat16)}
 
 
 def config(layers: Layers) -> dict:

@@ -6,9 +6,11 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 |---|---|---|
 | int weights, 16-bit activations | pack-quantized | `weight_packed` i32 [out, in*b/32], `weight_scale` [out, g], `weight_shape` i64 [2], asymmetric: `weight_zero_point` i32 [out*b/32, g] |
 | int 8 or 4 weights, int 8 activations | int-quantized | `weight` i8 [out, in] (4 bits, too: engines pack them), `weight_scale` [out, 1] |
-| FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1] or [1], static activations: `input_scale` [1] |
+| FP8 weights | float-quantized | `weight` e4m3 [out, in], `weight_scale` [out, 1], [1] or, of blocks, [out/128, in/128], static activations: `input_scale` [1] |
+| NVFP4 weights | nvfp4-pack-quantized | `weight_packed` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_global_scale` f32 [1], NVFP4 activations: `input_global_scale` f32 [1] |
 
 Packing is along `in`, least significant bits first, of the code plus 2^(b-1); zero points are packed the same way along `out`.
+Of NVFP4 two codes make a byte (`numerics.pack_fp4`), and the global scales are divisors: `weight = code * scale / global`.
 Sources: compressed_tensors 0.19 `compressors/*`, vLLM 0.32 `quantization/compressed_tensors` (which reads `weights` of
 8-bit weight-only layers from pack-quantized files only).
 """  # noqa: E501
@@ -28,10 +30,13 @@ from torch import Tensor
 from vlmcompress.common.layer_names import Kept, Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, dequantize
+from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 
 FORMAT = "compressed-tensors"
 KV_SCALES = ("k_scale", "v_scale")
+_NVFP4 = "nvfp4-pack-quantized"
+_FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers has scales of activations in float32
+_OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
 
 def storage(scheme: Scheme) -> str:
@@ -41,9 +46,15 @@ def storage(scheme: Scheme) -> str:
         UserError: a combination that the format (or every engine that reads it) lacks.
     """
     weights, activations = scheme.weights, scheme.activations
+    if weights.nvfp4:
+        if activations is not None and not activations.nvfp4:
+            raise UserError("NVFP4 weights are stored with NVFP4 or 16-bit activations only")
+        return _NVFP4
+    if activations is not None and activations.nvfp4:
+        raise UserError("NVFP4 activations are stored beside NVFP4 weights only")
     if weights.kind == "float":
-        if weights.bits != 8 or weights.group > 0 or not weights.symmetric:
-            raise UserError("FP8 weights are stored with one scale per channel or tensor only; use group -1 or 0")
+        if weights.group > 0 and weights.rows == 1:
+            raise UserError("FP8 weights are stored with a scale per channel, tensor or block only; use group -1 or 0")
         return "float-quantized"
     if activations is None:
         if weights.group == 0:
@@ -65,8 +76,11 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
         ValueError: the group size does not divide, or zero points do not fill whole words (engines cannot fuse those).
     """
     kind, weights = storage(scheme), scheme.weights
-    scale: tuple[int, ...] = (1,) if weights.group == 0 else (rows, weights.n_groups(columns))
+    scale: tuple[int, ...] = (1,) if weights.group == 0 else (math.ceil(rows / weights.rows), weights.n_groups(columns))
     found: dict[str, tuple[int, ...]]
+    if kind == _NVFP4:
+        found = {"weight_packed": (rows, columns // 2), "weight_scale": scale, "weight_global_scale": (1,)}
+        return found | ({"input_global_scale": (1,)} if scheme.activations else {})
     if kind != "pack-quantized":
         found = {"weight": (rows, columns), "weight_scale": scale}
         static = scheme.activations is not None and not scheme.activations.dynamic
@@ -94,11 +108,15 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
     Raises:
         ValueError: as `shapes`.
     """
-    if storage(scheme) == "pack-quantized":
+    kind = storage(scheme)
+    if kind == _NVFP4:
+        types = {"weight_packed": "U8", "weight_scale": "F8_E4M3"}
+    elif kind == "pack-quantized":
         types = {"weight_packed": "I32", "weight_shape": "I64", "weight_zero_point": "I32"}
     else:
         types = {"weight": "F8_E4M3" if scheme.weights.kind == "float" else "I8"}
-    types |= dict.fromkeys(("weight_scale", "input_scale"), dtype)
+    types = dict.fromkeys(("weight_scale", "input_scale"), dtype) | types
+    types |= dict.fromkeys(("weight_global_scale", "input_global_scale"), "F32")
     return {name: Spec(types[name], shape) for name, shape in shapes(scheme, rows, columns).items()}
 
 
@@ -115,12 +133,18 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
         qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
         scheme: how weights and activations are quantized.
         input_scale: the scale of static activations, one value; stored in the type of the weight's scales, because
-            transformers computes with the type it finds.
+            transformers computes with the type it finds. Of NVFP4 activations their global scale.
     """
-    static = scheme.activations is not None and not scheme.activations.dynamic
-    if static != (input_scale is not None):
-        raise ValueError("an input scale belongs to static activations, and to nothing else")
-    if storage(scheme) != "pack-quantized":
+    calibrated = scheme.activations is not None and scheme.activations.calibrated
+    if calibrated != (input_scale is not None):
+        raise ValueError("an input scale belongs to static or NVFP4 activations, and to nothing else")
+    kind = storage(scheme)
+    if kind == _NVFP4:
+        assert qt.global_scale is not None
+        stored = {"weight_packed": pack_fp4(qt.q), "weight_scale": qt.scale.contiguous()}
+        stored["weight_global_scale"] = qt.global_scale.reshape(1)
+        return stored | ({} if input_scale is None else {"input_global_scale": input_scale.reshape(1).float()})
+    if kind != "pack-quantized":
         stored = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.contiguous()}
         if input_scale is not None:
             stored["input_scale"] = input_scale.reshape(1).to(qt.scale.dtype)
@@ -138,13 +162,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
 
 def dequantized(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Tensor:
     """The float32 weights `[out, in]` that an engine computes with, from the stored tensors."""
-    if storage(scheme) != "pack-quantized":
-        return dequantize(stored["weight"], stored["weight_scale"], None, scheme.weights)
-    bits, scale = scheme.weights.bits, stored["weight_scale"]
-    q, zero = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape)), stored.get("weight_zero_point")
-    if zero is not None:
-        zero = unpack_from_int32(zero, bits, scale.shape, packed_dim=0)
-    return dequantize(q, scale, zero, scheme.weights)
+    return read(stored, scheme, shape)[0].dequantize(torch.float32)
 
 
 def quantization_config(
@@ -177,7 +195,7 @@ def quantization_config(
                 "targets": list(targets),
                 "format": storage(scheme),
                 "weights": _weight_args(scheme.weights),
-                "input_activations": _activation_args(scheme.activations),
+                "input_activations": _activation_args(scheme),
                 "output_activations": None,
             }
             for i, (scheme, targets) in enumerate(groups)
@@ -191,37 +209,43 @@ def quantization_config(
 
 
 def _args(
-    kind: str, bits: int, strategy: str, *, dynamic: bool, symmetric: bool = True, group: int | None = None
+    kind: str, bits: int, strategy: str, *, dynamic: bool | str, symmetric: bool = True, group: int | None = None
 ) -> dict:
     args = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": dynamic}
     return args | ({"group_size": group} if group else {})
 
 
 def _weight_args(fmt: Format) -> dict:
-    strategy = {-1: "channel", 0: "tensor"}.get(fmt.group, "group")
+    if fmt.rows > 1:
+        args = _args(fmt.kind, fmt.bits, "block", dynamic=False)
+        return args | {"block_structure": [fmt.rows, fmt.group]}
+    strategy = {-1: "channel", 0: "tensor"}.get(fmt.group, "tensor_group" if fmt.nvfp4 else "group")
     group = fmt.group if fmt.group > 0 else None
-    return _args(fmt.kind, fmt.bits, strategy, dynamic=False, symmetric=fmt.symmetric, group=group)
+    args = _args(fmt.kind, fmt.bits, strategy, dynamic=False, symmetric=fmt.symmetric, group=group)
+    return args | (_FLOAT8_SCALES if fmt.nvfp4 else {})
 
 
-def _activation_args(fmt: ActFormat | None) -> dict | None:
+def _activation_args(scheme: Scheme) -> dict | None:
+    fmt = scheme.activations
     if fmt is None:
         return None
+    if scheme.weights.rows > 1:  # kernels of blocks have a scale for as many inputs of a token as of a weight
+        return _args(fmt.kind, fmt.bits, "group", dynamic=True, group=scheme.weights.group)
+    if fmt.nvfp4:  # `local`: of each block, relative to the fixed global scale
+        return _args("float", 4, "tensor_group", dynamic="local", group=NVFP4.group) | _FLOAT8_SCALES | _OBSERVER
     return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
 
 
 def scheme_of(group: Mapping) -> Scheme:
-    """Read the scheme of a config group that `quantization_config` wrote."""
-    weights, activations = group["weights"], group["input_activations"]
-    group_size = {"channel": -1, "tensor": 0}.get(weights["strategy"])
-    fmt = Format(
-        weights["type"],
-        weights["num_bits"],
-        weights["group_size"] if group_size is None else group_size,
-        weights["symmetric"],
-    )
+    """Read the scheme of a config group, ours or another tool's."""
+    weights, activations = group["weights"], group.get("input_activations")
+    rows, columns = weights.get("block_structure") or (1, weights.get("group_size"))
+    group_size = {"channel": -1, "tensor": 0}.get(weights["strategy"], columns)
+    fmt = Format(weights["type"], weights["num_bits"], group_size, weights.get("symmetric", True), rows)
     if activations is None:
         return Scheme(fmt)
-    return Scheme(fmt, ActFormat(activations["type"], activations["num_bits"], activations["dynamic"]))
+    dynamic = activations["dynamic"] in (True, "local")
+    return Scheme(fmt, ActFormat(activations["type"], activations["num_bits"], dynamic))
 
 
 def group_of(config: Mapping, name: str) -> str | None:
@@ -270,11 +294,15 @@ def files(layers: Layers) -> dict[str, dict]:
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
-    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM."""
-    for name in names:
-        if key := group_of(config, name):
-            return scheme_of(config["config_groups"][key])
-    return None
+    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+
+    Other tools' entries may name a layer in one of these ways only.
+    """
+    keys = [group_of(config, name) for name in names]
+    if "weight_scale" not in stored and None in keys:
+        return None
+    key = next((key for key in keys if key), None)
+    return None if key is None else scheme_of(config["config_groups"][key])
 
 
 def takes(config: Mapping, name: str) -> bool:
@@ -285,7 +313,11 @@ def takes(config: Mapping, name: str) -> bool:
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
     """The codes, scales and zero points of a layer from its tensors, and the scale of its inputs where that is fixed: the
     inverse of `tensors`."""
-    if storage(scheme) != "pack-quantized":
+    kind = storage(scheme)
+    if kind == _NVFP4:
+        scales = stored["weight_scale"], None, scheme.weights, stored["weight_global_scale"]
+        return QTensor(unpack_fp4(stored["weight_packed"]), *scales), stored.get("input_global_scale")
+    if kind != "pack-quantized":
         return QTensor(stored["weight"], stored["weight_scale"], None, scheme.weights), stored.get("input_scale")
     bits, scale = scheme.weights.bits, stored["weight_scale"]
     q, zero = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape)), stored.get("weight_zero_point")

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's format, for TensorRT-LLM, vLLM and SGLang: FP8, or several schemes layer by layer.
+"""NVIDIA ModelOpt's format, for TensorRT-LLM, vLLM and SGLang: FP8, NVFP4, or several schemes layer by layer.
 
 Stored per linear layer (`out` x `in`):
 
@@ -6,11 +6,15 @@ Stored per linear layer (`out` x `in`):
 |---|---|---|
 | FP8 | one scale per matrix, fixed activation scales | `weight` e4m3 [out, in], `weight_scale` f32 [], `input_scale` f32 [] |
 | FP8_PER_CHANNEL_PER_TOKEN | a scale per row, activations scaled by token | `weight` e4m3 [out, in], `weight_scale` f32 [out] |
+| NVFP4, W4A16_NVFP4 | NVFP4 weights; activations in NVFP4, in 16 bits | `weight` u8 [out, in/2], `weight_scale` e4m3 [out, in/16], `weight_scale_2` f32 [], for NVFP4 activations `input_scale` f32 [] |
+
+The last two of NVFP4 are the reciprocals of compressed-tensors' global scales, which engines take before they compute: what
+they compute with is the same bit for bit, whichever format it comes from.
 
 Several algorithms in one checkpoint are MIXED_PRECISION, with each layer's by its exact name in `quantized_layers`. The
 config stands in config.json (vLLM, SGLang) and, in other words, in hf_quant_config.json (TensorRT-LLM).
 Sources: vLLM 0.32 `quantization/modelopt.py`, TensorRT-LLM `_torch/model_config.py`, ModelOpt `torch/export`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -18,18 +22,21 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vlmcompress.common.layer_names import Layers, Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
+from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 
 FORMAT = "modelopt"
 KV_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
 _ALGORITHMS = {
     "FP8": Scheme(Format("float", 8, 0), ActFormat("float", 8, dynamic=False)),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True)),
+    "NVFP4": Scheme(NVFP4, ActFormat("float", 4, dynamic=True)),
+    "W4A16_NVFP4": Scheme(NVFP4),
 }
 _NAMES = {scheme: name for name, scheme in _ALGORITHMS.items()}
 # Readers know the format by this name and the release of its layout; who wrote the checkpoint is in its manifest.
@@ -45,8 +52,8 @@ def storage(scheme: Scheme) -> str:
     """
     if scheme not in _NAMES:
         raise UserError(
-            "ModelOpt files hold FP8 with a scale per row (scheme fp8) or fixed scales per matrix (scheme fp8-static) only; "
-            "write compressed-tensors"
+            "ModelOpt files hold FP8 with a scale per row (scheme fp8) or fixed scales per matrix (scheme fp8-static), and "
+            "NVFP4; write compressed-tensors"
         )
     return _NAMES[scheme]
 
@@ -63,6 +70,10 @@ def problems(layers: Layers) -> list[str]:
 
 def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     """Local names and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs."""
+    if scheme.weights.nvfp4:
+        groups = scheme.weights.n_groups(columns)
+        found = {"weight": (rows, columns // 2), "weight_scale": (rows, groups), "weight_scale_2": ()}
+        return found | ({"input_scale": ()} if scheme.activations else {})
     if storage(scheme) == "FP8":
         return {"weight": (rows, columns), "weight_scale": (), "input_scale": ()}
     return {"weight": (rows, columns), "weight_scale": (rows,)}
@@ -70,8 +81,8 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
     """Local names, types and shapes of the tensors stored for a layer; scales are float32 whatever `dtype` is asked."""
-    found = shapes(scheme, rows, columns)
-    return {name: Spec("F8_E4M3" if name == "weight" else "F32", shape) for name, shape in found.items()}
+    small = {"weight": "U8", "weight_scale": "F8_E4M3"} if scheme.weights.nvfp4 else {"weight": "F8_E4M3"}
+    return {name: Spec(small.get(name, "F32"), shape) for name, shape in shapes(scheme, rows, columns).items()}
 
 
 def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
@@ -85,8 +96,15 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     Args:
         qt: codes [out, in], scales [out, 1] or [1].
         scheme: how weights and activations are quantized.
-        input_scale: the scale of static activations, one value.
+        input_scale: the scale of static activations, one value; of NVFP4 activations their global scale.
     """
+    if qt.global_scale is not None:
+        found = {
+            "weight": pack_fp4(qt.q),
+            "weight_scale": qt.scale,
+            "weight_scale_2": (1 / qt.global_scale).reshape(()),
+        }
+        return found | ({} if input_scale is None else {"input_scale": (1 / input_scale.float()).reshape(())})
     found = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.float()}
     if storage(scheme) != "FP8":
         return found | {"weight_scale": found["weight_scale"].reshape(-1)}
@@ -125,9 +143,13 @@ def files(layers: Layers) -> dict[str, dict]:
 
 def _algorithm(layers: Layers) -> dict[str, Any]:
     if len(layers.schemes) == 1:
-        return {"quant_algo": storage(layers.schemes[0])}
-    quantized = {name: {"quant_algo": storage(scheme)} for names, scheme in layers.quantized.items() for name in names}
+        return _one_algorithm(layers.schemes[0])
+    quantized = {name: _one_algorithm(scheme) for names, scheme in layers.quantized.items() for name in names}
     return {"quant_algo": "MIXED_PRECISION", "quantized_layers": quantized}
+
+
+def _one_algorithm(scheme: Scheme) -> dict[str, Any]:
+    return {"quant_algo": storage(scheme)} | ({"group_size": NVFP4.group} if scheme.weights.nvfp4 else {})
 
 
 def _ignored(layers: Layers) -> list[str]:
@@ -166,6 +188,21 @@ def takes(config: Mapping, name: str) -> bool:
 
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
     """The codes and scales of a layer, and the scale of its inputs where that is fixed: the inverse of `tensors`."""
+    if scheme.weights.nvfp4:
+        given = stored.get("input_scale")
+        codes, divisor = unpack_fp4(stored["weight"]), _reciprocal(stored["weight_scale_2"].reshape(1))
+        weight = QTensor(codes, stored["weight_scale"], None, scheme.weights, divisor)
+        return weight, None if given is None else _reciprocal(given.reshape(1))
     per_row = scheme.weights.group < 0
     scale = stored["weight_scale"].reshape(-1, 1) if per_row else stored["weight_scale"].reshape(1)
     return QTensor(stored["weight"], scale, None, scheme.weights), None if per_row else stored["input_scale"].reshape(1)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """A float32 number `[1]` whose reciprocal is x: of the neighbours of `1 / x` the first for which that holds exactly."""
+    near = 1 / x.float()
+    up, down = torch.full_like(near, torch.inf), torch.zeros_like(near)
+    for candidate in (near, torch.nextafter(near, up), torch.nextafter(near, down)):
+        if torch.equal(1 / candidate, x.float()):
+            return candidate
+    return near

@@ -62,14 +62,16 @@ def refuse_quantized(config: dict) -> None:
         raise UserError("the model is quantized already (config.json has quantization_config); give the original")
 
 
-def skeleton(path: str | Path, weights: bool = True) -> PreTrainedModel:
+def skeleton(path: str | Path, weights: bool = True, known: bool = True) -> PreTrainedModel:
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
         weights: False: the folder need not have any.
+        known: False: the family need not be one of ours.
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
-    spec_for(content)
+    if known:
+        spec_for(content)
     try:
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from vlmcompress.common import tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.models._load import VLM, skeleton, spec_for
-from vlmcompress.models._names import disk_names, unfound, written_names
+from vlmcompress.models._names import disk_names, tied_names, unfound, written_names
 from vlmcompress.models._read import read_config, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks
 from vlmcompress.models._spec import Group, ModelSpec
@@ -29,6 +29,7 @@ class Source:
         skeleton: the model on the meta device, shapes only.
         stored: tensor name on disk -> type and shape.
         names: memory name of a parameter -> its name on disk.
+        headers: whether there are weight files; without, `stored` is what config.json asks for.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Source:
     skeleton: PreTrainedModel
     stored: dict[str, Spec]
     names: dict[str, str]
+    headers: bool = True
 
     @staticmethod
     def of(path: Path) -> Source:
@@ -46,6 +48,16 @@ class Source:
         model, headers = skeleton(path), tensor_headers(path)
         stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in headers.items()}
         return Source(path, config, spec, model, stored, disk_names(model, headers))
+
+    @staticmethod
+    def outline(path: Path) -> Source:
+        """A checkpoint of which only config.json is there: every tensor of the model, in the config's type, by memory name."""
+        config = read_config(path, weights=False)
+        spec = spec_for(config)
+        model = skeleton(path, weights=False)
+        tied = tied_names(model)
+        stored = {name: Spec.of(tensor) for name, tensor in model.state_dict().items() if name not in tied}
+        return Source(path, config, spec, model, stored, {name: name for name in stored}, headers=False)
 
     @cached_property
     def blocks(self) -> list[list[Group]]:

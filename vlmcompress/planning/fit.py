@@ -16,6 +16,8 @@ def label(scheme: Scheme | None) -> str:
     if scheme is None:
         return "bf16"
     fmt, act = scheme.weights, scheme.activations
+    if fmt.nvfp4:
+        return f"w4a{act.bits if act else 16} nvfp4"
     kind = "fp8" if fmt.kind == "float" else "int"
     scales = {-1: "channel", 0: "tensor"}.get(fmt.group, f"g{fmt.group}")
     extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
@@ -41,7 +43,10 @@ def shape_problems(
     sides = source.shapes(group)
     columns = sides[0][1]
     first = group.linears[0]
-    if size > 0 and columns % size:
+    if scheme.weights.nvfp4 and columns % size:
+        skip = ", ".join(name.split(".")[-1] for name in group.linears)
+        yield f"NVFP4 has a scale for each {size} inputs, which do not divide the {columns} of {first}; --set 'skip=[{skip}]'"
+    elif size > 0 and columns % size:
         fit = next((other for other in (128, 64, 32) if other < size and columns % other == 0), None)
         instead = f"use --set options.group_size={fit or -1}{'' if fit else ' (one scale per row)'}"
         skip = ", ".join(name.split(".")[-1] for name in group.linears)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import models
+from vlmcompress import models, targets
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
@@ -146,10 +146,12 @@ def survey(
     """
     source = source or Source.of(recipe.model)
     models.refuse_quantized(source.config)
-    models.check_files(source.path)
-    models.check_shapes(source.path, source.skeleton, source.names)
-    exporter, method = recipe.exporter, Method(recipe.method, recipe.options, others or {})
-    problems = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source)]
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.skeleton, source.names)
+    own = _own_others(recipe, source)
+    exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
+    problems = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in source.blocks]
     for group in groups:
@@ -189,6 +191,28 @@ def survey(
         budget=budget,
         visual_tokens=reducer.visual_tokens(recipe, example=not problems),
     )
+
+
+def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]:
+    """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantizers`)."""
+    other: Any = getattr(recipe.method, "other", None)
+    found, made = {}, {}
+    for group in (group for block in source.blocks for group in block) if other else ():
+        chosen = other(group.name, group.layer, len(source.blocks), recipe.options)
+        if chosen is not None:
+            scheme, options = chosen
+            key = (scheme, repr(options))
+            if key not in made:
+                module = SCHEMES.get(scheme)
+                made[key] = Method(module, module.Options(**options))
+            found[group.layer, group.name] = made[key]
+    return found
+
+
+def _refusals(recipe: Recipe, others: Others) -> list[str]:
+    """Why the target does not run a scheme that some groups get instead of the recipe's; that one is checked already."""
+    schemes = dict.fromkeys(method.scheme for method in others.values()) if recipe.target else ()
+    return [reason for scheme in schemes for reason in targets.refusals(str(recipe.target), scheme)]
 
 
 def _unwritable(recipe: Recipe, layers: Layers, blocks: list[list[Group]]) -> Iterator[str]:

@@ -19,7 +19,10 @@ and, where the method has such a step,
                                                                   `warnings`, if it has any, are told to the user
     quantize_group(weights, stats, options, scale_dtype, prepared) -> list[QTensor]     `quantize` of a group's weights at
                                                                   once, where that is faster
-    input_scale(stats, options) -> Tensor                         static scale [1] of the activations
+    input_scale(stats, options) -> Tensor | None                  static scale [1] of the activations (of NVFP4 their global
+                                                                  scale); None: these options round none
+    other(group, layer, layers, options) -> (scheme, its options) | None    what a group of the decoder gets instead: `group`
+        is its name in the family (`models.LinearGroup`), `layer` its block of `layers`; None: this scheme
     JOINT = True                                                  the options of each group come from a search over
         several blocks (`calibration.block_clip`)
     sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows

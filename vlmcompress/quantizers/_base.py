@@ -20,6 +20,11 @@ class QuantizerOptions:
     """
 
     @property
+    def needs(self) -> frozenset[str] | None:
+        """Statistics that are read with these options, where that hangs on them; None: the scheme's `NEEDS`."""
+        return None
+
+    @property
     def bits(self) -> int | None:
         """Bits per weight; None where the scheme has one width only."""
         return None

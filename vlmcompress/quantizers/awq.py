@@ -27,6 +27,7 @@ parameter, no error feedback (gptq has that).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,15 +104,23 @@ def smooth(
 
 
 def least_error(
-    weights: list[Tensor], scales: list[Tensor], gram: Tensor, fmt: Format, scale_dtype: torch.dtype
+    weights: list[Tensor],
+    scales: list[Tensor],
+    gram: Tensor,
+    fmt: Format,
+    scale_dtype: torch.dtype,
+    edge: float | None = None,
 ) -> Tensor | None:
-    """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less."""
+    """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less.
+
+    `edge`: as of `numerics.find_params`.
+    """
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
     heats = _HEATS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
     losses = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
     for eighths, best in heats:
-        losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype)
+        losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype, edge)
         rivals = losses[1:].topk(min(best, len(losses) - 1), largest=False).indices.sort().values + 1
         ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
         tried, losses = tried[ahead], losses[ahead]
@@ -150,30 +159,37 @@ def quantize(
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
     gram = stats.gram() if prepared is None else prepared
-    found = [_clipped(rows.float(), gram, fmt, scale_dtype, options.clip_grid) for rows in weight.split(_ROWS)]
-    scale = torch.cat([scale for scale, _ in found])
+    return quantize_with(weight, *clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype), fmt)
+
+
+def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **how: Any) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of `weight [out, in]`, clipped in rows whose error under `gram` that reduces.
+
+    `steps`: of the search down to half of the range; `how`: what `numerics.fit` is to get besides.
+    """
+    found = [_clipped(rows.float(), gram, fmt, steps, how) for rows in weight.split(_ROWS)]
     zero = None if fmt.symmetric else torch.cat([zero for _, zero in found if zero is not None])
-    return quantize_with(weight, scale, zero, fmt)
+    return torch.cat([scale for scale, _ in found]), zero
 
 
-def _clipped(
-    w: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int
-) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of `w [out, in]`, clipped in rows whose error under `gram` that reduces."""
+def _clipped(w: Tensor, gram: Tensor, fmt: Format, steps: int, how: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Compute `clipped` for some rows."""
     low, high = find_ranges(w, fmt, gram.diagonal())
 
     def tried(ratio: float | Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        scale, zero = fit(w, low * ratio, high * ratio, fmt, scale_dtype=scale_dtype, importance=gram.diagonal())
+        scale, zero = fit(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **how)
         return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
 
     scale, zero, error = tried(1.0)
-    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, scale_dtype, steps))
+    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, how))
     better = (less < error)[:, None]
     scale = torch.where(better, clipped_scale, scale)
     return scale, None if zero is None or clipped_zero is None else torch.where(better, clipped_zero, zero)
 
 
-def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
+def _losses(
+    w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: torch.dtype, edge: float | None = None
+) -> Tensor:
     """Losses `tr(D G D^T)`, `D = Q(W s) / s - W`, for each of `scales [k, in]`: float64 `[k]`; `w [out, in]` float32."""
     found, diagonal = [], gram.diagonal()
     for some in scales.split(max(1, _SAMPLE // len(w))):  # one product for several candidates of few rows
@@ -181,7 +197,7 @@ def _losses(w: Tensor, scales: Tensor, gram: Tensor, fmt: Format, scale_dtype: t
         if fmt.symmetric:  # else it only matters which are 0
             importance = (diagonal / s.square()).expand(-1, len(w), -1).flatten(0, 1)  # of the inputs divided by s
         scaled = (w * s).flatten(0, 1)
-        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance)
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=importance, edge=edge)
         d = residual(scaled, *params, fmt).view(-1, *w.shape).div_(s)
         found.append(quadratic(d.flatten(0, 1), gram).view(len(some), -1).sum(1, dtype=torch.float64))
     return torch.cat(found)
@@ -198,7 +214,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
 
 
 def _best_ratio(
-    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, scale_dtype: torch.dtype, steps: int
+    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, how: Mapping[str, Any]
 ) -> Tensor:
     """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G.
 
@@ -212,7 +228,7 @@ def _best_ratio(
     least = torch.full_like(best, torch.inf)
     for k in range(steps):
         ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
-        params = fit(w, low * ratio, high * ratio, fmt, scale_dtype=scale_dtype, importance=gram.diagonal())
+        params = fit(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **how)
         error = torch.cat([_own_errors(w, params, blocks, fmt, rows) for rows in row_chunks(w)])
         falls = error < least
         best = torch.where(falls, ratio, best)

@@ -24,6 +24,7 @@ rows multiplied by their weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,13 +141,28 @@ def quantize_group(
     feedback = prepare(weights, stats, options) if prepared is None else prepared
     fmt, importance = scheme(options).weights, stats.importance()
     params = [find_params(w, fmt, scale_dtype=scale_dtype, importance=importance) for w in weights]
+    return visit(weights, feedback, params, fmt, options.block)
+
+
+def visit(
+    weights: Sequence[Tensor],
+    feedback: Feedback,
+    params: Sequence[tuple[Tensor, Tensor | None]],
+    fmt: Format,
+    block: int = 128,
+    global_scale: Tensor | None = None,
+) -> list[QTensor]:
+    """Round weights `[out_i, in]` in one visit of their columns, with `feedback` of their group's input.
+
+    `params`: the scale and zero point of each, as of `numerics.find_params`; `global_scale`: theirs, of NVFP4.
+    """
     scales = torch.cat([scale for scale, _ in params]).float().T.contiguous()  # [n_groups, out]
     zeros = (
         None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float().T.contiguous()
     )
     together = weights[0].float() if len(weights) == 1 else torch.cat([w.float() for w in weights])
-    q = _visit(together, feedback, scales, zeros, fmt, options.block).split([len(w) for w in weights])
-    return [QTensor(codes, scale, zero, fmt) for codes, (scale, zero) in zip(q, params, strict=True)]
+    q = _visit(together, feedback, scales, zeros, fmt, block).split([len(w) for w in weights])
+    return [QTensor.of(codes, scale, zero, fmt, global_scale) for codes, (scale, zero) in zip(q, params, strict=True)]
 
 
 def _visit(weight: Tensor, feedback: Feedback, scales: Tensor, zeros: Tensor | None, fmt: Format, block: int) -> Tensor:
@@ -194,7 +210,11 @@ def sketch(
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     rounded = round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
-    residual = rounded.dequantize(torch.float32).sub_(weight)
+    return fed_error(rounded.dequantize(torch.float32).sub_(weight), feedback)
+
+
+def fed_error(residual: Tensor, feedback: Feedback) -> Tensor:
+    """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
     fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
     error = torch.empty_like(residual)
     error[:, feedback.order] = fed.T

@@ -39,6 +39,20 @@ def markdown(results: Results) -> str:
     return _within(sections)
 
 
+def measured(results: Results) -> str:
+    """Render what a model card says of results: the verdict, accuracy and speed, under headings of the third level."""
+    sections = [
+        f"Compared with {escape(results.baseline.name)}.",
+        "\n".join(f"- {escape(one)}" for one in findings.headline(results)),
+    ]
+    for suite in results.suites:
+        sections += _suite(suite, results.gate)
+    if results.bench:
+        sections += _speed(results.bench)
+    sections += [escape(findings.glossary(results)), escape(about(results))]
+    return "\n\n".join(re.sub(r"^## ", "### ", section) for section in sections)
+
+
 def about(results: Results) -> str:
     """Write machine, engine, version and date in a line."""
     machine = [f"{key} {value}" for key, value in results.machine.items() if isinstance(value, str | int | float)]

@@ -33,8 +33,10 @@ class PlainRope:
 def make_room(language_model: nn.Module, config: Any) -> None:
     """Lengthen RoPE's tables to the last position that a token may have, as far behind the longest prompt as an answer goes.
 
-    ValueError for a model without RoPE.
+    A server that only encodes has no language model, and needs none. ValueError for a model without RoPE.
     """
+    if config.multimodal_config.mm_encoder_only:
+        return
     needed = longest_prompt(config) + config.max_model_len
     ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
     if not ropes:

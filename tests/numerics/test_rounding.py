@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmcompress.numerics import (
+    NVFP4,
     ActFormat,
     Format,
     dequantize,
@@ -251,7 +252,10 @@ def test_dequantize_in_bfloat16_is_what_a_kernel_computes():
         (lambda: round_to_nearest(torch.ones(2, 48), INT4), "group size 32 does not divide 48"),
         (lambda: Format("int", 9, 128), "bits must be a whole number from 2 to 8"),
         (lambda: Format("int", "4", 128), "bits must be a whole number"),
-        (lambda: Format("float", 4, -1), "bits must be 8"),
+        (lambda: Format("float", 6, -1), "bits must be 8, or 4"),
+        (lambda: Format("float", 4, -1), "a scale for each 16 columns"),
+        (lambda: NVFP4.n_groups(40), "40 input features"),
+        (lambda: ActFormat("float", 4, dynamic=False), "dynamic scales"),
         (lambda: Format("float", 8, -1, symmetric=False), "symmetric must be true"),
         (lambda: Format("int", 4, -2), "group_size must be positive"),
         (lambda: Format("int", 4, True), "group_size must be positive"),

@@ -1,0 +1,154 @@
+#!/usr/bin/env python
+"""Write one model in every format and scheme, ask vLLM here, and render the docs' table of formats, engines and targets.
+
+    scripts/measure/format_table.py    writes, converts, examines and asks in vLLM; writes eval/formats.json
+    scripts/measure/format_table.py --render    print the table from that file
+
+The model is a tiny Qwen2.5-VL with random weights. "runs" stands where it answered in vLLM on this machine; "read" where the
+engine's own source says that it reads such files (`vlmcompress.launch` names the release), and nothing was run; a number leads
+to the reason why not. Targets are those on which vLLM computes in the format, with a gain. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "formats.json"
+FAMILY = "qwen2-5-vl"
+# Format -> schemes that are tried in it, by their names in `tests/kit/rtn.py`.
+TRIED = {
+    "compressed-tensors": (
+        *("w4-symmetric", "w4-asymmetric", "w8a16", "w4a8", "int8"),
+        *("fp8", "fp8-static-tensor", "nvfp4", "nvfp4a16"),
+    ),
+    "awq": ("w4-symmetric", "w4-asymmetric", "w8a16"),
+    "gptq": ("w4-symmetric", "w8a16", "w4-asymmetric"),
+    "gptq-v2": ("w4-symmetric", "w4-asymmetric"),
+    "modelopt": ("fp8", "fp8-static-tensor", "nvfp4", "int8"),
+    "bf16": ("w4-symmetric",),
+}
+OTHERS = ("sglang", "lmdeploy", "tensorrt-llm")
+
+
+def measure() -> list[dict]:
+    """Try every format with its schemes; a row for each."""
+    sys.path.insert(0, str(ROOT))
+    from tests.kit import rtn, tiny, vllm_answers
+    from tests.kit.engine import asked
+    from vlmcompress import targets
+    from vlmcompress.checkpoint.convert import convert
+    from vlmcompress.diagnosis import files as doctor
+    from vlmcompress.errors import UserError
+    from vlmcompress.planning.fit import label
+
+    rows, written = [], {}
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place)
+        source = tiny.build(FAMILY, base / "source")
+        for name, schemes in TRIED.items():
+            for key in schemes:
+                scheme, first, out = rtn.SCHEMES[key], base / f"compressed-tensors-{key}", base / f"{name}-{key}"
+                row = {"format": name, "scheme": label(scheme), "targets": gains(targets, name, scheme)}
+                rows.append(row)
+                if not first.exists():
+                    rtn.write(source, first, scheme)
+                try:
+                    if name != "compressed-tensors":
+                        convert(first, out, name)
+                except UserError as error:
+                    row["refused"] = str(error)
+                    continue
+                row["doctor"] = [f"{one.name}: {one.detail}" for one in doctor.diagnose(out) if not one.ok]
+                row["engines"] = others(out)
+                written[out] = row
+                print(name, key, row["doctor"] or "ok", file=sys.stderr, flush=True)
+        for row, result in zip(written.values(), asked("answers", vllm_answers.jobs(written)), strict=True):
+            row["vllm"] = reason(result["error"]) if "error" in result else "runs"
+    return rows
+
+
+def gains(targets, name: str, scheme) -> list[str]:
+    """Targets on which vLLM computes in a scheme; it reads no asymmetric GPTQ, and of `bf16` nothing but 16-bit numbers."""
+    if name.startswith("gptq") and not scheme.weights.symmetric:
+        return []
+    key = targets.format_key(None if name == "bf16" else scheme)
+    machines = {name: targets.get(name) for name in targets.REGISTRY.names()}
+    return [name for name, machine in machines.items() if name != "cpu" and machine.refusal(key) is None]
+
+
+def reason(error: str) -> str:
+    """The first sentence of an engine's error, without what only a log can explain."""
+    text = error.splitlines()[0].removesuffix("Reasons: ").strip()
+    if text.endswith("VllmConfig"):
+        text = error.splitlines()[1].partition("[")[0].strip()
+    return text.split(". Declaration")[0].split(" (for ")[0][:160]
+
+
+def others(folder: Path) -> dict[str, str | None]:
+    """Engine -> the reason why it does not read a checkpoint; None: it does."""
+    from vlmcompress import launch
+    from vlmcompress.checkpoint import launch_files, manifest
+
+    config = json.loads((folder / "config.json").read_text())
+    facts = launch_files.facts(config, manifest.read(folder), folder.name)
+    return {name: launch.REGISTRY.get(name).refusal(facts) for name in OTHERS}
+
+
+def render(rows: list[dict]) -> str:
+    """Render the rows as a Markdown table with numbered reasons below."""
+    reasons: list[str] = []
+    every = sorted({name for row in rows for name in row["targets"]})
+
+    def why(text: str) -> str:
+        if text not in reasons:
+            reasons.append(text)
+        return f"({reasons.index(text) + 1})"
+
+    lines = ["| format | scheme | vLLM's CPU build | SGLang | LMDeploy | TensorRT-LLM | targets |", f"|{'---|' * 7}"]
+    for row in rows:
+        head = f"| {row['format']} | {row['scheme']}"
+        if "refused" in row:
+            lines.append(f"{head} | refused {why(row['refused'])} | | | | |")
+            continue
+        cells = ["runs" if row["vllm"] == "runs" else f"no {why(row['vllm'])}"]
+        cells += [f"no {why(reason)}" if reason else "read" for reason in row["engines"].values()]
+        lines.append(f"{head} | {' | '.join(cells)} | {named(row['targets'], every)} |")
+    return "\n".join([*lines, "", *(f"{number}. {text}" for number, text in enumerate(reasons, start=1))])
+
+
+def named(found: list[str], every: list[str]) -> str:
+    """Targets in few words: all of them, all but some, or their names."""
+    absent = [name for name in every if name not in found]
+    if not found or len(found) <= len(absent):
+        return ", ".join(found) or "none"
+    return f"all but {', '.join(absent)}" if absent else "all"
+
+
+def main() -> None:
+    """Measure or render."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
+    if not parser.parse_args().render:
+        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+    rows = json.loads(RESULTS.read_text())
+    print(render(rows))
+    tried = [row for row in rows if "refused" not in row]
+    print(
+        json.dumps(
+            {
+                "written": len(tried),
+                "refused": len(rows) - len(tried),
+                "run_in_vllm": sum(row["vllm"] == "runs" for row in tried),
+                "doctor_complains": sum(bool(row["doctor"]) for row in tried),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+#!/usr/bin/env python
+"""Compare the cache that `vlmcompress plan` works out from a config with what vLLM logs when it starts.
+
+scripts/measure/plan_against_vllm.py [SHAPE ...] [--space 1]
+
+Each shape is a tiny model with random weights of its own (`load_format=dummy`): what it caches is that of its config. vLLM
+starts with each of them in one process, in `--space` GiB, and its lines "KV cache size: N tokens, Maximum concurrency for L
+tokens per request: X" are compared with our N and X. Exit code 1 where one differs. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers as T
+
+from vlmcompress.capacity import cache, decoder, engine
+from vlmcompress.commands._lean import import_transformers
+from vlmcompress.common.text import table
+from vlmcompress.engines.vllm import environment, interpreter
+from vlmcompress.models import quiet
+from vlmcompress.targets import get
+
+LENGTH, BATCHED = 1536, 1024
+KEYS = {"auto": None, "fp8": 1}
+WORKER = """
+import json, os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM
+for job in json.loads(sys.argv[1]):
+    print("SHAPE", job.pop("name"), flush=True)
+    model = LLM(load_format="dummy", enforce_eager=True, **job)
+    model.llm_engine.engine_core.shutdown()
+    del model
+"""
+LINE = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model: the family whose processor it has, what its text config has instead, and the type of its cache."""
+
+    family: str
+    text: dict
+    cache: str = "auto"
+
+
+ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
+WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 7}
+LONG = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 13}
+PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+DELTA = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+SHAPES = {
+    "every head its own keys": Shape("llava", {}),
+    "wide, grouped heads": Shape("qwen2_5_vl", {**WIDE, "rope_parameters": ROPE}),
+    "the same in FP8": Shape("qwen2_5_vl", {**WIDE, "rope_parameters": ROPE}, "fp8"),
+    "windows in all blocks": Shape("llava_next", {"num_hidden_layers": 3, "sliding_window": 256}),
+    "windows in 11 of 13": Shape("gemma3", {**LONG, "sliding_window": 192, "layer_types": (PATTERN * 3)[:13]}),
+    "short convolutions": Shape("lfm2_vl", {}),
+    "Gated DeltaNet in 3 of 4": Shape("qwen3_5", {**DELTA, "num_hidden_layers": 4}),
+}
+
+
+def folder(shape: Shape, into: Path) -> Path:
+    """Write config and processor of a shape, without weights."""
+    from tests.kit import tiny
+
+    if shape.family == "qwen3_5":
+        return _qwen3_5(shape, into)
+    with quiet():
+        tiny.build(shape.family, into)
+    (into / "model.safetensors").unlink()
+    config = json.loads((into / "config.json").read_text())
+    if "num_hidden_layers" in shape.text:
+        config["text_config"].pop("layer_types", None)
+    config["text_config"].update(shape.text)
+    if "out_hidden_size" in config["vision_config"]:
+        config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+def _qwen3_5(shape: Shape, into: Path) -> Path:
+    from tests.kit.tiny import qwen3_vl
+    from tests.kit.tiny._text import GQA
+    from tests.kit.tiny.qwen2_5_vl import TOKEN_IDS
+
+    rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 10000.0, "mrope_interleaved": True}
+    text = {**GQA, "head_dim": 32, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}, **shape.text}
+    vision = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128}
+    config = T.Qwen3_5Config(
+        text_config={**text, "dtype": "bfloat16"},
+        vision_config={**vision, "num_position_embeddings": 256},
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        dtype="bfloat16",
+        **TOKEN_IDS,
+    )
+    with quiet():
+        config.save_pretrained(into)
+        qwen3_vl.processor().save_pretrained(into)
+    return into
+
+
+def ours(shape: Shape, path: Path, space: int) -> tuple[int, str]:
+    """Tokens of the cache and requests at once, as vLLM writes them, from config.json alone."""
+    import torch
+
+    with torch.device("meta"):
+        model = T.AutoModelForImageTextToText.from_config(T.AutoConfig.from_pretrained(path))
+    usual = engine.defaults(get("cpu"))
+    pool = cache.pool(decoder.describe(model).layers(1, KEYS[shape.cache]), usual.block, usual.kernel)
+    flight = usual.batches * BATCHED
+    return pool.capacity(space, LENGTH, flight), f"{float(pool.requests(space, LENGTH, flight)):.2f}"
+
+
+def theirs(shapes: dict[str, Shape], paths: dict[str, Path], gib: int) -> dict[str, tuple[int, str]]:
+    """What vLLM logs for each shape."""
+    jobs = [
+        {
+            "name": name,
+            "model": str(paths[name]),
+            "max_model_len": LENGTH,
+            "max_num_batched_tokens": BATCHED,
+            "kv_cache_dtype": shape.cache,
+            "limit_mm_per_prompt": {"image": 1, "video": 0},
+        }
+        for name, shape in shapes.items()
+    ]
+    more = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+    command = [interpreter(), "-c", WORKER, json.dumps(jobs)]
+    done = subprocess.run(
+        command, env=environment() | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    parts = dict(part.split("\n", 1) for part in done.stdout.split("SHAPE ")[1:])
+    found = {}
+    for name in shapes:
+        line = LINE.search(parts.get(name, ""))
+        if line is None or done.returncode:
+            raise SystemExit(f"vLLM did not start with '{name}':\n{done.stdout[-4000:]}")
+        assert line[2] == f"{LENGTH:,}", line[0]
+        found[name] = (int(line[1].replace(",", "")), line[3])
+    return found
+
+
+def compare(names: list[str], gib: int, say: Callable[[str], None] = print) -> dict[str, dict]:
+    """Compare these shapes; the rows by name."""
+    shapes = {name: SHAPES[name] for name in names}
+    with tempfile.TemporaryDirectory() as work:
+        paths = {name: folder(shape, Path(work, str(index))) for index, (name, shape) in enumerate(shapes.items())}
+        planned = {name: ours(shape, paths[name], gib * engine.GIB) for name, shape in shapes.items()}
+        logged = theirs(shapes, paths, gib)
+    rows = {name: {"plan": planned[name], "vllm": logged[name]} for name in names}
+    lines = [
+        (name, *row["plan"], *row["vllm"], "" if row["plan"] == row["vllm"] else "differs")
+        for name, row in rows.items()
+    ]
+    say(table([("shape", "tokens, plan", "requests", "tokens, vLLM", "requests", ""), *lines]))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="names as in the table; default: all")
+    parser.add_argument("--space", type=int, default=1, help="GiB of cache")
+    options = parser.parse_args()
+    import_transformers()
+    rows = compare(options.shapes or list(SHAPES), options.space)
+    same = all(row["plan"] == row["vllm"] for row in rows.values())
+    print(json.dumps({"same": same, "length": LENGTH, "batched": BATCHED, "gib": options.space, "shapes": rows}))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Bounds: multiply-adds as `vlmcompress tokens` and torch count them, experts, and arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from vlmcompress.capacity import arithmetic
+from vlmcompress.capacity.arithmetic import Read, Work
+from vlmcompress.capacity.model import open_model
+from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.reduction import cost
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-5-vl", "gemma3", "internvl"])
+def test_the_decoders_work_is_that_of_tokens(name, checkpoint):
+    path = checkpoint(name)
+    found = open_model(path)
+    expected = cost.plan(path, [(64, 64)], "what?", []).full
+    visual = [expected.visual] * len(found.decoder.blocks)
+    done = arithmetic.work(found, visual, expected.prompt - expected.visual, [], expected.visual)
+    head = found.skeleton.get_output_embeddings().weight.numel()
+    assert done.linear - head + done.attention == expected.multiply_adds
+
+
+@pytest.mark.parametrize(("name", "patches"), [("llava", [16]), ("qwen2-vl", [64])])
+def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
+    """Oracle: torch's own counter on the tower of the skeleton, whose attention it counts without windows."""
+    found = open_model(checkpoint(name))
+    tokens = sum(patches) // (4 if name == "qwen2-vl" else 1)
+    inner = found.skeleton.model
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        if name == "llava":
+            size = found.config["vision_config"]["image_size"]
+            rows = inner.vision_tower(torch.zeros(1, 3, size, size, dtype=found.skeleton.dtype)).last_hidden_state
+            inner.multi_modal_projector(rows[:, 1:])
+        else:
+            blocks, width = inner.visual.blocks, found.config["vision_config"]
+            hidden = torch.zeros(patches[0], width["embed_dim"], dtype=found.skeleton.dtype)
+            inner.visual.patch_embed(
+                torch.zeros(patches[0], inner.visual.patch_embed.proj.weight[0].numel(), dtype=hidden.dtype)
+            )
+            for block in blocks:
+                block.attn.qkv(hidden), block.attn.proj(hidden), block.mlp(hidden)
+            inner.visual.merger(hidden)
+    counted = counter.get_total_flops() // 2
+    ours = arithmetic.tower(found, patches, tokens)
+    if name == "qwen2-vl":
+        ours -= len(inner.visual.blocks) * 2 * patches[0] ** 2 * hidden.shape[1]  # attention, which was not run
+    assert ours == pytest.approx(
+        counted, rel=0.12 if name == "llava" else 1e-9
+    )  # CLIP has one more token, for the class
+
+
+def test_a_token_meets_some_experts_alone(tmp_path):
+    """A mixture of experts: all count in memory, the active ones in arithmetic and in what a step reads."""
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    text |= {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
+    config.architectures, config.dtype = ["Qwen3VLMoeForConditionalGeneration"], "bfloat16"
+    config.save_pretrained(tmp_path)
+    found = open_model(tmp_path)
+    assert (found.decoder.experts, found.decoder.active) == (8, 2) and found.spec is None
+    attention = 64 * (64 + 2 * 32) + 64 * 64
+    expert = 3 * 64 * 32
+    assert [block.entries for block in arithmetic.blocks(found)] == [attention + 64 * 8 + 2 * expert] * 2
+    total = sum(spec.nbytes for spec in found.stored.values())
+    about = arithmetic.read(found, total)
+    assert about.routed == pytest.approx(2 * 2 * 8 * expert)
+    assert arithmetic.step_bytes(about, found, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
+
+
+def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
+    found = open_model(checkpoint("llava"))
+    total = sum(spec.nbytes for spec in found.stored.values())
+    model = found.skeleton.model
+    decoder = (
+        sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
+    )
+    head = found.skeleton.lm_head.weight.numel()
+    about = arithmetic.read(found, total)
+    assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
+
+
+def test_bounds_by_hand():
+    done, rates = Work(linear=3 * 10**12, attention=10**12, tower=10**12), {"bf16": 1000.0, "fp8": 2000.0}
+    assert arithmetic.prefill_seconds(done, rates, "bf16", 1) == pytest.approx(0.010)
+    assert arithmetic.prefill_seconds(done, rates, "fp8", 2) == pytest.approx((0.003 + 0.004) / 2)
+    assert arithmetic.prefill_seconds(done, {}, "bf16", 1) is None
+    assert arithmetic.decode_seconds(8e9, 0, 4000, 1000, 2) == pytest.approx(0.001)
+    assert arithmetic.decode_seconds(1, 5e12, 4000, 1000, 1) == pytest.approx(0.010)
+    assert arithmetic.decode_seconds(8e9, 1, None, 1000, 1) is None
+    assert dataclasses.asdict(Read(1.0, 2.0)) == {"always": 1.0, "routed": 2.0}
+
+
+def test_types_of_arithmetic():
+    w4, a8, f8 = Format("int", 4, 128), ActFormat("int", 8, True), ActFormat("float", 8, True)
+    assert arithmetic.arithmetic_type(None) == "bf16"
+    assert arithmetic.arithmetic_type(Scheme(w4, None)) == "bf16"
+    assert arithmetic.arithmetic_type(Scheme(Format("int", 8, -1), a8)) == "int8"
+    assert arithmetic.arithmetic_type(Scheme(Format("float", 8, -1), f8)) == "fp8"

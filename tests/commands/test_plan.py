@@ -1,0 +1,161 @@
+"""`vlmcompress plan` as a user sees it: verdicts, tables, JSON, drawings and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+
+from tests.kit import tiny
+from vlmcompress import cli
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen3-vl", "gemma3")}
+
+
+def run(capsys, *arguments):
+    code = cli.main(["plan", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_text_says_what_to_do(models, capsys):
+    code, text, _ = run(capsys, models["llava"], "--target", "h100", "--reduce", "dart:0.25", "--image", "64x64")
+    assert code == 0
+    assert re.search(r"all +16 +256 +256 +528", text) and re.search(r"dart:0.25 +4 +256 +256 +516", text)
+    assert "Verdict: fp8 fits (what H100 serves best" in text
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("vlmcompress quantize")]
+    assert cli.parse(shlex.split(line)[1:]).verb == "quantize"
+    assert '--max-model-len 516 --max-num-seqs 1024 --limit-mm-per-prompt \'{"image":1,"video":0}\'' in text
+
+
+def test_json_has_everything_and_adds_up(models, capsys):
+    given = ("--target", "h100", "--reserve", "1GB", "--text", "100", "--out", "28", "--image", "64x64", "--json")
+    data = json.loads(run(capsys, models["qwen3-vl"], *given)[1])
+    assert data["ok"] and data["recommended"] == "fp8"
+    memory = data["memory"]
+    assert memory["token_bytes"] == 2 * 2 * 32 * 2 * 2  # keys and values, 2 heads of 32, 16 bits, 2 blocks
+    load = data["loads"]["all"]
+    assert (
+        load["context"] == load["visual"] + 128
+        and load["bytes"] == -(-load["context"] // 16) * 16 * memory["token_bytes"]
+    )
+    assert memory["encoder_cache"] == 8192 * 128 * 2 * 2  # deepstack doubles an embedding
+    for row in data["formats"]:
+        if row["fits"]:
+            assert row["cache_space"] == int(0.92 * 80e9) - row["device_weights"] - memory["encoder_cache"] - 10**9
+            requests = row["served"]["all"]["requests"]
+            blocks = row["cache_space"] // memory["block_bytes"]
+            assert requests == pytest.approx(blocks / (load["bytes"] // memory["block_bytes"]))
+            assert 0 < row["served"]["all"]["step_seconds_bound"] <= row["served"]["all"]["full_step_seconds_bound"]
+
+
+def test_a_cache_of_a_given_size(models, capsys):
+    given = ("--kv-cache-memory", "1GiB", "--image", "64x64", "--target", "cpu", "--json")
+    one = json.loads(run(capsys, models["llava"], *given)[1])
+    eight = json.loads(run(capsys, models["llava"], *given, "--kv-cache", "fp8")[1])
+    assert {row["cache_space"] for row in one["formats"] if row["fits"]} == {2**30}
+    assert one["memory"]["token_bytes"] == 2 * eight["memory"]["token_bytes"]
+    assert eight["quantize"].count("--kv-cache fp8") == 1 and any("calibrates" in note for note in eight["notes"])
+
+
+def test_what_does_not_fit_is_a_verdict(models, capsys):
+    code, text, _ = run(capsys, models["llava"], "--memory", "1GB", "--target", "rtx4090")
+    assert code == 2 and "nothing fits" in text and "which needs a device of" in text
+    need = re.search(r"needs a device of ([\d.]+) GB", text)
+    code, text, _ = run(capsys, models["llava"], "--memory", f"{float(need[1]) + 0.02}GB", "--target", "rtx4090")
+    assert code == 0 and "fits" in text
+
+
+def test_without_a_machine_there_is_no_verdict(models, capsys):
+    code, text, _ = run(capsys, models["llava"])
+    assert code == 0 and "name it with --memory" in text
+
+
+def test_notes_about_types_of_the_cache(models, capsys):
+    def notes(model, *given):
+        return "\n".join(json.loads(run(capsys, models[model], "--json", *given)[1])["notes"])
+
+    assert "q_norm" in notes("llava", "--target", "h100") and "q_norm" not in notes("qwen3-vl", "--target", "h100")
+    assert "int8_per_token_head" in notes("qwen3-vl", "--target", "a100")
+    assert "use fp8" in notes("qwen3-vl", "--target", "h100", "--kv-cache", "fp8_e5m2")
+    assert "nothing else does" in notes("qwen3-vl", "--target", "h100", "--kv-cache", "fp8")
+
+
+def test_a_table_and_a_drawing_over_sizes(models, tmp_path, capsys):
+    file = tmp_path / "sizes.svg"
+    given = ("--target", "h100", "--reduce", "dart:0.25", "--sizes", "64x64,128x128,192x192", "--plot", file)
+    code, text, _ = run(capsys, models["qwen3-vl"], *given)
+    assert code == 0 and "192x192" in text
+    drawn = file.read_text()
+    assert drawn.startswith("<svg") and drawn.count("<polyline") == 2 and "dart:0.25" in drawn
+    data = json.loads(run(capsys, models["qwen3-vl"], *given, "--json")[1])
+    requests = [[row["loads"][name]["requests"] for row in data["sizes"]] for name in ("all", "dart:0.25")]
+    assert requests[0][0] > requests[0][-1] and all(few <= many for few, many in zip(*requests, strict=True))
+    assert requests[0][-1] < requests[1][-1]
+
+
+def spoilt(models, tmp_path, part="text_config", **changed):
+    folder = tmp_path / "spoilt"
+    folder.mkdir()
+    shutil.copy(models["llava"] / "config.json", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config[part].update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"hidden_size": -128}, "text_config.hidden_size is -128"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_attention_heads": 4.5}, "num_attention_heads is 4.5"),
+        ({"intermediate_size": "256"}, "intermediate_size is '256'"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"hidden_size": 130, "head_dim": None}, "130 is no multiple of num_attention_heads 4"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"num_hidden_layers": 10**9}, "more than the"),
+    ],
+)
+def test_absurd_configs(models, tmp_path, capsys, text, said):
+    code, out, error = run(capsys, spoilt(models, tmp_path, **text), "--target", "h100")
+    assert code == 2 and not out and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("changed", [{"image_size": -3}, {"patch_size": 0}, {"patch_size": [14, "x"]}])
+def test_absurd_towers(models, tmp_path, capsys, changed):
+    code, out, error = run(capsys, spoilt(models, tmp_path, "vision_config", **changed), "--target", "h100")
+    assert code == 2 and not out and "vision_config." in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--target", "h10"), "did you mean 'h100'"),
+        (("--text", "4000"), "the model takes 2,048"),
+        (("--tp", "3"), "use one of 1, 2, 4"),
+        (("--tp", "0"), "--tp 0"),
+        (("--image", "1024"), "WIDTHxHEIGHT"),
+        (("--image", "0x5"), "WIDTHxHEIGHT"),
+        (("--image", "99999x99999"), "more than 50"),
+        (("--sizes", "64x64,oops"), "--sizes oops"),
+        (("--video", "8x64"), "FRAMESxWIDTHxHEIGHT"),
+        (("--images", "-1"), "--images -1"),
+        (("--out", "0"), "--out 0"),
+        (("--kv-cache", "fp9"), "did you mean 'fp8'"),
+        (("--memory", "lots"), "not a size"),
+        (("--plot", "chart.png"), "should end in .svg"),
+        (("--plot", "nowhere/chart.svg"), "does not exist"),
+        (("--reduce", "darts:0.5"), "did you mean 'dart'"),
+        (("--reduce", "fastv:0.5"), "--reduce fastv"),
+    ],
+)
+def test_bad_flags(models, capsys, given, said):
+    code, out, error = run(capsys, models["llava"], *given)
+    assert code == 2 and not out and said in error and error.count("\n") == 1

@@ -1,0 +1,185 @@
+"""Launch files in vLLM itself: its parser reads every line, and its servers start by them and answer."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.kit import launching, rtn
+from tests.kit.engine import asked
+from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
+from tests.kit.processes import session_ends
+from vlmcompress.data.sources import load_samples
+from vlmcompress.engines.vllm import environment
+from vlmcompress.launch import REGISTRY, compose
+from vlmcompress.recipe.reducer import parse
+
+pytestmark = pytest.mark.engine
+
+FIELDS = ["served_model_name", "max_model_len", "limit_mm_per_prompt", "enable_prefix_caching", "kv_cache_dtype"]
+FIELDS += ["max_num_batched_tokens", "speculative_config", "mm_encoder_only", "attention_backend"]
+
+
+def test_vllm_reads_every_line(tmp_path: Path) -> None:
+    """Its own parser takes the flags of each script, container and of Triton's model.json for what they are meant to be; those
+    of a checkpoint without a target become a whole configuration of the engine."""
+    lines, settings = [], []
+    cases = {"fp8": "a100", "int8": "b200", "bf16": None}
+    for form, machine in cases.items():
+        known = launching.facts(form, machine=machine, weights=10**9, name="demo")
+        serving = launching.written(tmp_path / form, known)
+        lines += [launching.called(serving / name)[1][1:] for name in ("vllm.sh", "vllm-speculative.sh")]
+        roles = ("encode", "prefill-decode", "prefill", "decode")
+        lines += [launching.called(serving / "vllm-split.sh", role, STORE=str(tmp_path))[1][1:] for role in roles]
+        lines.append([str(tmp_path), *compose.arguments(known)[3:]])
+        settings.append(json.loads((serving / "triton/demo/1/model.json").read_text()) | {"model": str(DEMO_LLAVA)})
+    lines = [[str(DEMO_LLAVA), *flags[1:]] for flags in lines]
+    whole = [len(lines) - 7, len(lines) - 6, len(lines) + 2]  # of the last case: script, with speculation, Triton
+    job = {"lines": lines, "settings": settings, "fields": FIELDS, "whole": whole}
+    (found,) = asked("flags", [job])
+    assert "error" not in found, found
+    per_case = len(lines) // len(cases)
+    for number, one in enumerate(found["parsed"]):
+        triton = number >= len(lines)
+        kind, form = (7, list(cases)[number - len(lines)]) if triton else (number % 7, list(cases)[number // per_case])
+        encoding = kind == 2
+        assert one["served_model_name"] in ("'demo'", "['demo']") and one["max_model_len"] == "-1"
+        assert one["limit_mm_per_prompt"] == "{'image': 4, 'video': 0}"
+        assert one["enable_prefix_caching"] == str(not encoding) and one["mm_encoder_only"] == str(encoding)
+        assert one["kv_cache_dtype"] == ("'fp8'" if form == "fp8" and not encoding else "'auto'")
+        assert ("ngram" in one["speculative_config"]) is (kind == 1)
+        step = {"fp8": "2048", "int8": "16384", "bf16": "None"}[form]
+        assert one["max_num_batched_tokens"] == ("114688" if encoding else step)
+        assert ("FLASHINFER" in one["attention_backend"]) is (form == "fp8" and not encoding)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo in INT8 with half of its visual tokens, in a folder whose name has a space."""
+    folder = tmp_path_factory.mktemp("launched") / "demo reduced"
+    rtn.write(DEMO_LLAVA, folder, rtn.SCHEMES["int8"], reducer=parse("divprune:0.5"))
+    return folder
+
+
+@contextlib.contextmanager
+def running(checkpoint: Path, script: str, *arguments: str, **more: str) -> Iterator[str]:
+    """The address of a server that a launch file starts. `vllm` is a program here that runs vLLM's server, as the CPU build's
+    own command line dies of its distribution's name (see `engines.vllm.server`)."""
+    programs = checkpoint.parent / "programs"
+    programs.mkdir(exist_ok=True)
+    server = ROOT / "vlmcompress" / "engines" / "vllm" / "server.py"
+    (programs / "vllm").write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{server}" "$@"\n')
+    (programs / "vllm").chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    log = checkpoint.parent / f"{script}{''.join(arguments)}.log"
+    command = ["sh", str(checkpoint / "serve" / script), *arguments]
+    with log.open("wb") as sink:
+        child = subprocess.Popen(
+            command, env=environment(PORT=str(port), **more) | path, stdout=sink, stderr=sink, start_new_session=True
+        )
+    address, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
+    try:
+        while not healthy(address):
+            assert child.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGTERM)
+        if not session_ends(child.pid, 30):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def healthy(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{address}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def ask(address: str, image: Image.Image, question: str, tokens: int = 8) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+    body = {"model": "demo-reduced", "max_tokens": tokens, "temperature": 0}
+    content = json.dumps(body | {"messages": [{"role": "user", "content": parts}]}).encode()
+    request = urllib.request.Request(f"{address}/v1/chat/completions", content, {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request, timeout=300).read())
+
+
+def answer(reply: dict[str, Any]) -> str:
+    return reply["choices"][0]["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def pictures() -> tuple[str, list[Image.Image]]:
+    """A question of the demo's world, and pictures with different answers to it."""
+    found: dict[str, dict[str, Image.Image]] = {}
+    for sample in load_samples(DEMOS / "data" / "llava" / "test.parquet", samples=None, seed=0):
+        if len(sample.images) == 1:
+            found.setdefault(sample.question, {}).setdefault(sample.answer, sample.images[0])
+    question = max(found, key=lambda one: len(found[one]))
+    return question, list(found[question].values())[:6]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, pictures) -> list[str]:
+    """Answers of one server, started by the script with speculative decoding, which runs the plain one."""
+    question, images = pictures
+    with running(checkpoint, "vllm-speculative.sh") as address:
+        replies = [ask(address, image, question) for image in images]
+        metrics = urllib.request.urlopen(f"{address}/metrics").read().decode()
+    assert "vllm:spec_decode_num_drafts_total" in metrics
+    assert {reply["model"] for reply in replies} == {"demo-reduced"}
+    assert {reply["usage"]["prompt_tokens"] for reply in replies} <= set(range(41, 81))  # 41 of 81 are kept
+    return [answer(reply) for reply in replies]
+
+
+@pytest.mark.slow
+def test_the_script_serves(alone: list[str]) -> None:
+    """The answers are the model's: not all the same."""
+    assert len(set(alone)) > 1 and all(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_stages_apart_answer_as_one(checkpoint: Path, pictures, alone: list[str], tmp_path: Path) -> None:
+    """Encoder and language model in two servers answer as one server does. The second answers by what the first stored: given
+    another picture's encoding, it answers about that one."""
+    question, images = pictures
+    first, other = 0, next(number for number, text in enumerate(alone) if text != alone[0])
+    store = tmp_path / "store"
+    with (
+        running(checkpoint, "vllm-split.sh", "encode", STORE=str(store)) as encoder,
+        running(checkpoint, "vllm-split.sh", "prefill-decode", STORE=str(store)) as decoder,
+    ):
+        folders = []
+        for number in (first, other):
+            known = set(store.rglob("*.safetensors"))
+            ask(encoder, images[number], question, tokens=1)
+            (new,) = set(store.rglob("*.safetensors")) - known
+            folders.append(new)
+        assert answer(ask(decoder, images[other], question)) == alone[other]
+        folders[0].write_bytes(folders[1].read_bytes())
+        assert answer(ask(decoder, images[first], question)) == alone[other]
+    assert REGISTRY.get("vllm-split").refusal(launching.facts(reducer="blind")) is None

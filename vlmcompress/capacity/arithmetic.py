@@ -1,0 +1,164 @@
+"""Roofline bounds: no engine is faster than its machine's arithmetic and memory allow.
+
+    prefill >= 2 * (multiply-adds of the decoder's linear layers / rate of the format
+                    + (attention + vision tower) / rate of BF16) / devices
+    a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate) / devices
+
+A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. The figures are
+bounds: launches, communication, and kernels short of the peak come on top of them (Williams, Waterman, Patterson: Roofline,
+doi:10.1145/1498765.1498785).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from vlmcompress import models
+from vlmcompress.capacity.decoder import Attention, State
+from vlmcompress.capacity.model import Model
+from vlmcompress.numerics import Scheme
+from vlmcompress.reduction.cost import Block
+
+_TOWER = re.compile(r"(^|\.)(visual|vision\w*|multi_modal_projector|image_newline|connector|embed_vision)(\.|$)")
+_EXPERTS = re.compile(r"\.experts(\.|$)")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiply-adds of a prompt: of linear layers in the decoder, of its attention, of the vision tower and projector."""
+
+    linear: int
+    attention: int
+    tower: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bytes that every decoding step reads, in the format of the files: `always`, and of experts `routed`, a share each."""
+
+    always: float
+    routed: float
+
+
+def arithmetic_type(scheme: Scheme | None) -> str:
+    """The type that a linear layer of this scheme multiplies in: a key of `Target.rates`."""
+    if scheme is None or scheme.activations is None:
+        return "bf16"
+    bits, kind = scheme.activations.bits, scheme.activations.kind
+    return f"int{bits}" if kind == "int" else f"fp{bits}"
+
+
+def blocks(model: Model) -> list[Block]:
+    """The decoder's blocks as `reduction.cost` counts them, where a token meets `active` of the experts."""
+    found = []
+    described = model.decoder
+    layers: Any = model.skeleton.get_decoder()
+    for block, about in zip(layers.layers, described.blocks, strict=True):
+        entries = 0
+        for name, weight in block.named_parameters():
+            if weight.dim() >= 2:
+                routed = described.experts and _EXPERTS.search(f".{name}")
+                entries += weight.numel() * described.active // described.experts if routed else weight.numel()
+        queries = about.heads * about.head_dim if isinstance(about, Attention) else 0
+        window = about.window if isinstance(about, Attention) else None
+        found.append(Block(entries, queries, 0, window))
+    return found
+
+
+def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int], full: int) -> Work:
+    """Multiply-adds of the prefill of one prompt.
+
+    Args:
+        visual: visual tokens in each decoder block.
+        text: other tokens.
+        patches: patches of each picture that the encoder sees by itself.
+        full: visual tokens before any reducer, all of which go through the projector.
+    """
+    linear = attention = 0
+    for block, about, count in zip(blocks(model), model.decoder.blocks, visual, strict=True):
+        n = count + text
+        seen = min(n, block.window or n)
+        linear += n * block.entries
+        attention += 2 * block.queries * (seen * (seen + 1) // 2 + (n - seen) * seen)
+        if isinstance(about, State):
+            attention += 2 * n * sum(entries for entries, _ in about.parts)
+    head = model.skeleton.get_output_embeddings()
+    linear += head.weight.numel() if head is not None else 0  # of the last token alone
+    return Work(linear, attention, tower(model, patches, full))
+
+
+def tower(model: Model, patches: Sequence[int], tokens: int) -> int:
+    """Multiply-adds of the vision tower on pictures of so many patches each, and of the projector on `tokens` tokens."""
+    spec = model.pictures
+    if spec is None or not patches:
+        return 0
+    layers: Any = model.skeleton.get_submodule(spec.vision_layers)
+    vision: Any = model.config.get("vision_config") or {}
+    inside = {id(module) for block in layers for module in block.modules()}
+    named = dict(model.skeleton.named_modules())
+    projectors = [named[name] for name in spec.projector if name in named]
+    of_tokens = {id(module) for root in projectors for module in root.modules()}
+    total = 0
+    for root in [model.skeleton.get_submodule(name) for name in spec.vision]:
+        for module in root.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and id(module) not in inside | of_tokens:
+                total += sum(patches) * module.weight.numel()
+    total += tokens * sum(_linear(root) for root in projectors)
+    window = vision.get("window_size")
+    wide = vision.get("fullatt_block_indexes") or []
+    for index, block in enumerate(layers):
+        side = (window // vision["patch_size"]) ** 2 if window and index not in wide else None
+        hidden = next(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
+        total += sum(patches) * _linear(block)
+        total += sum(2 * hidden * n * min(n, side or n) for n in patches)
+    return total
+
+
+def _linear(root: nn.Module) -> int:
+    return sum(module.weight.numel() for module in root.modules() if isinstance(module, nn.Linear))
+
+
+def read(model: Model, loaded: int) -> Read:
+    """What of `loaded` bytes of weights a decoding step reads: not the tower, nor an embedding that is not the head."""
+    names = {model.source.names.get(name, name): name for name in model.source.names} if model.source else {}
+    tied = bool(models.tied_names(model.skeleton))
+    aside = routed = decoder = 0
+    for disk, spec in model.stored.items():
+        name = names.get(disk, disk)
+        if _TOWER.search(name) or ("embed_tokens" in name and not tied) or name.startswith("mtp."):
+            aside += spec.nbytes
+            continue
+        decoder += spec.nbytes
+        routed += spec.nbytes if _EXPERTS.search(name) else 0
+    left = max(loaded - aside, 0)
+    share = routed / max(decoder, 1)
+    return Read(left * (1 - share), left * share)
+
+
+def step_bytes(about: Read, model: Model, sequences: int, cache: float) -> float:
+    """Bytes that a decoding step reads at least: all sequences may meet the same experts. `cache`: bytes of one sequence's."""
+    share = model.decoder.active / model.decoder.experts if model.decoder.experts else 1.0
+    return about.always + about.routed * share + sequences * cache
+
+
+def prefill_seconds(found: Work, rates: Mapping[str, float], kind: str, devices: int) -> float | None:
+    """The bound of a prefill; None where the machine's rates are not known."""
+    fast, usual = rates.get(kind), rates.get("bf16")
+    if not fast or not usual:
+        return None
+    return 2 * (found.linear / fast + (found.attention + found.tower) / usual) / devices / 1e12
+
+
+def decode_seconds(
+    bytes_read: float, multiply_adds: float, bandwidth: float | None, rate: float | None, devices: int
+) -> float | None:
+    """The bound of one decoding step; None where the bandwidth is not known."""
+    if not bandwidth:
+        return None
+    arithmetic = 2 * multiply_adds / (rate * 1e12) if rate else 0.0
+    return max(bytes_read / (bandwidth * 1e9), arithmetic) / devices

@@ -1,0 +1,58 @@
+"""Write launch files into a checkpoint's folder `serve/`: facts from its config.json and manifest in, `launch`'s texts out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import launch, targets
+from vlmcompress.checkpoint import reducer_block
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.common import json_files
+
+FOLDER = "serve"
+
+
+def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> launch.Facts:
+    """Gather what launch files need to know.
+
+    Args:
+        config: content of config.json.
+        record: the manifest; what it lacks is not known.
+        name: name of the checkpoint's folder.
+
+    Raises:
+        UserError: the reducer's block is not right.
+    """
+    recipe, sizes = record.get("recipe") or {}, record.get("size") or {}
+    found, reducer = reducer_block.read(config), None
+    if found:
+        chosen = found.reducer
+        reducer = launch.Reducer(" ".join(chosen.label.split()), chosen.asks, recipe.get("engine", "vllm") == "vllm")
+    machine, named = None, recipe.get("target")
+    if isinstance(named, str) and named in targets.REGISTRY:
+        target = targets.get(named)
+        machine = launch.Machine(target.title, target.memory, target.capability)
+    weights = sizes.get("weights_after")
+    weights = weights if isinstance(weights, int) else 0
+    return launch.read(config, name, weights=weights, machine=machine, reducer=reducer)
+
+
+def write(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
+    """Write `serve/` anew and return its files. The manifest's hashes are the caller's to renew.
+
+    Args:
+        folder: the checkpoint, with its config.json.
+        record: its manifest; hashes are not read.
+        name: the name that the checkpoint will be served by: that of its folder, once it stands where it belongs.
+    """
+    texts = launch.files(facts(json_files.read(folder / "config.json"), record, name))
+    if (folder / MANIFEST).is_file():  # else the folder is being written, and what is there came from the source
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    for place, text in texts.items():
+        path = folder / FOLDER / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return [folder / FOLDER / place for place in texts]

@@ -1,0 +1,94 @@
+"""Upload a checkpoint to the Hugging Face Hub, after a look at its files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.commands import _lean
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.errors import UserError
+
+if TYPE_CHECKING:
+    from vlmcompress.checkpoint.publish import Upload
+
+PLACE = 135
+HEAD = 24  # lines of the card that are shown
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("repository", metavar="ORG/NAME", help="repository; made where there is none")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded; needs no token or network")
+    parser.add_argument("--base-model", metavar="ORG/NAME", help="the original's id; default: as the manifest knows it")
+    parser.add_argument("--results", metavar="DIR", help="report of eval or bench, for the card's tables")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Check names and files, then show or upload."""
+    _lean.import_transformers()
+    from vlmcompress.checkpoint import publish
+
+    publish.check_id(args.repository, "repository")
+    out = Path(args.out)
+    _check_whole(out)
+    measured = _measured(out, args.results) if args.results else None
+    upload = publish.plan(out, args.repository, base_model=args.base_model, measured=measured)
+    data: dict[str, Any] = {
+        "ok": True,
+        "repository": args.repository,
+        "private": args.private,
+        "files": dict(upload.sizes),
+        "card": upload.card,
+        "url": None,
+    }
+    if args.dry_run:
+        return OK, data, _shown(upload, args.private)
+    data["url"] = publish.send(upload, private=args.private)
+    return OK, data, f"Uploaded {len(upload.sizes)} files to {data['url']}{_advice(upload)}"
+
+
+def _check_whole(out: Path) -> None:
+    """Refuse a checkpoint that `doctor` finds something wrong with."""
+    from vlmcompress.diagnosis.files import diagnose
+
+    for check in diagnose(out):
+        if not check.ok:
+            raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
+
+
+def _measured(out: Path, folder: str) -> str:
+    """The card's section about results, which have to be of this checkpoint."""
+    from vlmcompress.checkpoint import manifest
+    from vlmcompress.report.markdown import measured
+    from vlmcompress.results import load
+
+    results, record = load(folder), manifest.read(out)
+    found = results.candidate
+    if found.weight_bytes != record["size"]["weights_after"] or found.layer_errors != record.get("errors", {}):
+        raise UserError(f"--results {folder} is about another checkpoint than {out} ('{found.name}'); run eval again")
+    return measured(results)
+
+
+def _shown(upload: Upload, private: bool) -> str:
+    """What would be uploaded: files, sizes, the beginning of the card."""
+    from vlmcompress.common.text import size, table
+
+    rows = [(path, size(count)) for path, count in upload.sizes.items()]
+    lines = upload.card.splitlines()
+    head = [f"  | {line}".rstrip() for line in lines[:HEAD]] + (["  | ..."] if len(lines) > HEAD else [])
+    kind = "private" if private else "public"
+    title = (
+        f"Would upload {len(rows)} files, {size(sum(upload.sizes.values()))}, to {upload.repository} ({kind} if new):"
+    )
+    return "\n".join([title, table(rows), "", "Its card begins:", *head]) + _advice(upload)
+
+
+def _advice(upload: Upload) -> str:
+    """What is missing in the card."""
+    if upload.base_model:
+        return ""
+    return "\nThe card names no original, as only a folder is known; say --base-model ORG/NAME."

@@ -1,0 +1,112 @@
+"""FP8 files as DeepSeek, Qwen and transformers write them (`quant_method: fp8`): blocks of 128 x 128, rows or whole matrices.
+They are read, to become another format, and not written.
+
+Stored per linear layer (`out` x `in`): `weight` e4m3 [out, in] and one of
+
+| scales | tensor |
+|---|---|
+| of blocks of r x c | `weight_scale_inv` f32 [out/r, in/c], both rounded up; it multiplies, whatever its name says |
+| of rows | `weight_scale` [out, 1] |
+| of the matrix | `weight_scale` [], and with fixed activation scales `input_scale` [] |
+
+Sources: vLLM 0.32 `quantization/fp8.py`, transformers 5.17 `integrations/finegrained_fp8.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from vlmcompress.common.layer_names import Layers, Names
+from vlmcompress.common.tensor_files import Spec
+from vlmcompress.errors import UserError
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
+
+FORMAT = "fp8"
+KV_SCALES = None
+
+
+def storage(scheme: Scheme) -> str:
+    """Nothing is stored so. Raises `UserError`."""
+    raise UserError("files of quant_method fp8 are read, not written; write compressed-tensors or modelopt")
+
+
+def problems(layers: Layers) -> list[str]:
+    """Reasons why the format cannot hold these layers in one checkpoint: `storage` says it."""
+    return []
+
+
+def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Local names and shapes of the tensors that a layer of `rows` outputs and `columns` inputs has."""
+    weights = scheme.weights
+    if weights.rows > 1:
+        blocks = (math.ceil(rows / weights.rows), weights.n_groups(columns))
+        return {"weight": (rows, columns), "weight_scale_inv": blocks}
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    found: dict[str, tuple[int, ...]] = {
+        "weight": (rows, columns),
+        "weight_scale": (rows, 1) if weights.group < 0 else (),
+    }
+    return found | ({"input_scale": ()} if static else {})
+
+
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors that a layer has; `dtype`: that of scales."""
+    found = shapes(scheme, rows, columns)
+    return {name: Spec("F8_E4M3" if name == "weight" else dtype, shape) for name, shape in found.items()}
+
+
+def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors of a layer."""
+    return specs(scheme, qt.q.shape[0], qt.q.shape[1], Spec.of(qt.scale).dtype)
+
+
+def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """Nothing is stored so. Raises `UserError`."""
+    raise UserError(f"{storage(scheme)} is not written")
+
+
+def config(layers: Layers) -> dict:
+    """Nothing is stored so: there is no config block."""
+    return {}
+
+
+def files(layers: Layers) -> dict[str, dict]:
+    """Further JSON files of the checkpoint: none."""
+    return {}
+
+
+def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
+    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+
+    Raises:
+        UserError: the config's block is none, or activation scales are fixed where they can't be.
+    """
+    scales = [name for name in ("weight_scale_inv", "weight_scale") if name in stored]
+    if not scales:
+        return None
+    dynamic = config.get("activation_scheme", "dynamic") == "dynamic"
+    if scales == ["weight_scale_inv"]:
+        block = config.get("weight_block_size")
+        if not (isinstance(block, list) and [type(side) for side in block] == [int, int] and dynamic):
+            raise UserError(f"FP8 blocks are read with dynamic activations and a weight_block_size, this is {block!r}")
+        return Scheme(Format("float", 8, block[1], rows=block[0]), ActFormat("float", 8, dynamic=True))
+    per_row = math.prod(stored["weight_scale"].shape) == shape[0] > 1
+    return Scheme(Format("float", 8, -1 if per_row else 0), ActFormat("float", 8, dynamic))
+
+
+def takes(config: Mapping, name: str) -> bool:
+    """Whether an engine takes the linear layer called `name` for quantized: it is not in the list of exceptions."""
+    return name not in (config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
+
+
+def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
+    """The codes and scales of a layer, and the scale of its inputs where that is fixed."""
+    weights = scheme.weights
+    if weights.rows > 1:
+        return QTensor(stored["weight"], stored["weight_scale_inv"], None, weights), None
+    scale = stored["weight_scale"].reshape(-1, 1) if weights.group < 0 else stored["weight_scale"].reshape(1)
+    given = stored.get("input_scale")
+    return QTensor(stored["weight"], scale, None, weights), None if given is None else given.reshape(1)

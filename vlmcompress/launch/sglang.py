@@ -1,0 +1,72 @@
+"""SGLang's OpenAI-compatible server, as a shell script.
+
+Flags, architectures and formats were read in SGLang 0.5.23 (`srt/arg_groups/fields`, `srt/models`,
+`layers/quantization/compressed_tensors`) on 2026-11-22: weight-only integers of 4 or 8 bits in pack-quantized form,
+INT8 and FP8 activations with 8-bit weights, NVFP4; scales of an FP8 KV cache are those of the checkpoint. Radix
+(prefix) caching and structured output are on by default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from vlmcompress.launch._facts import Facts, Group
+from vlmcompress.launch._text import execute, script
+
+TITLE = "SGLang 0.5.23"
+CHECKED = "flags read by SGLang 0.5.23's own parser and source, by hand on 2026-11-22; not run"
+
+ARCHITECTURES = {
+    *("LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
+    "InternVLChatModel",
+}
+
+
+def refusal(facts: Facts) -> str | None:
+    """The reason why SGLang does not load it: the reducer, the architecture, or a format."""
+    if facts.foreign:
+        return facts.foreign
+    if facts.reducer:
+        return f"it does not know the reducer {facts.reducer.label}"
+    if facts.architecture not in ARCHITECTURES:
+        return f"it has no class of its own for {facts.architecture or 'this architecture'}"
+    if facts.method in (None, "modelopt"):
+        return None
+    if facts.method in ("awq", "gptq"):
+        bits = {group.bits for group in (facts.groups or {}).values()}
+        return (
+            None if bits <= ({4} if facts.method == "awq" else {4, 8}) else f"of {facts.method} it reads other widths"
+        )
+    if facts.method != "compressed-tensors":
+        return f"it is not known to read the format {facts.method}"
+    return next((reason for group in (facts.groups or {}).values() if (reason := _unread(group))), None)
+
+
+def files(facts: Facts) -> Mapping[str, str]:
+    """`sglang.sh`."""
+    flags = ["--served-model-name", facts.name, "--limit-mm-data-per-request", json.dumps({"image": 4, "video": 0})]
+    flags += ["--chunked-prefill-size", "8192", "--grammar-backend", "xgrammar", "--enable-metrics"]
+    flags += ["--context-length", str(facts.max_len)] if facts.max_len else []
+    flags += ["--kv-cache-dtype", "fp8_e4m3"] if facts.kv_fp8 else []
+    flags += ["--tp-size", str(facts.gpus)] if facts.gpus > 1 else []
+    flags += ["--trust-remote-code"] if facts.code else []
+    where = '--host "${HOST:-127.0.0.1}" --port "${PORT:-30000}"'
+    start = execute('python3 -m sglang.launch_server --model-path "$MODEL"', flags, where)
+    return {"sglang.sh": script(f"{facts.name} in {TITLE}", start)}
+
+
+def command(facts: Facts) -> str:
+    """The line that starts it, from the checkpoint's folder."""
+    return "sh serve/sglang.sh"
+
+
+def _unread(group: Group) -> str | None:
+    """Why a config group has no scheme in SGLang; None where it has one."""
+    if group.kind == "float":
+        return None if group.bits in (4, 8) else f"it reads no {group.bits}-bit floats"
+    if group.activations is None:
+        return None if group.bits in (4, 8) else "it reads weight-only integers of 4 or 8 bits"
+    return None if group.bits == 8 else f"it has no {group.bits}-bit weights with {group.activations}-bit activations"

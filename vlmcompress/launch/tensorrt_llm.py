@@ -1,0 +1,82 @@
+"""TensorRT-LLM's OpenAI-compatible server with its PyTorch backend: a shell script and its YAML options.
+
+Options, architectures and formats were read in TensorRT-LLM's repository (`commands/serve.py`,
+`models/quant_config_utils.py`, `docs/source/models/supported-models.md`, `features/guided-decoding.md`, snapshots of
+2026) on 2026-11-22. Of compressed-tensors it reads FP8 by channel with activations by token, FP8 in blocks of 128,
+and NVFP4, and several groups only where these are aimed at names. It looks at the bits and not at the type of 8-bit
+weights, so that INT8 would be read as FP8: that is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlmcompress.launch._facts import Facts, Group
+from vlmcompress.launch._text import documents, execute, script
+
+TITLE = "TensorRT-LLM"
+CHECKED = "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run"
+
+ARCHITECTURES = {
+    *("LlavaNextForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+}
+NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+"""Architectures that its table of features says No or N/A to KV cache reuse of, and not Yes to chunked prefill."""
+
+
+def refusal(facts: Facts) -> str | None:
+    """The reason why TensorRT-LLM does not load it: the reducer, the architecture, or a format."""
+    if facts.foreign:
+        return facts.foreign
+    if facts.reducer:
+        return f"it does not know the reducer {facts.reducer.label}"
+    if facts.architecture not in ARCHITECTURES:
+        return f"its PyTorch backend has no {facts.architecture or 'such architecture'} with images"
+    if facts.method in (None, "modelopt"):
+        return None
+    if facts.method != "compressed-tensors":
+        return f"it is not known to read the format {facts.method} without building an engine"
+    groups = facts.groups or {}
+    if len(groups) > 1 and any(group.whole for group in groups.values()):
+        return "it reads several config groups only where all of them are aimed at names"
+    return next((reason for group in groups.values() if (reason := _unread(group))), None)
+
+
+def files(facts: Facts) -> Mapping[str, str]:
+    """`tensorrt-llm.sh` and the options that it hands over, `tensorrt-llm.yaml`."""
+    reuse = facts.architecture not in NO_REUSE
+    options = {
+        "kv_cache_config": {"enable_block_reuse": reuse, "free_gpu_memory_fraction": 0.9},
+        "enable_chunked_prefill": reuse,
+        "guided_decoding_backend": "xgrammar",
+    }
+    flags = ["--max_seq_len", str(facts.max_len)] if facts.max_len else []
+    flags += ["--tp_size", str(facts.gpus)] if facts.gpus > 1 else []
+    flags += ["--trust_remote_code"] if facts.code else []
+    where = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    settings = '--config "$(dirname -- "$0")/tensorrt-llm.yaml"'
+    start = execute('trtllm-serve "$MODEL" --backend pytorch', flags, settings, where)
+    text = "# Options of trtllm-serve --config; the type of the KV cache is read from config.json.\n"
+    return {
+        "tensorrt-llm.sh": script(f"{facts.name} in {TITLE}", start),
+        "tensorrt-llm.yaml": text + documents(options),
+    }
+
+
+def command(facts: Facts) -> str:
+    """The line that starts it, from the checkpoint's folder."""
+    return "sh serve/tensorrt-llm.sh"
+
+
+def _unread(group: Group) -> str | None:
+    """Why a config group has no algorithm in TensorRT-LLM; None where it has one."""
+    if group.kind == "float" and group.activations:
+        if group.bits == 8 and group.strategy == "channel" and group.dynamic:
+            return None
+        if (group.bits, group.strategy, group.size) == (4, "tensor_group", 16):
+            return None
+        if group.bits == 8 and group.strategy == "block":
+            return None
+    return "of compressed-tensors it reads FP8 (by channel with dynamic activations, or in blocks) and NVFP4 only"

@@ -1,0 +1,118 @@
+"""vLLM's OpenAI-compatible server, as a shell script, and a second one that adds speculative decoding by n-grams.
+
+Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
+vLLM's own default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that
+trades the time to the first token against the time between tokens. INT8 on Blackwell needs the CUTLASS kernel, which does not
+start there, disabled by name (vllm issue 54311). FP8 keys and values on Ampere are FlashInfer's only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vlmcompress.launch._facts import Facts
+from vlmcompress.launch._text import execute, script
+
+TITLE = "vLLM 0.32"
+CHECKED = "executed by our tests on vLLM's CPU build"
+
+IMAGES = 4
+READS = {None, "compressed-tensors", "awq", "gptq", "modelopt", "fp8"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+
+def refusal(facts: Facts) -> str | None:
+    """The reason why vLLM does not load it: a format that it does not know, or a reducer that it cannot serve."""
+    if facts.method not in READS:
+        return f"it is not known to read the format {facts.method}"
+    if facts.method == "gptq" and any(group.bits not in (4, 8) for group in (facts.groups or {}).values()):
+        return "of gptq it reads 4 and 8 bits only"
+    if facts.reducer and not facts.reducer.served:
+        return f"the reducer {facts.reducer.label} runs in transformers only"
+    return None
+
+
+def settings(facts: Facts) -> dict[str, Any]:
+    """Values of vLLM's `EngineArgs` for the checkpoint: what the flags say, and Triton's model.json."""
+    found: dict[str, Any] = {
+        "served_model_name": facts.name,
+        "dtype": "auto",
+        "max_model_len": "auto",  # the model's own, or what fits into memory if that is less
+        "limit_mm_per_prompt": {"image": IMAGES, "video": 0},
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "structured_outputs_config": {"backend": "auto"},
+    }
+    if tokens := _step(facts):
+        found["max_num_batched_tokens"] = tokens
+    if facts.kv_fp8:
+        found["kv_cache_dtype"] = "fp8"
+        if facts.machine and facts.machine.capability and facts.machine.capability < (8, 9):
+            found["attention_backend"] = "FLASHINFER"
+    if facts.gpus > 1:
+        found["tensor_parallel_size"] = facts.gpus
+    if facts.code:
+        found["trust_remote_code"] = True
+    return found
+
+
+def flags(facts: Facts) -> list[str]:
+    """Flags of `vllm serve` for the checkpoint, without its path, host and port."""
+    found = []
+    for key, value in settings(facts).items():
+        text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
+        found += [f"--{key.replace('_', '-')}", *text]
+    if facts.reducer and facts.reducer.asks:
+        found.append("--trust-request-mm-kwargs")
+    return found
+
+
+def environment(facts: Facts) -> dict[str, str]:
+    """Environment variables that the checkpoint needs on its machine."""
+    capability = facts.machine.capability if facts.machine else None
+    int8 = any(group.kind == "int" and group.activations == 8 for group in (facts.groups or {}).values())
+    if capability and capability >= (10, 0) and int8:
+        return {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"}
+    return {}
+
+
+def files(facts: Facts) -> Mapping[str, str]:
+    """`vllm.sh`, and `vllm-speculative.sh` that adds speculative decoding."""
+    lines = []
+    if facts.reducer:
+        lines += [
+            f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin beside it, and",
+            "# refuses the checkpoint by its architecture otherwise. `vlmcompress serve` starts the same server.",
+            'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi',
+        ]
+    lines += [f"export {key}={value}" for key, value in environment(facts).items()]
+    lines.append("# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any.")
+    where = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
+    lines.append(execute('vllm serve "$MODEL"', flags(facts), where))
+    speculative = [
+        "# Proposes what followed the same words before: pays where answers repeat the prompt (documents, code), costs a",
+        "# little elsewhere. Answers of temperature 0 stay the same but for rounding. Measure before you keep it.",
+        execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
+    ]
+    return {
+        "vllm.sh": script(title, *lines),
+        "vllm-speculative.sh": script(f"{title}, with speculative decoding by n-grams", *speculative),
+    }
+
+
+def command(facts: Facts) -> str:
+    """The line that starts it, from the checkpoint's folder."""
+    return "sh serve/vllm.sh"
+
+
+def _step(facts: Facts) -> int | None:
+    """The most tokens in a step: vLLM's default for a GPU of this memory; None where vLLM is to decide."""
+    machine = facts.machine
+    if machine is None or machine.capability is None or not machine.memory:
+        return None
+    if machine.memory >= 172:  # vLLM says 160 GiB, and 70 below
+        return 16384
+    return 8192 if machine.memory >= 76 and machine.capability != (8, 0) else 2048

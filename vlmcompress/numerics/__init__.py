@@ -1,0 +1,72 @@
+"""Number formats of weights and the only quantization arithmetic in the project: find a scale, round, undo.
+
+A weight `W [out, in]` is cut into groups along `in` (`group` > 0), rows (`group` = -1) or not at all (`group` = 0).
+Each piece has one scale `s` and, when asymmetric, one zero point `z`:
+
+    q = clamp(round(W / s + z), qmin, qmax)        W ~ (q - z) * s
+
+Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so that an exporter only packs bits:
+
+* Integers are signed, `qmin = -2^(b-1)`, `qmax = 2^(b-1) - 1`, for symmetric *and* asymmetric formats; `q` and `z`
+  are int8. Formats that store unsigned codes add `2^(b-1)` to both.
+* Symmetric: `s = max|W| / qmax`, or `max|W| / (qmax + 1/2)`, whose step is finer and whose largest value lands half a step
+  outside and is clamped: whichever errs less, for each scale by itself. compressed-tensors takes the second (`edge`), engines
+  any. `z` is None.
+* Asymmetric: `s = (max - min) / (2^b - 1)` over a range widened to hold 0, `z = round(qmin - min / s)`, so 0 stays
+  exact.
+* float8_e4m3fn: `s = max|W| / 448`, `q` is a float8 tensor.
+* NVFP4, 4-bit floats (`_fp4`) in blocks of 16: a block's scale is itself stored as float8, relative to one float32 number for
+  the whole matrix, the `global_scale` g. It is a divisor, as compressed-tensors stores it: `g = 448 * 6 / max|W|` and
+  `s = float8(g * max|block| / 6) / g`, or with 4 in the place of 6, whichever errs less (Four Over Six, arXiv 2512.02010).
+  Arithmetic takes and gives `s` in float32; a `QTensor` holds the float8 and g. Layers that an engine makes one matrix of must
+  share g. `q` is a float8 tensor, too, which holds all 4-bit floats exactly; `pack_fp4` makes nibbles of it.
+* The scale is rounded to the dtype it will be stored in *before* anything is rounded with it, so what a solver
+  optimizes is what an engine computes. A scale of zero (all-zero group, or underflow) becomes that dtype's epsilon.
+
+All arithmetic is float32 whatever the dtype of the input.
+"""
+
+from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format, Scheme, weight_only
+from vlmcompress.numerics._fp4 import find_global_scale, pack_fp4, unpack_fp4
+from vlmcompress.numerics._rounding import (
+    decode,
+    dequantize,
+    encode,
+    fake_quantize,
+    find_params,
+    find_ranges,
+    fit,
+    leftover,
+    quantize,
+    residual,
+    row_chunks,
+)
+from vlmcompress.numerics._tensors import QTensor, quantize_with, round_activations, round_to_nearest
+
+__all__ = [
+    "FLOAT8",
+    "FLOAT8_MAX",
+    "NVFP4",
+    "ActFormat",
+    "Format",
+    "QTensor",
+    "Scheme",
+    "decode",
+    "dequantize",
+    "encode",
+    "fake_quantize",
+    "find_global_scale",
+    "find_params",
+    "find_ranges",
+    "fit",
+    "leftover",
+    "pack_fp4",
+    "quantize",
+    "quantize_with",
+    "residual",
+    "round_activations",
+    "round_to_nearest",
+    "row_chunks",
+    "unpack_fp4",
+    "weight_only",
+]

@@ -1,0 +1,150 @@
+"""Number formats as data: what a weight matrix and a layer's input are stored or rounded as."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+FLOAT4_MAX = 6.0
+BLOCK = 16  # columns that share a scale in NVFP4
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight matrix `[out, in]` is stored.
+
+    Args:
+        kind: "int" (signed, 2 to 8 bits) or "float" (float8_e4m3fn; with 4 bits NVFP4).
+        bits: bits per weight.
+        group: columns that share a scale; -1 is one scale per output row, 0 one scale per matrix. NVFP4 has 16.
+        symmetric: no zero point.
+        rows: outputs that share a scale, besides columns, in blocks that the matrix's edges may cut: float8 of other tools,
+            which is read and written, and nothing is rounded to.
+    """
+
+    kind: Literal["int", "float"]
+    bits: int
+    group: int
+    symmetric: bool = True
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind, self.bits)
+        if self.rows != 1 and (self.rows < 1 or self.group < 1 or self.kind != "float" or self.bits != 8):
+            raise ValueError(f"only float8 in groups of columns has a scale for several rows, got rows {self.rows!r}")
+        if type(self.group) is not int or self.group < -1:
+            raise ValueError(f"group_size must be positive, -1 (per row) or 0 (per matrix), got {self.group!r}")
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(f"symmetric must be true or false, got {self.symmetric!r}")
+        if self.kind == "float" and not self.symmetric:
+            raise ValueError("float8 and NVFP4 have no zero point: symmetric must be true")
+        if self.nvfp4 and self.group != BLOCK:
+            raise ValueError(
+                f"4-bit floats (NVFP4) have a scale for each {BLOCK} columns, got group_size {self.group!r}"
+            )
+
+    @property
+    def nvfp4(self) -> bool:
+        """Whether this is NVFP4, whose scales are float8 and relative to one number for the matrix."""
+        return self.kind == "float" and self.bits == 4
+
+    @cached_property
+    def qmin(self) -> float:
+        """Smallest code."""
+        return float(-(2 ** (self.bits - 1))) if self.kind == "int" else -self.qmax
+
+    @cached_property
+    def qmax(self) -> float:
+        """Largest code."""
+        if self.kind == "float":
+            return FLOAT4_MAX if self.bits == 4 else FLOAT8_MAX
+        return float(2 ** (self.bits - 1) - 1)
+
+    @cached_property
+    def edges(self) -> tuple[float, ...]:
+        """Codes at which the largest magnitude of a symmetric piece may be put; of equal errors the first is taken."""
+        if self.kind == "int":
+            return self.qmax + 0.5, self.qmax
+        return (FLOAT4_MAX, 4.0) if self.bits == 4 else (FLOAT8_MAX,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that codes are kept in before an exporter packs them."""
+        return torch.int8 if self.kind == "int" else FLOAT8
+
+    def n_groups(self, columns: int) -> int:
+        """Number of scales per row of a matrix of `columns` columns. Raises ValueError if the group size does not divide it."""
+        if self.group <= 0:
+            return 1
+        if self.rows > 1:
+            return math.ceil(columns / self.group)
+        if columns % self.group:
+            if self.nvfp4:
+                raise ValueError(
+                    f"NVFP4 has a scale for each {BLOCK} of {columns} input features, which they do not fill"
+                )
+            raise ValueError(
+                f"group size {self.group} does not divide {columns} input features; "
+                f"choose a group_size that does (-1 always does), or skip the layer"
+            )
+        return columns // self.group
+
+
+@dataclass(frozen=True)
+class ActFormat:
+    """Format of a linear layer's input as an engine quantizes it: a scale per token (dynamic) or one fixed scale (static).
+
+    4-bit floats are NVFP4: the engine finds the scale of each 16 channels of a token (dynamic), relative to a fixed number.
+    """
+
+    kind: Literal["int", "float"]
+    bits: int
+    dynamic: bool
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind, self.bits)
+        if self.nvfp4 and not self.dynamic:
+            raise ValueError("4-bit floats (NVFP4) of activations have dynamic scales")
+
+    @property
+    def nvfp4(self) -> bool:
+        """Whether this is NVFP4."""
+        return self.kind == "float" and self.bits == 4
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a layer has a fixed number for its input: its scale, or for NVFP4 the divisor `448 * 6 / max|X|`."""
+        return not self.dynamic or self.nvfp4
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The format of the weights and, unless they stay in 16 bits, of the activations."""
+
+    weights: Format
+    activations: ActFormat | None = None
+
+
+def weight_only(bits: int, group_size: int, symmetric: bool = True) -> Scheme:
+    """Integer weights, 16-bit activations. Engines have kernels for groups and rows, none for one scale per matrix."""
+    if group_size == 0:
+        raise ValueError("group_size must be a positive number or -1 (one scale per row), got 0")
+    return Scheme(Format("int", bits, group_size, symmetric))
+
+
+def _check_kind(kind: str, bits: int) -> None:
+    if kind not in ("int", "float"):
+        raise ValueError(f"kind must be 'int' or 'float', got {kind!r}")
+    if kind == "int" and (type(bits) is not int or not 2 <= bits <= 8):
+        raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
+    if kind == "float" and bits not in (4, 8):
+        raise ValueError(f"bits must be 8, or 4 for NVFP4, for a float format, got {bits!r}")
+
+
+NVFP4 = Format("float", 4, BLOCK)

@@ -1,0 +1,102 @@
+"""Quantized matrices, and rounding whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import _fp4
+from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format
+from vlmcompress.numerics._rounding import dequantize, fake_quantize, find_params, quantize
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized weight matrix.
+
+    Args:
+        q: `[out, in]` codes, int8 or float8_e4m3fn; of NVFP4 the 4-bit floats themselves as float8_e4m3fn.
+        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In the dtype it is stored in, of NVFP4 float8_e4m3fn.
+        zero_point: int8, shaped like `scale`; None when symmetric.
+        format: what the codes mean.
+        global_scale: of NVFP4, the number `[1]`, float32, that `scale` is divided by; else None.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    format: Format
+    global_scale: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, global_scale: Tensor | None = None
+    ) -> QTensor:
+        """A matrix from codes and the scales that arithmetic used (`find_params`), of NVFP4 with their `global_scale`.
+
+        Raises ValueError for NVFP4 scales that can't be stored with this `global_scale`.
+        """
+        if fmt.nvfp4:
+            if global_scale is None:
+                raise ValueError("NVFP4 needs the global scale that its scales were found with")
+            stored = _fp4.stored(scale * global_scale)
+            if not torch.equal(stored.float() / global_scale, scale):
+                raise ValueError("the scales of NVFP4 were found with another global scale")
+            return cls(q, stored, zero_point, fmt, global_scale)
+        return cls(q, scale, zero_point, fmt)
+
+    @property
+    def step(self) -> Tensor:
+        """What codes are multiplied by, shaped like `scale`: the scale itself, of NVFP4 float32 over the global scale."""
+        return self.scale if self.global_scale is None else self.scale.float() / self.global_scale
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weights `[out, in]` that an engine computes with."""
+        return dequantize(self.q, self.step, self.zero_point, self.format).to(dtype)
+
+
+def round_to_nearest(
+    w: Tensor,
+    fmt: Format,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    ratio: float | Tensor = 1.0,
+    importance: Tensor | None = None,
+    edge: float | None = None,
+    global_scale: Tensor | None = None,
+) -> QTensor:
+    """Quantize `w [out, in]` to `fmt`, each element rounded to the nearest code; the other arguments are `find_params`'s.
+
+    `global_scale`: of NVFP4; None: that of `w` alone.
+    """
+    if fmt.nvfp4 and global_scale is None:
+        global_scale = _fp4.find_global_scale([w])
+    how = {"scale_dtype": scale_dtype, "edge": edge, "global_scale": global_scale}
+    params = find_params(w, fmt, ratio=ratio, importance=importance, **how)  # type: ignore[arg-type]
+    return quantize_with(w, *params, fmt, global_scale)
+
+
+def quantize_with(
+    w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, global_scale: Tensor | None = None
+) -> QTensor:
+    """Quantize `w [out, in]` to the nearest codes, with a scale and zero point already chosen, of NVFP4 for `global_scale`."""
+    return QTensor.of(quantize(w, scale, zero_point, fmt), scale, zero_point, fmt, global_scale)
+
+
+def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) -> Tensor:
+    """Round `x [tokens, in]` as an engine does, float32. `scale`: of static activations; None: each token has its own.
+
+    Of NVFP4, `scale` is the fixed global scale of the layer's input; None: that of `x`.
+    """
+    x = x.float()
+    if fmt.nvfp4:
+        divided = _fp4.find_global_scale([x]) if scale is None else scale.float()
+        steps, _ = find_params(x, NVFP4, edge=NVFP4.qmax, global_scale=divided)
+        return fake_quantize(x, steps, None, NVFP4)
+    top = FLOAT8_MAX if fmt.kind == "float" else 2.0 ** (fmt.bits - 1) - 1
+    if scale is None:
+        scale = (x.abs().amax(-1, keepdim=True) / top).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (x / scale.float()).clamp_(-top, top)
+    return (codes.to(FLOAT8).float() if fmt.kind == "float" else codes.round_()) * scale.float()

@@ -1,0 +1,104 @@
+"""Types of the cache of keys and values in vLLM 0.32: what they take, and what speaks for or against them.
+
+Sources: vLLM 0.32 `config/cache.py`, `v1/attention/backends/triton_attn.py` (a scale in float32 for each token and head). vLLM
+0.28 dropped `--calculate-kv-scales` (pull request #49389): scales that a checkpoint brings are the only calibrated ones since.
+Models without normalized queries and keys lose most by 8 bits (verl pull request #4435, Qwen2.5); `fp8_e5m2` gives Qwen2-VL and
+Qwen2.5-VL wrong answers without a word (vLLM issue #41343).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.targets import Target
+
+
+@dataclass(frozen=True)
+class Width:
+    """Bytes of a number, None: of the model's own type, and of a scale for each token and head."""
+
+    number: int | None
+    scale: int = 0
+
+
+TYPES = {
+    "auto": Width(None),
+    "bf16": Width(2),
+    "fp8": Width(1),
+    "fp8_e4m3": Width(1),
+    "fp8_e5m2": Width(1),
+    "fp8_per_token_head": Width(1, 4),
+    "int8_per_token_head": Width(1, 4),
+}
+FLAGS = {"bf16": "bfloat16"}
+"""Name of a type on vLLM's command line, where it is another."""
+
+
+def width(name: str) -> Width:
+    """What a type takes. UserError for an unknown one."""
+    if name not in TYPES:
+        raise UserError(f"--kv-cache {name[:40]}: no such type{did_you_mean(name, TYPES)}")
+    return TYPES[name]
+
+
+def has_scales(config: dict[str, Any]) -> bool:
+    """Whether a checkpoint says that it brings scales for an FP8 cache."""
+    found = config.get("quantization_config") or {}
+    return bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
+
+
+def normalizes(model: nn.Module) -> bool:
+    """Whether a model (its skeleton will do) normalizes queries and keys in its decoder."""
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
+    return bool(names & {"q_norm", "q_layernorm"}) and bool(names & {"k_norm", "k_layernorm"})
+
+
+def remarks(name: str, normalized: bool, target: Target | None, scales: bool) -> list[str]:
+    """What to know of the chosen type, or what to try instead where none was chosen, a line each.
+
+    Args:
+        name: a key of `TYPES`.
+        normalized: whether the model normalizes queries and keys.
+        scales: whether the checkpoint brings scales for an FP8 cache, or will.
+    """
+    risky = (
+        "the model does not normalize queries and keys (no q_norm, k_norm): measure the answers with vlmcompress eval"
+    )
+    ampere = target is not None and target.capability == (8, 0)
+    if name == "fp8_e5m2":
+        return [
+            "fp8_e5m2 has two bits of mantissa and no scales, and is known to spoil Qwen2-VL and Qwen2.5-VL; use fp8"
+        ]
+    if name.startswith("fp8") and not name.endswith("head"):
+        found = [] if normalized else [f"FP8 cache: {risky}"]
+        if target and target.kv_fp8_refused:
+            found.append(f"FP8 cache: {target.kv_fp8_refused}")
+        elif target and target.kv_fp8:
+            found.append(f"FP8 cache on {target.title}: {target.kv_fp8}")
+        if not scales:
+            found.append(
+                "FP8 cache: without scales in the checkpoint vLLM takes 1.0; quantize with --kv-cache fp8 calibrates them, "
+                "which since vLLM 0.28 nothing else does"
+            )
+        if ampere:
+            found.append(
+                "FP8 cache: A100 has no FP8 arithmetic; int8_per_token_head needs no scales and runs in Triton"
+            )
+        return found
+    if name not in ("auto", "bf16"):
+        return []
+    if ampere:
+        return [
+            "--kv-cache int8_per_token_head would hold about twice the tokens: no scales to calibrate, runs on A100 in Triton"
+        ]
+    if target and target.kv_fp8_refused:
+        return []
+    return [
+        "--kv-cache fp8 would hold about twice the tokens, with scales that quantize calibrates"
+        + ("" if normalized else f"; but {risky}")
+    ]

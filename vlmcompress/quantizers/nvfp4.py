@@ -1,0 +1,186 @@
+"""NVFP4: 4-bit floats with a float8 scale for each 16 weights; mixed as published checkpoints for Blackwell are, or pure.
+
+The format is that of `numerics`. What an engine makes one matrix of shares a global scale, as vLLM takes the largest of
+several and is silently wrong otherwise. Weights are rounded to nearest (`rounding: rtn`), with GPTQ's error feedback (`gptq`,
+which needs nothing of a format but scales fixed beforehand), or by AWQ's search for channel scales and clipped ranges (`awq`).
+`four_over_six` (arXiv 2512.02010) puts the largest value of a block at 4 instead of 6 where that errs less. The paper takes
+`256 * 6 / max|W|` for the global scale, so that 4 is open to every block; with compressed-tensors' 448 it is not to blocks
+whose largest value exceeds two thirds of the matrix's.
+
+`activations: 4` (W4A4) lets the engine round inputs the same way, relative to one number that is calibrated, `448 * 6 /
+max|X|`; larger inputs than calibration saw saturate. `16` keeps inputs as they are: no faster arithmetic, and more accurate.
+
+`mixed` gives NVFP4 to the MLPs alone, and FP8 (`fp8`) to attention, to what stands in its place, and to the MLPs of the `last`
+blocks, an eighth of them by default. So are NVIDIA's Qwen3.6-27B-NVFP4 (vllm-project/recipes, pull request 606: MLPs NVFP4,
+attention and the KV cache FP8) and llm-compressor's recipe for Qwen3.8-27B (`examples/quantization_w4a4_fp4`: the MLPs of the
+last 8 of 64 blocks in FP8, too).
+
+vLLM computes W4A4 on Blackwell only; A100 and H100 run the weights in 16 bits. Nothing of this was run on such a machine here:
+results were compared with vLLM's emulation of the kernel on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.numerics import (
+    NVFP4,
+    ActFormat,
+    QTensor,
+    Scheme,
+    find_global_scale,
+    find_params,
+    quantize_with,
+    round_to_nearest,
+)
+from vlmcompress.quantizers import awq, gptq
+from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.statistics.balance import check_balance
+from vlmcompress.statistics.inputs import GroupStats
+
+NEEDS = frozenset({"gram", "absmax", "absmean"})
+PREPARED_BY = ("rounding", "damp", "balance")
+_READ = {"rtn": (), "gptq": ("gram",), "awq": ("gram", "absmean")}
+_MLP = frozenset({"gate_up", "down", "fc1", "fc2"})
+_LAST = 8  # one of so many blocks is among the last
+
+
+@dataclass(frozen=True)
+class Options(QuantizerOptions):
+    """`activations`: 4 (NVFP4) or 16 bits; `mixed`: FP8 for all but MLPs, and for the MLPs of the `last` blocks (null: an
+    eighth of them); `rounding`: "rtn", "gptq" or "awq"; `four_over_six`: two scales to choose from for each block; `damp`: as
+    in gptq; `balance`: see `statistics.balance`."""
+
+    activations: int = 4
+    mixed: bool = True
+    last: int | None = None
+    rounding: str = "gptq"
+    four_over_six: bool = True
+    damp: float = 0.01
+    balance: Any = "off"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "balance", check_balance(self.balance))
+        if type(self.activations) is not int or self.activations not in (4, 16):
+            raise ValueError(f"activations must be 4 or 16, got {self.activations!r}")
+        for name in ("mixed", "four_over_six"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.last is not None and (type(self.last) is not int or self.last < 0):
+            raise ValueError(f"last must be a whole number of blocks or null, got {self.last!r}")
+        if self.last is not None and not self.mixed:
+            raise ValueError("last is for the blocks that mixed gives FP8; set mixed true or leave last out")
+        if self.rounding not in _READ:
+            raise ValueError(f"rounding must be 'rtn', 'gptq' or 'awq', got {self.rounding!r}")
+        gptq.Options(damp=self.damp)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the rounding reads, and the maxima of inputs where these are rounded."""
+        return frozenset(_READ[self.rounding]) | ({"absmax"} if self.activations == 4 else set())
+
+    @property
+    def edge(self) -> float | None:
+        """The code at which the largest value of a block is put; None: 6 or 4, whichever errs less."""
+        return None if self.four_over_six else NVFP4.qmax
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the layers of a group share: the global scale `[1]`, GPTQ's feedback, the Gram matrix for clipping; warnings."""
+
+    global_scale: Tensor
+    feedback: gptq.Feedback | None
+    gram: Tensor | None
+    warnings: tuple[tuple[str, str], ...] = ()
+
+
+def scheme(options: Options) -> Scheme:
+    """Number formats: NVFP4 weights, NVFP4 or 16-bit activations."""
+    return Scheme(NVFP4, ActFormat("float", 4, dynamic=True) if options.activations == 4 else None)
+
+
+def other(group: str, layer: int, layers: int, options: Options) -> tuple[str, dict[str, Any]] | None:
+    """FP8 for what is no MLP, and for the last blocks' MLPs; None: NVFP4."""
+    last = -(-layers // _LAST) if options.last is None else options.last
+    return ("fp8", {}) if options.mixed and (group not in _MLP or layer >= layers - last) else None
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats | None, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Tensor | None:
+    """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; None where the rounding has none."""
+    if options.rounding != "awq" or stats is None:
+        return None
+    scales = awq.candidates(weights, stats, awq.Options(group_size=NVFP4.group))
+    return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.edge)
+
+
+def prepare(weights: list[Tensor], stats: GroupStats | None, options: Options) -> Prepared:
+    """Find the group's global scale, and what its rounding needs of the Gram matrix."""
+    shared = find_global_scale(weights)
+    if options.rounding == "gptq":
+        assert stats is not None
+        feedback = gptq.prepare(weights, stats, gptq.Options(damp=options.damp))
+        return Prepared(shared, feedback, None, feedback.warnings)
+    return Prepared(shared, None, stats.gram() if options.rounding == "awq" and stats else None)
+
+
+def quantize(
+    weight: Tensor,
+    stats: GroupStats | None,
+    options: Options,
+    scale_dtype: torch.dtype,
+    prepared: Prepared | None = None,
+) -> QTensor:
+    """Round `weight [out, in]`, smoothed already."""
+    return quantize_group([weight], stats, options, scale_dtype, prepared)[0]
+
+
+def quantize_group(
+    weights: list[Tensor],
+    stats: GroupStats | None,
+    options: Options,
+    scale_dtype: torch.dtype,
+    prepared: Prepared | None = None,
+) -> list[QTensor]:
+    """Round the weights `[out_i, in]` of a group, which share a global scale."""
+    ready = prepare(weights, stats, options) if prepared is None else prepared
+    how: dict[str, Any] = {"edge": options.edge, "global_scale": ready.global_scale}
+    if ready.feedback is not None and stats is not None:
+        importance = stats.importance()
+        params = [find_params(w, NVFP4, importance=importance, **how) for w in weights]
+        return gptq.visit(weights, ready.feedback, params, NVFP4, global_scale=ready.global_scale)
+    if ready.gram is not None:
+        steps = awq.Options().clip_grid
+        found = [awq.clipped(w, ready.gram, NVFP4, steps, **how) for w in weights]
+        return [quantize_with(w, *each, NVFP4, ready.global_scale) for w, each in zip(weights, found, strict=True)]
+    return [round_to_nearest(w, NVFP4, **how) for w in weights]
+
+
+def sketch(
+    weight: Tensor,
+    stats: GroupStats | None,
+    options: Options,
+    scale_dtype: torch.dtype,
+    prepared: Prepared | None = None,
+) -> Tensor:
+    """Estimate the error `q - w [out, in]` that `quantize` makes; GPTQ's as `gptq.sketch` does."""
+    ready = prepare([weight], stats, options) if prepared is None else prepared
+    if ready.feedback is None or stats is None:
+        return quantize(weight, stats, options, scale_dtype, ready).dequantize(torch.float32).sub_(weight)
+    how: dict[str, Any] = {"edge": options.edge, "global_scale": ready.global_scale}
+    rounded = round_to_nearest(weight, NVFP4, importance=stats.importance(), **how)
+    return gptq.fed_error(rounded.dequantize(torch.float32).sub_(weight), ready.feedback)
+
+
+def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:
+    """The global scale `[1]`, float32, of inputs of every modality; None where inputs stay in 16 bits."""
+    if options.activations != 4:
+        return None
+    assert stats is not None
+    return find_global_scale([stats.balanced("off").absmax()])
