@@ -318,8 +318,8 @@ def test_classes_of_kernels_are_vllms() -> None:
 
 
 def test_a_checkpoint_that_does_not_load_is_wrong() -> None:
-    found = kernels.judged("w4a16", "Marlin", {"logged": {}, "backends": [], "error": ["ValueError: no kernel"]})
-    assert found["wrong"] == ["vLLM does not load it: ValueError: no kernel"]
+    error = {"logged": {}, "backends": [], "error": ["ValueError: no kernel"]}
+    assert kernels.judged("w4a16", "Marlin", error)["wrong"] == ["vLLM does not load it: ValueError: no kernel"]
     assert "wrong" in kernels.judged("w4a16", "Marlin", {"logged": {}, "layers": {}})
 
 
@@ -329,11 +329,9 @@ def test_a_gpu_has_a_target() -> None:
         ("NVIDIA A100-PCIE-40GB", 40960, (8, 0)), ("NVIDIA GeForce RTX 4090", 24564, (8, 9)), ("NVIDIA L4", 23034, (8, 9)),
         ("NVIDIA B200", 183359, (10, 0)), ("NVIDIA GB200", 189471, (10, 0)), ("NVIDIA A10G", 23028, (8, 6)),
         ("NVIDIA GeForce RTX 5090", 32607, (12, 0)), ("NVIDIA Thor", 125772, (11, 0)), ("Orin", 62841, (8, 7)))]  # fmt: skip
-    expected = ["h200", "h100", "a100", "a100-40gb", "rtx4090", "l40s", "b200", "gb200", "a10g", "rtx5090"]
-    assert found == [*expected, "jetson-thor", "jetson-orin"]
-    from vlmcompress import targets
-
-    assert all(targets.get(name) for name in found)
+    assert ",".join(found) == "h200,h100,a100,a100-40gb,rtx4090,l40s,b200,gb200,a10g,rtx5090,jetson-thor,jetson-orin"
+    known = {one.stem.replace("_", "-") for one in (ROOT / "vlmcompress" / "targets").glob("*.py")}
+    assert set(found) <= known
 
 
 def test_first_tokens_are_compared_by_token() -> None:
