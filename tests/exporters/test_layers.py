@@ -11,6 +11,7 @@ from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.checkpoint.layer_targets import layers_of, misread, targets
 from vlmcompress.exporters import compressed_tensors as ct
+from vlmcompress.numerics import Format, Scheme
 
 W4, FP8 = SCHEMES["w4-symmetric"], SCHEMES["fp8"]
 
@@ -84,3 +85,15 @@ def test_misread_names_the_layer(family_of):
     config, expected = configure(model, spec, names, decoder(model, spec, W4))
     config["config_groups"]["group_0"]["targets"] = [r"re:model\.language_model\.layers\..*"]
     assert misread(config, expected, names, spec)[0] == ("model.layers.0.self_attn.q_proj", "group_0", None)
+
+
+@pytest.mark.parametrize("family", models.REGISTRY.names())
+@pytest.mark.parametrize("group", [32, 128])
+def test_one_scheme_is_one_group_that_lmdeploy_reads(family_of, family, group):
+    """LMDeploy's TurboMind looks at `config_groups.group_0` alone: pack-quantized, 4 bits, groups of 32 or 128."""
+    model, spec, names = family_of(family)
+    config, _ = configure(model, spec, names, decoder(model, spec, Scheme(Format("int", 4, group))))
+    assert list(config["config_groups"]) == ["group_0"]
+    found = config["config_groups"]["group_0"]
+    assert found["format"] == "pack-quantized" and found["input_activations"] is None
+    assert (found["weights"]["num_bits"], found["weights"]["group_size"]) == (4, group)

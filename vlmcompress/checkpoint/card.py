@@ -118,6 +118,7 @@ def number_format(args: Mapping[str, Any] | None) -> str:
     kind = ("FP" if args["type"] == "float" else "INT") + str(args["num_bits"])
     group = f"group {args.get('group_size')}"
     pieces = {"group": group, "tensor_group": group, "channel": "per channel", "tensor": "per tensor"}
+    pieces["block"] = "block {}x{}".format(*args.get("block_structure") or ("?", "?"))
     how = pieces.get(args["strategy"], "per token")
     return f"{kind} {how}" + ("" if args["symmetric"] else ", asymmetric") + (", dynamic" if args["dynamic"] else "")
 
@@ -197,7 +198,13 @@ def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
 def _provenance(record: Mapping[str, Any]) -> str:
     recipe, calibration = record["recipe"], record["calibration"]
     made = ", ".join(f"{package} {version}" for package, version in record["created_by"].items())
+    changed = record.get("converted")
+    if changed and recipe.get("scheme") == "converted":
+        origin = f"Another tool's {_plain(changed['from'])} checkpoint, brought into the format {_plain(changed['to'])}"
+        return f"{origin} without rounding anything again. {made}.\n\nThe hash of every file: `{MANIFEST}`."
     text = f"Scheme `{recipe.get('scheme')}`, seed {record['seed']}. {made}."
+    if changed:
+        text += f" Written as {_plain(changed['from'])} first, then as {_plain(changed['to'])}, with the same weights."
     if calibration is None:
         text += "\n\nNo calibration data: each weight was rounded on its own."
     else:

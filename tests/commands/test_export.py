@@ -1,0 +1,65 @@
+"""`export` and `convert` through the command line: what they print, and bad input in one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kit import rtn
+from tests.kit.places import DEMO_LLAVA
+from vlmcompress import cli
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Demo-llava with 4-bit weights, in compressed-tensors."""
+    out = tmp_path_factory.mktemp("checkpoint") / "ct"
+    rtn.write(DEMO_LLAVA, out, rtn.SCHEMES["w4-symmetric"])
+    return out
+
+
+def test_export_and_convert(checkpoint, tmp_path, capsys):
+    assert cli.main(["export", str(checkpoint), "--format", "gptq", "-o", str(tmp_path / "gptq"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["from"] == "compressed-tensors" and said["to"] == "gptq" and said["out"] == str(tmp_path / "gptq")
+    assert said["weights_after"] < said["weights_before"]
+    assert cli.main(["convert", str(tmp_path / "gptq"), "-o", str(tmp_path / "back")]) == 0
+    assert "gptq -> compressed-tensors" in capsys.readouterr().out
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert cli.main(["doctor", str(tmp_path / "gptq")]) == 0
+    card = (tmp_path / "gptq" / "README.md").read_text()
+    assert "Written as compressed-tensors first, then as gptq" in card and (tmp_path / "gptq" / "serve").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "{ct}", "--format", "awk", "-o", "{out}"], "unknown format 'awk'; did you mean 'awq'"),
+        (["export", "{ct}", "--format", "modelopt", "-o", "{out}"], "ModelOpt files hold"),
+        (["export", "{ct}", "--format", "fp8", "-o", "{out}"], "are read, not written"),
+        (["export", "{ct}", "--format", "compressed-tensors", "-o", "{out}"], "is compressed-tensors already"),
+        (["export", "{ct}", "--format", "awq", "-o", "{ct}"], "is inside the source model"),
+        (["export", "{demo}", "--format", "awq", "-o", "{out}"], "has no vlmcompress.json"),
+        (["export", "{out}", "--format", "awq", "-o", "{out}/a"], "has no vlmcompress.json"),
+        (["export", "{ct}", "--format", "awq", "-o", "{out}", "--shard-size", "many"], "shard_size"),
+        (["convert", "{demo}", "-o", "{out}"], "is not quantized"),
+        (["convert", "{out}", "-o", "{out}2"], "does not exist"),
+        (["quantize", "{demo}", "-o", "{out}", "--scheme", "fp8", "--format", "awq"], "4-bit integer weights"),
+        (
+            ["quantize", "{demo}", "-o", "{out}", "--scheme=rtn", "--format=gptq", "--set", "options.symmetric=false"],
+            "symmetric weights only",
+        ),
+        (
+            ["quantize", "{demo}", "-o", "{out}", "--scheme", "rtn", "--format", "awq", "--kv-cache", "fp8"],
+            "no scales of an FP8 KV cache",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, checkpoint, tmp_path, capsys):
+    places = {"ct": str(checkpoint), "demo": str(DEMO_LLAVA), "out": str(tmp_path / "out")}
+    assert cli.main([argument.format(**places) for argument in arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and message in said[0], said
+    assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())
