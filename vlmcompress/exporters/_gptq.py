@@ -63,13 +63,18 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
     }
 
 
-def specs(scheme: Scheme, rows: int, columns: int) -> dict[str, Spec]:
-    """Local names, types and shapes of a layer's tensors."""
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of a layer's tensors; `dtype` of the scales is float16 whatever is asked."""
     found = shapes(scheme, rows, columns)
     return {name: Spec("F16" if name == "scales" else "I32", shape) for name, shape in found.items()}
 
 
-def tensors(qt: QTensor, scheme: Scheme, offset: int) -> dict[str, Tensor]:
+def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors that `tensors` returns, without computing them."""
+    return specs(scheme, qt.q.shape[0], qt.q.shape[1], "F16")
+
+
+def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, offset: int) -> dict[str, Tensor]:
     """Make the tensors that are stored for one linear layer. Raises `UserError` for a scale that is no 16-bit float."""
     bits, columns = scheme.weights.bits, qt.q.shape[1]
     centre = 2 ** (bits - 1)
@@ -88,7 +93,9 @@ def takes(config: Mapping, name: str) -> bool:
     return not any(re.match(pattern, name) for pattern in out)
 
 
-def read(stored: Mapping[str, Tensor], scheme: Scheme, offset: int) -> QTensor:
+def read(
+    stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int], *, offset: int
+) -> tuple[QTensor, Tensor | None]:
     """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
 
     Raises:
@@ -108,10 +115,10 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, offset: int) -> QTensor:
             "the config calls the weights symmetric, and their zero points are not in the middle; mend the config"
         )
     zero = zero.T.to(torch.int8).contiguous()
-    return QTensor(q, stored["scales"].T.contiguous(), None if fmt.symmetric else zero, fmt)
+    return QTensor(q, stored["scales"].T.contiguous(), None if fmt.symmetric else zero, fmt), None
 
 
-def config(layers: Layers, version: str) -> dict:
+def config(layers: Layers, *, version: str) -> dict:
     """The `quantization_config` block of config.json; `version`: what `checkpoint_format` says."""
     if not layers.schemes:
         return {}
@@ -130,6 +137,11 @@ def config(layers: Layers, version: str) -> dict:
         "lm_head": False,
         "dynamic": dynamic,
     }
+
+
+def files(layers: Layers, *, version: str) -> dict[str, dict]:
+    """Further JSON files of the checkpoint: the block once more, where GPTQModel looks for it."""
+    return {"quantize_config.json": config(layers, version=version)} if layers.schemes else {}
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
