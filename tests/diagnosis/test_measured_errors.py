@@ -14,6 +14,7 @@ from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint.convert import convert
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
@@ -58,7 +59,8 @@ def test_what_was_stored_is_read_back(scheme):
     torch.manual_seed(0)
     weight = round_to_nearest(torch.randn(64, 96), scheme.weights, scale_dtype=torch.bfloat16)
     stored = compressed_tensors.tensors(weight, scheme)
-    assert torch.equal(compressed_tensors.dequantized(stored, scheme, (64, 96)), weight.dequantize(torch.float32))
+    back, _ = compressed_tensors.read(stored, scheme, (64, 96))
+    assert torch.equal(back.dequantize(torch.float32), weight.dequantize(torch.float32))
 
 
 SCHEMES: dict[str, tuple[dict, float]] = {
@@ -148,3 +150,11 @@ def test_refusals(stats, tmp_path, capfd, spoil):
     assert cli.main(command) == 2
     said = capfd.readouterr().err
     assert REFUSED[spoil] in said and said.count("\n") == 1
+
+
+def test_the_same_errors_in_another_format(stats, tmp_path):
+    """Oracle: the checkpoint in compressed-tensors, whose weights are the same."""
+    plain = quantized(tmp_path / "ct", "rtn", stats)
+    convert(plain, tmp_path / "gptq", "gptq")
+    found = [measure(folder, statistics_folder.read(stats), DEMO_LLAVA).errors for folder in (plain, tmp_path / "gptq")]
+    assert found[0] == found[1]

@@ -86,7 +86,9 @@ def _sizes(recorded: Mapping[str, int]) -> str:
 
 def _schemes(quantization: Mapping[str, Any]) -> str:
     if "config_groups" not in quantization:
-        return _other_format(quantization)
+        kept = ", ".join(f"`{entry}`" for entry in quantization.get("modules_to_not_convert") or [])
+        left = f" Left as they were: embeddings, norms{', ' + kept if kept else ''}."
+        return f"Linear layers: {other_format(quantization)}.{left}"
     rows = ["| layers | weights | activations | stored as |", "|---|---|---|---|"]
     for group in quantization["config_groups"].values():
         targets = ", ".join(f"`{target}`" for target in group["targets"]).replace("|", "\\|")
@@ -99,16 +101,14 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
     return text
 
 
-def _other_format(quantization: Mapping[str, Any]) -> str:
-    """The section about a format without config groups: AWQ, GPTQ, ModelOpt."""
+def other_format(quantization: Mapping[str, Any]) -> str:
+    """Name the numbers of a format without config groups (AWQ, GPTQ, ModelOpt): `INT4 group 128, stored as awq`."""
     method = _plain(str(quantization.get("quant_method", "")))
     if "bits" not in quantization:
-        return f"Format {method}, {_plain(str(quantization.get('quant_algo', 'as config.json says')))}."
+        return f"{_plain(str(quantization.get('quant_algo', 'as config.json says')))}, stored as {method}"
     size = quantization.get("group_size", -1)
     how = f"group {size}" if isinstance(size, int) and size > 0 else "per channel"
-    kept = ", ".join(f"`{entry}`" for entry in quantization.get("modules_to_not_convert") or [])
-    text = f"Linear layers: INT{quantization['bits']} {how}, 16-bit activations, stored as {method}."
-    return text + f" Left as they were: embeddings, norms{', ' + kept if kept else ''}."
+    return f"INT{quantization['bits']} {how}, stored as {method}"
 
 
 def number_format(args: Mapping[str, Any] | None) -> str:

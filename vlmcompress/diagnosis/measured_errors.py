@@ -23,12 +23,12 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import identity, tensor_files
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import LayerErrors
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import compressed_tensors
-from vlmcompress.models import Group
+from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme, round_activations
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -51,7 +51,7 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     if "gram" not in statistics.facts["needs"]:
         raise UserError(f"statistics {statistics.folder} have no Gram matrices; calibrate with --needs gram")
     before = Weights(model)
-    after = Weights(folder, models.written_names(before.names, before.spec))
+    after = Weights(folder)
     blocks: dict[int, list[Group]] = {}
     for group in before.groups:
         if any(after.scheme(name) for name in group.linears):
@@ -73,25 +73,20 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
 
 
 class Weights:
-    """The weights of a checkpoint, plain or compressed, by memory name and as an engine computes with them.
+    """The weights of a checkpoint, plain or compressed in any format, by memory name and as an engine computes with them."""
 
-    Args:
-        names: memory name of a parameter of the original -> name on disk in a checkpoint of ours; None: found.
-    """
-
-    def __init__(self, folder: Path, names: Mapping[str, str] | None = None):
-        config = models.read_config(folder)
-        self.config = config.get("quantization_config") or {"config_groups": {}}
-        self.skeleton, self.spec = models.skeleton(folder), models.spec_for(config)
+    def __init__(self, folder: Path):
+        block = models.read_config(folder).get("quantization_config")
+        self.stored = Stored.of(folder) if block and block.get("config_groups") != {} else None
+        source = self.stored or Source.of(folder)
+        self.skeleton, self.spec, self.names = source.skeleton, source.spec, source.names
         self.groups = models.resolve(self.skeleton, self.spec)
         entries = (entry for file in models.shards(folder) for entry in tensor_files.read_entries(file))
         self.entries = {entry.name: entry for entry in entries}
-        self.names = names or models.disk_names(self.skeleton, self.entries)
 
     def scheme(self, linear: str) -> Scheme | None:
         """The number formats of a linear layer; None where it is not quantized."""
-        key = compressed_tensors.group_of(self.config, linear)
-        return None if key is None else compressed_tensors.scheme_of(self.config["config_groups"][key])
+        return self.stored.schemes.get(linear) if self.stored else None
 
     def parameter(self, name: str) -> Tensor:
         """Read a tensor that is stored unquantized, as float32."""
@@ -99,26 +94,17 @@ class Weights:
 
     def weight(self, linear: str) -> Tensor:
         """Read the weight `[out, in]` of a linear layer, dequantized to float32."""
-        if (scheme := self.scheme(linear)) is None:
+        if self.stored is None or linear not in self.stored:
             return self.parameter(f"{linear}.weight")
-        prefix, rows, columns = self.names[f"{linear}.weight"].removesuffix("weight"), *self.shape(linear)
-        local = compressed_tensors.shapes(scheme, rows, columns)
-        stored = {name: tensor_files.read_tensor(self.entries[prefix + name]) for name in local}
-        return compressed_tensors.dequantized(stored, scheme, (rows, columns))
+        return self.stored[linear][0].dequantize(torch.float32)
 
     def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
         """The function by which an engine rounds the rows of a layer's input; None: it rounds nothing."""
         scheme = self.scheme(linear)
-        if scheme is None or scheme.activations is None:
+        if self.stored is None or scheme is None or scheme.activations is None:
             return None
-        key = self.names[f"{linear}.weight"].removesuffix("weight") + "input_scale"
-        scale = None if scheme.activations.dynamic else tensor_files.read_tensor(self.entries[key])
+        scale = self.stored[linear][2] if scheme.activations.calibrated else None
         return functools.partial(round_activations, fmt=scheme.activations, scale=scale)
-
-    def shape(self, linear: str) -> tuple[int, int]:
-        """The shape `[out, in]` of a linear layer's weight."""
-        rows, columns = self.skeleton.get_parameter(f"{linear}.weight").shape
-        return rows, columns
 
     def norm(self, name: str) -> Tensor:
         """The factors by which a norm multiplies each channel, float32."""

@@ -160,11 +160,6 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     return stored
 
 
-def dequantized(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-    """The float32 weights `[out, in]` that an engine computes with, from the stored tensors."""
-    return read(stored, scheme, shape)[0].dequantize(torch.float32)
-
-
 def quantization_config(
     groups: Sequence[tuple[Scheme, Sequence[str]]], ignore: Sequence[str], *, kv_cache: bool = False
 ) -> dict:

@@ -91,8 +91,11 @@ def _calibration(data: Mapping[str, Any]) -> Calibration:
 
 
 def _formats(path: Path) -> list[str]:
-    """Name the number formats of a checkpoint's config groups, each once."""
-    groups = (read_json(path / "config.json", "config").get("quantization_config") or {}).get("config_groups") or {}
+    """Name the number formats of a checkpoint's config groups, each once; of another format what its config says."""
+    quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
+    groups = quantization.get("config_groups") or {}
+    if quantization and not groups:
+        return [card.other_format(quantization)]
     found = [
         f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
         for group in groups.values()
