@@ -92,7 +92,7 @@ def check(config: Mapping[str, Any], file: Path) -> None:
             raise UserError(
                 f"{file}: {where}{key} is {value!r}, not a whole number above zero; restore it from the source"
             )
-    vision = config.get("vision_config")
+    vision: Any = config.get("vision_config")
     for key in _VISION if isinstance(vision, Mapping) else ():
         for value in found if isinstance(found := vision.get(key), list) else [found]:
             if value is not None and (type(value) is not int or value <= 0):
