@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.kit import reduced_cases as cases
+from tests.kit import rtn
 from tests.kit.places import DEMOS
 from vlmcompress import cli
+from vlmcompress.checkpoint.convert import convert
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance import _compare, _questions
 from vlmcompress.engines.vllm.conformance._checks import CHECKS
@@ -185,3 +187,13 @@ def test_two_hundred_prompts(tmp_path, model, reducer):
     data = DEMOS / "data" / model.removeprefix("demo-") / "validation.parquet"
     failed = [check for check in conformance.examine(folder, prompts=200, data=data) if not check.ok]
     assert failed == []
+
+
+@engine
+@pytest.mark.slow
+def test_a_format_that_transformers_does_not_read(tmp_path):
+    """Oracle: the same weights in compressed-tensors, which transformers reads, take the checkpoint's place there."""
+    rtn.write(DEMOS / "demo-llava", tmp_path / "ct", rtn.SCHEMES["w4-asymmetric"])
+    convert(tmp_path / "ct", tmp_path / "awq", "awq")
+    judged = {check.name: check for check in conformance.judge(conformance.collect(tmp_path / "awq", prompts=4))}
+    assert all(judged[name].ok for name in ("names", "exact count", "parity", "agreement")), judged

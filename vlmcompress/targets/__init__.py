@@ -126,6 +126,7 @@ def format_key(scheme: Any) -> str:
             return f"w{weights.bits}a16-fp"
         return f"w{weights.bits}a16" if weights.bits in (4, 8) else "wNa16"
     kind = "int" if weights.kind == "int" else "fp" if activations.dynamic else "fp-static"
+    kind = "fp-block" if weights.rows > 1 else kind
     return f"w{weights.bits}a{activations.bits}-{kind}"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.checkpoint.convert import convert
 from vlmcompress.checkpoint.reducer_block import CarriedReducer
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.progress import Progress
@@ -33,6 +34,7 @@ from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected, Reference
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import compressed_tensors
 
 PROMPTS = 24
 SILENCE = 3600.0  # seconds in which one engine must have loaded and answered all
@@ -86,7 +88,7 @@ def collect(
         asked = _questions.make(media, prompts, data, "mrope_section" in json.dumps(config), seed)
         progress("asking vLLM for the tensors' places", 0, 1)
         names = _names.check(folder)
-        findings = _expected(folder, config, asked, found, progress)
+        findings = _expected(_readable(folder, config, Path(place, "reference")), config, asked, found, progress)
         findings.names = names
         _mirror(folder, view)
         exact = "auto" if config.get("quantization_config") else "float32"
@@ -98,6 +100,15 @@ def collect(
 def judge(findings: Findings) -> list[Finding]:
     """Run each of `CHECKS` on the findings."""
     return [_judged(name, findings) for name in CHECKS]
+
+
+def _readable(folder: Path, config: dict[str, Any], out: Path) -> Path:
+    """The checkpoint where transformers reads its format; else the same weights in compressed-tensors, written to `out`."""
+    method = (config.get("quantization_config") or {}).get("quant_method", compressed_tensors.FORMAT)
+    if method == compressed_tensors.FORMAT:
+        return folder
+    convert(folder, out, compressed_tensors.FORMAT)
+    return out
 
 
 def _expected(
