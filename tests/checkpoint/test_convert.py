@@ -180,6 +180,24 @@ def test_another_tools_awq(ours, tmp_path):
         assert torch.equal(theirs.T, weight.dequantize(torch.float32))
 
 
+def test_another_tools_compressed_tensors_becomes_ours(ours, tmp_path):
+    """As llm-compressor leaves them: layers ignored in one naming only, keys that say nothing. The weights stay as they are."""
+    shutil.copytree(ours("llava", "w4-symmetric"), tmp_path / "theirs")
+
+    def foreign(found, config):
+        block = config["quantization_config"]
+        block["ignore"] = ["re:.*vision_tower.*", "re:.*multi_modal_projector.*", "lm_head"]
+        group = block["config_groups"]["group_0"]
+        del group["input_activations"], group["output_activations"]
+        group["weights"] |= {"actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+
+    edited(tmp_path / "theirs", foreign)
+    convert(tmp_path / "theirs", tmp_path / "out", "compressed-tensors")
+    assert all(check.ok for check in diagnose(tmp_path / "out")), diagnose(tmp_path / "out")
+    before, after = tensors(tmp_path / "theirs"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path):
     """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded."""
     convert(ours("llava", "w4-symmetric"), tmp_path / "gptq", "gptq")

@@ -52,7 +52,7 @@ def convert(
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     with models.quiet():
         stored = Stored.of(source)
-    if stored.format == format:
+    if stored.format == format and (source / MANIFEST).is_file():
         raise UserError(f"{source} is {format} already; choose another format")
     models.check_files(source)
     written = models.written_names(stored.names, stored.spec)
