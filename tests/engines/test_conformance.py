@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from vlmcompress import cli
 from vlmcompress.checkpoint.convert import convert
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
 from vlmcompress.engines.vllm.conformance import _compare, _questions
-from vlmcompress.engines.vllm.conformance._checks import CHECKS
+from vlmcompress.engines.vllm.conformance._checks import CHECKS, _within
 from vlmcompress.engines.vllm.conformance._findings import Findings
 from vlmcompress.errors import UserError
 
@@ -55,6 +56,18 @@ def test_questions_come_from_a_seed(tmp_path):
     assert sum("image_url" in json.dumps(question.messages) for question in given.plain) == 3
     with pytest.raises(UserError, match="take at least 4"):
         _questions.make(tmp_path, 3, None, False, 0)
+
+
+@pytest.mark.parametrize(("cached", "tokens"), [(0, 3), (2, 3), (2, 1)])
+def test_positions_may_begin_behind_a_cached_prefix(cached, tokens):
+    """Two of ten visual tokens dropped; the answer may be shorter than transformers', which went on for three tokens."""
+    full = SimpleNamespace(prompt=[0] * 10, positions=torch.arange(12).expand(3, -1))
+    said = SimpleNamespace(reduced={"q": SimpleNamespace(prompt=[0] * 8)}, unreduced={"q": full})
+    places = [0, 1, 2, 3, 6, 7, 8, 9, 10, 11][cached : 7 + tokens]
+    record = {"positions": [places] * 3, "cached": cached, "tokens": [[5] * tokens]}
+    assert _within(record, said, "q")
+    for wrong in (places[1:], places[:-1], [*places[:-1], 13], [places[1], places[0], *places[2:]]):
+        assert not _within(record | {"positions": [wrong] * 3}, said, "q")
 
 
 @pytest.fixture(scope="module")

@@ -118,11 +118,13 @@ def _as_expected(record: Mapping[str, Any], found: Findings, name: str) -> bool:
 
 
 def _within(record: Mapping[str, Any], found: Findings, name: str) -> bool:
-    """Whether the positions are some of those of the full prompt, in order, as many as expected, with the same last one."""
+    """Whether the prompt's positions, but for a prefix from the cache, are some of those of the full one, in order, with the
+    same last one, and each token of the answer, however long it is, stands one behind the token before it."""
     got, full = (torch.as_tensor(rows).T.tolist() for rows in (record["positions"], found.unreduced[name].positions))
-    left = iter(full)
-    due = len(found.reduced[name].prompt) + len(found.reduced[name].tokens) - 1
-    return len(got) == due and got[-1] == full[-1] and all(one in left for one in got)
+    prompt, last = len(found.reduced[name].prompt) - record["cached"], full[len(found.unreduced[name].prompt) - 1]
+    left, answer = iter(full), range(1, len(record["tokens"][0]))
+    behind = [[row + step for row in last] for step in answer]
+    return got[prompt - 1 : prompt] == [last] and got[prompt:] == behind and all(one in left for one in got[:prompt])
 
 
 def far(found: Findings) -> str:
