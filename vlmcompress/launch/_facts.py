@@ -7,7 +7,7 @@ or to Markdown, so that no launch file has to quote them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,19 @@ class Facts:
         if self.machine is None or self.machine.capability is not None:
             return None
         return f"its files are for NVIDIA GPUs, and the target is {self.machine.title}"
+
+    def unknown_to(self, architectures: Collection[str], absent: str) -> str | None:
+        """Why an engine for NVIDIA GPUs without our plugin does not load it, whatever the format: the machine, the reducer or
+        the architecture; None where nothing of that stands in the way.
+
+        Args:
+            architectures: those that the engine has; `absent`: what to say of another.
+        """
+        if self.foreign:
+            return self.foreign
+        if self.reducer:
+            return f"it does not know the reducer {self.reducer.label}"
+        return None if self.architecture in architectures else absent
 
     @property
     def resource(self) -> str:

@@ -25,12 +25,9 @@ SIZES = {"compressed-tensors": (32, 128), "awq": (128,), "gptq": (128,)}
 
 def refusal(facts: Facts) -> str | None:
     """The reason why TurboMind does not load it: the reducer, the architecture, or a format."""
-    if facts.foreign:
-        return facts.foreign
-    if facts.reducer:
-        return f"it does not know the reducer {facts.reducer.label}"
-    if facts.architecture not in ARCHITECTURES:
-        return f"its TurboMind engine does not know {facts.architecture or 'this architecture'}"
+    absent = f"its TurboMind engine does not know {facts.architecture or 'this architecture'}"
+    if reason := facts.unknown_to(ARCHITECTURES, absent):
+        return reason
     if facts.method is None:
         return None
     if facts.method not in SIZES:

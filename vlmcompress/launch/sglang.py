@@ -27,12 +27,9 @@ ARCHITECTURES = {
 
 def refusal(facts: Facts) -> str | None:
     """The reason why SGLang does not load it: the reducer, the architecture, or a format."""
-    if facts.foreign:
-        return facts.foreign
-    if facts.reducer:
-        return f"it does not know the reducer {facts.reducer.label}"
-    if facts.architecture not in ARCHITECTURES:
-        return f"it has no class of its own for {facts.architecture or 'this architecture'}"
+    absent = f"it has no class of its own for {facts.architecture or 'this architecture'}"
+    if reason := facts.unknown_to(ARCHITECTURES, absent):
+        return reason
     if facts.method in (None, "modelopt"):
         return None
     if facts.method in ("awq", "gptq"):

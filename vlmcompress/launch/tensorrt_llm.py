@@ -28,12 +28,9 @@ NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
 
 def refusal(facts: Facts) -> str | None:
     """The reason why TensorRT-LLM does not load it: the reducer, the architecture, or a format."""
-    if facts.foreign:
-        return facts.foreign
-    if facts.reducer:
-        return f"it does not know the reducer {facts.reducer.label}"
-    if facts.architecture not in ARCHITECTURES:
-        return f"its PyTorch backend has no {facts.architecture or 'such architecture'} with images"
+    absent = f"its PyTorch backend has no {facts.architecture or 'such architecture'} with images"
+    if reason := facts.unknown_to(ARCHITECTURES, absent):
+        return reason
     if facts.method in (None, "modelopt"):
         return None
     if facts.method != "compressed-tensors":
