@@ -7,7 +7,7 @@ import pytest
 from tests.kit import tiny
 from vlmcompress.models import Source
 from vlmcompress.planning import check
-from vlmcompress.planning.attention import has_qk_norm
+from vlmcompress.planning.kv_types import normalizes
 from vlmcompress.recipe import resolve
 
 NORMALIZED = {"gemma3", "lfm2-vl", "qwen3-vl"}
@@ -26,7 +26,7 @@ def said(model, name: str, **given) -> tuple[bool, str]:
 
 
 def test_qk_norm_is_found_by_the_skeleton(folders):
-    assert {name for name, folder in folders.items() if has_qk_norm(Source.of(folder))} == NORMALIZED
+    assert {name for name, folder in folders.items() if normalizes(Source.of(folder).skeleton)} == NORMALIZED
 
 
 @pytest.mark.parametrize(

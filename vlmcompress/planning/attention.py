@@ -14,6 +14,7 @@ from vlmcompress import models
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.registry import FAMILIES
 from vlmcompress.models import Source
+from vlmcompress.planning.kv_types import normalizes
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
@@ -24,21 +25,13 @@ _RISK = (
 )
 
 
-def has_qk_norm(source: Source) -> bool:
-    """Whether the decoder's attention normalizes queries and keys, by the names of its modules."""
-    return any(
-        name.startswith(f"{source.spec.layers}.") and name.endswith((".q_norm", ".q_layernorm"))
-        for name, _ in source.skeleton.named_modules()
-    )
-
-
 def cache_finding(recipe: Recipe, source: Source, target: Target, everywhere: bool) -> Finding:
     """What vLLM needs for an FP8 KV cache on the target; what there is to gain where the recipe has none.
 
     Args:
         everywhere: whether every decoder block has a quantized layer, without which no scales are stored.
     """
-    title, risk = "vllm: KV cache", "" if has_qk_norm(source) else _RISK
+    title, risk = "vllm: KV cache", "" if normalizes(source.skeleton) else _RISK
     if recipe.kv_cache:
         needs = target.kv_fp8_refused or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{_instead(target)}{risk}"
         return Finding(title, not target.kv_fp8_refused, needs)
