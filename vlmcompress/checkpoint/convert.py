@@ -97,8 +97,9 @@ def _pieces(stored: Stored, written: Mapping[str, str], writer: ModuleType) -> l
                 found.append(Piece(name, entry.spec, entry))
         elif module not in done:
             done.add(module)
-            prefix = renamed[f"{stored.layers[module].prefix}weight"].removesuffix("weight")
-            for local, spec in writer.layout(*stored[module]).items():
+            layer = stored.layers[module]
+            prefix = renamed[f"{layer.prefix}weight"].removesuffix("weight")
+            for local, spec in writer.specs(layer.scheme, *layer.shape, stored.scale_type(module)).items():
                 found.append(Piece(prefix + local, spec, (module, local)))
     return found
 

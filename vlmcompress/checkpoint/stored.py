@@ -31,6 +31,7 @@ from vlmcompress.numerics import Scheme
 
 _OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
 _FLOATS = ("F16", "BF16", "F32")
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,17 @@ class Stored(Mapping[str, Quantized]):
                     return None
         return wanted
 
+    def scale_type(self, name: str) -> str:
+        """safetensors' name of the type that a layer's scales have once they are read; known from headers."""
+        entries = self.layers[name].entries
+        stored = next(entries[local].spec.dtype for local in _SCALES if local in entries)
+        if self.scale_dtype is None or stored not in _FLOATS:
+            return stored
+        return Spec.of(torch.empty(0, dtype=self.scale_dtype)).dtype
+
     def __getitem__(self, name: str) -> Quantized:
         layer = self.layers[name]
-        tensors = {local: tensor_files.read_tensor(entry) for local, entry in layer.entries.items() if local != "bias"}
+        tensors = {local: tensor_files.read_tensor(entry) for local, entry in layer.entries.items()}
         try:
             weight, input_scale = self.reader.read(tensors, layer.scheme, layer.shape)
         except UserError as error:
