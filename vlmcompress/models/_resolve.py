@@ -26,7 +26,7 @@ def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
     found: list[Group] = []
     for index, block in enumerate(decoder_layers(model, spec)):
         groups = _groups(model, block, index, spec.groups)
-        seen = {name for group in groups for name in group.linears}
+        seen = {name for group in groups for name in (*group.linears, *group.kept)}
         rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in seen]
         found += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
     return found
@@ -82,6 +82,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
                 smooth=None if smooth is None else f"{block}.{smooth}",
                 smooth_kind=template.smooth_kind,
                 fused=template.fused and len(members) > 1,
+                kept=tuple(f"{block}.{name}" for name in template.kept if name in modules),
             )
         )
     return found

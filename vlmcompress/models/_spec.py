@@ -28,6 +28,7 @@ class LinearGroup:
         smooth_kind: `norm` (its weight, and bias where it has one, is divided; see `ModelSpec.norm_offset`) or `linear`
             (its output rows, weight and bias, are divided).
         fused: the engine runs them as one matrix, so all of them need the same scheme.
+        kept: layers of the block that read the same input and always stay in 16 bits; they take part in smoothing.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LinearGroup:
     smooth: tuple[str, ...] = ()
     smooth_kind: SmoothKind = "norm"
     fused: bool = False
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Group:
     smooth: str | None = None
     smooth_kind: SmoothKind = "norm"
     fused: bool = False
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,42 +131,3 @@ def _moved(name: str, prefixes: Prefixes) -> str:
         if name == old or name.startswith(old + "."):
             return new + name[len(old) :]
     return name
-
-
-# Blocks that several families share.
-QKV = LinearGroup(
-    "qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("input_layernorm",), "norm", fused=True
-)
-ATTENTION_OUT = LinearGroup("o", ("self_attn.o_proj",), ("self_attn.v_proj",), "linear")
-GATE_UP = LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("post_attention_layernorm",), "norm", fused=True)
-DOWN = LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear")
-LLAMA = (QKV, ATTENTION_OUT, GATE_UP, DOWN)  # also Mistral, Qwen2, Qwen3
-
-# CLIP and SigLIP. A GELU sits between fc1 and fc2, so fc2 has no op to smooth into.
-CLIP = (
-    LinearGroup(
-        "qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("layer_norm1",), "norm", fused=True
-    ),
-    LinearGroup("o", ("self_attn.out_proj",), ("self_attn.v_proj",), "linear"),
-    LinearGroup("fc1", ("mlp.fc1",), ("layer_norm2",), "norm"),
-    LinearGroup("fc2", ("mlp.fc2",)),
-)
-
-# The LLaVA shape in vLLM: everything that transformers keeps under `model.` is top-level there, as it is on the hub.
-LLAVA_MAPPER: Prefixes = (
-    ("model.language_model", "language_model.model"),
-    ("model.vision_tower", "vision_tower"),
-    ("model.multi_modal_projector", "multi_modal_projector"),
-    ("model.image_newline", "image_newline"),
-    ("lm_head", "language_model.lm_head"),
-)
-# CLIP and SigLIP are a module inside the tower there; transformers 5 has none, and saves none.
-LLAVA_ENGINE: Prefixes = (("model.vision_tower", "vision_tower.vision_model"), *LLAVA_MAPPER)
-QWEN_ENGINE: Prefixes = (
-    ("model.language_model", "language_model.model"),
-    ("model.visual", "visual"),
-    ("lm_head", "language_model.lm_head"),
-)
-# Qwen2-VL and Qwen2.5-VL, older than the names of transformers 5
-QWEN2_MAPPER: Prefixes = (*QWEN_ENGINE, ("model", "language_model.model"))
-QWEN2_HUB: Prefixes = (("model.language_model", "model"), ("model.visual", "visual"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vlmcompress.models._blocks import CLIP, LLAMA
 from vlmcompress.models._layout import split
-from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec
+from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
     family="idefics3",

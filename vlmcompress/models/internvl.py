@@ -5,8 +5,9 @@ vLLM 0.32 builds this tower without a quantization config, so none of it can be 
 
 from __future__ import annotations
 
+from vlmcompress.models._blocks import LLAMA, LLAVA_MAPPER
 from vlmcompress.models._layout import tiled
-from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, ModelSpec
+from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
     family="internvl",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vlmcompress.models._blocks import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER
 from vlmcompress.models._layout import anyres
-from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
+from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
     family="llava-next",

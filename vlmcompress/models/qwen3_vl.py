@@ -5,8 +5,9 @@ The deepstack mergers are projectors: they stay as they are, even where the towe
 
 from __future__ import annotations
 
+from vlmcompress.models._blocks import LLAMA, QWEN3_TOWER, QWEN_ENGINE
 from vlmcompress.models._layout import native
-from vlmcompress.models._spec import LLAMA, QWEN_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
     family="qwen3-vl",
@@ -16,12 +17,7 @@ SPEC = ModelSpec(
     vision=("model.visual",),
     projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
     vision_layers="model.visual.blocks",
-    vision_groups=(
-        LinearGroup("qkv", ("attn.qkv",), ("norm1",)),
-        LinearGroup("o", ("attn.proj",)),
-        LinearGroup("fc1", ("mlp.linear_fc1",), ("norm2",)),
-        LinearGroup("fc2", ("mlp.linear_fc2",)),
-    ),
+    vision_groups=QWEN3_TOWER,
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,

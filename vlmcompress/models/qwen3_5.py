@@ -1,0 +1,31 @@
+"""Qwen3.5, 3.6 and 3.8, dense: the tower of Qwen3-VL without deepstack, a decoder of Gated DeltaNet and attention.
+
+Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a recurrent state; each fourth by attention whose
+`q_proj` holds an output gate as well, head by head. The decoder's norms compute `x * (1 + weight)`.
+"""
+
+from __future__ import annotations
+
+from vlmcompress.models._blocks import GATED_DELTA_NET, LLAMA, QWEN3_TOWER, QWEN_ENGINE
+from vlmcompress.models._layout import native
+from vlmcompress.models._spec import ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen3-5",
+    model_types=("qwen3_5",),
+    layers="model.language_model.layers",
+    groups=(*GATED_DELTA_NET, *LLAMA),
+    vision=("model.visual",),
+    projector=("model.visual.merger",),
+    vision_layers="model.visual.blocks",
+    vision_groups=QWEN3_TOWER,
+    vision_attention="attn",
+    image_token="image_token_id",
+    layout=native,
+    positions="mrope",
+    visual_grid="thw",
+    mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
+    norm_offset=1.0,
+    engine_prefixes=QWEN_ENGINE,
+    engine_mapper=QWEN_ENGINE,
+)
