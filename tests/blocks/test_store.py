@@ -18,6 +18,7 @@ def result() -> BlockResult:
     found.weights["a.c"] = round_to_nearest(weight, Format("float", 8, -1))
     found.weights["a.d"] = round_to_nearest(weight, NVFP4)
     found.smoothing["norm"] = torch.rand(128)
+    found.multiplied["router"] = torch.rand(128)
     found.input_scales["a.b"] = torch.tensor([0.25])
     found.kv_ranges["attn"] = torch.rand(2, 3, 1 + BINS, dtype=torch.float64)
     found.errors = {"a.b": {"vision": 0.125}}
@@ -33,7 +34,7 @@ def test_round_trip_is_exact(tmp_path):
     assert store.has(3) and not store.has(2) and store.finished() == 1
     loaded = store.load(3)
     assert loaded.errors == saved.errors and loaded.warnings == saved.warnings and loaded.maxima == saved.maxima
-    for kind in ("smoothing", "input_scales", "kv_ranges"):
+    for kind in ("smoothing", "multiplied", "input_scales", "kv_ranges"):
         assert getattr(loaded, kind).keys() == getattr(saved, kind).keys()
         assert all(torch.equal(getattr(loaded, kind)[name], value) for name, value in getattr(saved, kind).items())
     for name, weight in saved.weights.items():

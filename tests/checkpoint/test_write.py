@@ -79,7 +79,7 @@ def test_names_that_an_engine_does_not_find_are_put_right(tmp_path, family):
             tmp_path / f"{kind}-out",
             W4,
             rtn.SCHEMES["fp8"],
-            kv_cache=family != "lfm2-vl",
+            kv_cache=True,
             shard_size="300KB",
         )
     expected, got = load(tmp_path / "hub-out"), load(tmp_path / "saved-out")

@@ -80,6 +80,24 @@ def test_vision_and_kv_cache(world, tmp_path):
     assert not [check for check in doctor.diagnose(out) if not check.ok]
 
 
+def test_layers_that_stay_as_they_are_take_part_in_smoothing(world, tmp_path):
+    """Qwen3.5: what a norm was divided by is in every layer that reads it, those left in 16 bits too; attention alone has
+    scales of keys and values."""
+    source = tiny.build("qwen3-5", tmp_path / "source")
+    out = tmp_path / "out"
+    quantize(recipe(world, out, "awq", str(source), kv_cache="fp8", options={"group_size": 32}))
+    assert not [check for check in doctor.diagnose(out, source=source) if not check.ok]
+    old, new = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    block = "model.language_model.layers.0."
+    norm = f"{block}input_layernorm.weight"
+    scale = (1 + old[norm].float()) / (1 + new[norm].float())
+    assert scale.max() > 1.1 * scale.min()
+    for name in ("in_proj_a", "in_proj_b"):
+        key = f"{block}linear_attn.{name}.weight"
+        assert torch.allclose(new[key].float(), old[key].float() * scale, rtol=2**-7, atol=0)
+    assert [name for name in new if name.endswith("k_scale")] == ["model.language_model.layers.1.self_attn.k_scale"]
+
+
 def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path):
     """Stop in the middle of the second block, go on with `resume`: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"

@@ -47,7 +47,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
             result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16, global_scale=shared)
             quantized[name] = (result, one, input_scale)
     written = models.written_names(names, spec)
-    attention = [f"{layer}.self_attn" for layer in models.decoder_layers(model, spec)]
+    attention = models.attentions(model, spec)
     recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
     return {
         "source": source,

@@ -38,7 +38,8 @@ def test_every_linear_is_accounted_for(family, loaded):
     llm = [name for group in models.resolve(vlm.model, vlm.spec) for name in group.linears]
     tower = [name for group in models.vision_linears(vlm.model, vlm.spec) for name in group.linears]
     assert len(set(llm + tower)) == len(llm + tower)
-    rest = set(models.linear_names(vlm.model)) - set(llm) - set(tower) - {vlm.spec.lm_head}
+    kept = {name for group in models.resolve(vlm.model, vlm.spec) for name in group.kept}
+    rest = set(models.linear_names(vlm.model)) - kept - set(llm) - set(tower) - {vlm.spec.lm_head}
     assert all(name.startswith((*vlm.spec.vision, *vlm.spec.projector)) for name in rest)
     if vlm.spec.vision_groups:
         assert not any(name.startswith(f"{vlm.spec.vision_layers}.") for name in rest)
@@ -62,7 +63,7 @@ def test_linears_of_a_group_read_one_input(family, loaded):
             lambda module, args, name=name: seen.__setitem__(name, args[0])
         )
         for group in _all_groups(vlm.model, vlm.spec)
-        for name in group.linears
+        for name in (*group.linears, *group.kept)
     ]
     with torch.no_grad():
         vlm.model(**encode(vlm, 1))
@@ -70,11 +71,10 @@ def test_linears_of_a_group_read_one_input(family, loaded):
         handle.remove()
     for group in models.resolve(vlm.model, vlm.spec):
         first = seen[group.linears[0]]
-        assert all(torch.equal(seen[name], first) for name in group.linears), group
-    layers = [
-        name.rsplit(".self_attn", 1)[0].rsplit(".conv", 1)[0] for name in seen if name.startswith(vlm.spec.layers)
-    ]
-    order = list(dict.fromkeys(name for name in layers if name in models.decoder_layers(vlm.model, vlm.spec)))
+        assert all(torch.equal(seen[name], first) for name in (*group.linears, *group.kept)), group
+    depth = vlm.spec.layers.count(".") + 2
+    layers = [".".join(name.split(".")[:depth]) for name in seen if name.startswith(vlm.spec.layers)]
+    order = list(dict.fromkeys(layers))
     assert order == models.decoder_layers(vlm.model, vlm.spec)
 
 
@@ -130,5 +130,5 @@ def _smooth(model, group: Group, spec: ModelSpec, part: str, generator: torch.Ge
         op.weight.div_(s[:, None])
     if getattr(op, "bias", None) is not None:
         op.bias.div_(s)
-    for name in group.linears:
+    for name in (*group.linears, *group.kept):
         model.get_submodule(name).weight.mul_(s)

@@ -24,6 +24,7 @@ HUB = {
     "llava-onevision": ("vision_tower.vision_model.", "language_model.model.layers.0.", None),
     "qwen2-5-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
     "qwen2-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
+    "qwen3-5": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
     "qwen3-vl": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
     "smolvlm": ("model.vision_model.", "model.text_model.layers.0.", None),
 }

@@ -87,6 +87,7 @@ class BlockResult:
 
     Attributes:
         smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
+        multiplied: layer that reads such an output and stays in 16 bits -> s: its weight's columns are to be multiplied.
         weights: linear -> its quantized weight.
         input_scales: linear -> static activation scale, scalar; of NVFP4 activations their global scale.
         kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.statistics.kv_range`.
@@ -98,6 +99,7 @@ class BlockResult:
     """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)
+    multiplied: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, QTensor] = field(default_factory=dict)
     input_scales: dict[str, Tensor] = field(default_factory=dict)
     kv_ranges: dict[str, Tensor] = field(default_factory=dict)
@@ -154,6 +156,7 @@ def solve_block(
         if norms and group.smooth in norms:
             scale = _as_stored(scale, norms[group.smooth], norm_offset)
         result.smoothing[group.smooth] = scale
+        result.multiplied |= dict.fromkeys(group.kept, scale)
         stats[group.name] = stats[group.name].rescaled(scale)
         for name in group.linears:
             current.multiply_columns(name, scale)
@@ -307,7 +310,8 @@ def warnings(results: Iterable[BlockResult]) -> list[str]:
 
 @torch.no_grad()
 def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
-    """Put a block's result into the model: divide the smoothed ops, replace weights by their dequantized values.
+    """Put a block's result into the model: divide the smoothed ops, multiply what stays in 16 bits behind them, replace
+    quantized weights by their dequantized values.
 
     Args:
         modules: by memory name, linear layers and the ops before them.
@@ -319,6 +323,9 @@ def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 
             if local == "weight" and isinstance(modules[name], nn.Linear):
                 continue  # smoothed already, as it is quantized
             parameter.copy_(_divided(parameter, scale, offset if local == "weight" else 0.0))
+    for name, scale in result.multiplied.items():
+        weight = modules[name].weight
+        weight.data = (weight.float() * scale.to(weight.device)).to(weight.dtype)
     for name, quantized in result.weights.items():
         weight = modules[name].weight
         weight.data = quantized.dequantize(weight.dtype).to(weight.device)  # not into memory that is mapped from a file

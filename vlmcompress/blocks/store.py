@@ -14,7 +14,7 @@ from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.models import Group
 from vlmcompress.numerics import Format, QTensor, Scheme
 
-_SMALL = ("smoothing", "input_scales", "kv_ranges")
+_SMALL = ("smoothing", "multiplied", "input_scales", "kv_ranges")
 
 
 class BlockStore(BlockFiles):

@@ -219,7 +219,7 @@ def search_blocks(
 
 def mappings_of(groups: Sequence[Group]) -> list[AWQMapping]:
     """The mappings of llm-compressor for the groups that can be smoothed."""
-    pairs = [(group.smooth, group.linears) for group in groups if group.smooth]
+    pairs = [(group.smooth, (*group.linears, *group.kept)) for group in groups if group.smooth]
     return [AWQMapping(_exactly(op), [_exactly(name) for name in linears]) for op, linears in pairs]
 
 

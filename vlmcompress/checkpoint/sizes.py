@@ -25,7 +25,7 @@ def output_tensors(
         schemes: quantized linear layer (memory name) -> its scheme.
         names: memory name of a parameter -> its name on disk.
         exporter: the format that is written.
-        kv_layers: number of decoder blocks that get scales of keys and values.
+        kv_layers: number of attention modules that get scales of keys and values.
     """
     gone = left_out(names, stored)
     specs = {name: spec for name, spec in stored.items() if name not in gone}

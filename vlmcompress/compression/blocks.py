@@ -60,7 +60,8 @@ def compress(
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=store.has, progress=progress):
         if lean:
             _let_go(finished)
-        modules = finished = _modules(vlm.model, blocks[layer])
+        modules = _modules(vlm.model, blocks[layer])
+        finished = {name: modules[name] for group in blocks[layer] for name in group.linears}
         if seen is None:
             apply(store.load(layer), modules, offset)
             continue
@@ -110,8 +111,8 @@ def solve_blocks(
 
 
 def _modules(model: nn.Module, groups: Sequence[Group]) -> dict[str, Any]:
-    """A block's linear layers and the ops before them, by memory name."""
-    names = {name for group in groups for name in (*group.linears, group.smooth) if name}
+    """A block's linear layers, the ops before them and what else reads these, by memory name."""
+    names = {name for group in groups for name in (*group.linears, *group.kept, group.smooth) if name}
     return {name: model.get_submodule(name) for name in names}
 
 
@@ -140,9 +141,8 @@ def _save(store: BlockStore, layer: int, result: BlockResult) -> None:
             store.save(layer, result)
 
 
-def _let_go(modules: Mapping[str, Any]) -> None:
-    """Leave of linear layers' weights the shape alone."""
-    for module in modules.values():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+def _let_go(linears: Mapping[str, Any]) -> None:
+    """Leave of quantized layers' weights the shape alone."""
+    for module in linears.values():
+        module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
     trim()

@@ -50,7 +50,7 @@ def write_checkpoint(
     tower = _quantize_vision(vlm.model, work, progress)
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
-    smoothed = {op for result in results for op in result.smoothing}
+    smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     source = work.source
     renamed = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     return write(
@@ -94,7 +94,8 @@ def _unread(work: Plan) -> list[str]:
 
 
 def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[str]) -> dict[str, Tensor]:
-    """Parameters of smoothed ops that are stored in 16 bits: weights of norms, biases of linear layers."""
+    """Parameters that smoothing changed and that are stored in 16 bits: weights of norms and of layers that stay as they
+    are, biases of quantized ones."""
     return {
         name: parameter.detach().contiguous()
         for op in sorted(ops)

@@ -29,7 +29,7 @@ from vlmcompress.models._names import (
     written_names,
 )
 from vlmcompress.models._read import check_files, read_config, read_json, shards, tensor_headers
-from vlmcompress.models._resolve import decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
+from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
 
@@ -43,6 +43,7 @@ __all__ = [
     "Piece",
     "Source",
     "all_specs",
+    "attentions",
     "check_files",
     "check_shapes",
     "decoder_blocks",

@@ -18,6 +18,7 @@ GATED_DELTA_NET = (
     LinearGroup(
         "gdn_in",
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("input_layernorm",),
         fused=True,
         kept=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
     ),

@@ -13,6 +13,13 @@ def decoder_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
     return _blocks(model, spec.layers)
 
 
+def attentions(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Full names of the decoder's attention modules, in order: those that have a cache of keys and values."""
+    paths = [f"{block}.self_attn" for block in decoder_layers(model, spec)]
+    modules = dict(model.named_modules())
+    return [path for path in paths if path in modules]
+
+
 def layer_class(model: nn.Module, spec: ModelSpec) -> str:
     """Class name of the decoder blocks: what llm-compressor takes as `sequential_targets`."""
     return type(model.get_submodule(decoder_layers(model, spec)[0])).__name__

@@ -164,7 +164,7 @@ def survey(
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
     layers = layers_of(schemes, source.skeleton, source.written, source.spec, kv_cache=bool(recipe.kv_cache))
     problems += _unwritable(recipe, layers, blocks)
-    kv_layers = len(blocks) if recipe.kv_cache else 0
+    kv_layers = len(models.attentions(source.skeleton, source.spec)) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
     before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (source.stored, written))
     budget = None
@@ -278,7 +278,7 @@ def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list
         if len(kept) == len(group.linears):
             groups.append(group)
         elif kept:
-            groups.append(replace(group, linears=kept, smooth=None, fused=group.fused and len(kept) > 1))
+            groups.append(replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1))
             if group.fused:
                 left = next(name for name in group.linears if name not in kept)
                 problems.append(f"skip: {left} is left but not {kept[0]}, and engines fuse them; skip both or neither")
