@@ -9,7 +9,7 @@ input is wanted. Memory holds one block's statistics, and on an accelerator one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from vlmcompress.calibration.block_inputs import Batch, record
 from vlmcompress.calibration.devices import accelerator, resident, trim
 from vlmcompress.calibration.float_products import widened
 from vlmcompress.calibration.kv_cache import watch
+from vlmcompress.calibration.routed import LayerDraw, Routed, mixtures, routed_to_all
 from vlmcompress.common import team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
@@ -45,6 +46,7 @@ class Wanted:
         tokens: how many rows of the first group's input are drawn; 0: none.
         seed: of that draw.
         weights: factors of the rows of a group's input, where single tokens are weighed.
+        all_experts: every expert of a mixture is given all tokens, not those alone that the router sends it.
     """
 
     needs: frozenset[str]
@@ -52,6 +54,7 @@ class Wanted:
     tokens: int = 0
     seed: int = 0
     weights: TokenWeights = ()
+    all_experts: bool = False
 
 
 @dataclass
@@ -97,7 +100,7 @@ def observe(
     run.total = len(run.batches) * sum(bool(groups) and not known(layer) for layer, groups in enumerate(blocks))
     for layer, groups in enumerate(blocks):
         block = vlm.model.get_submodule(run.paths[layer])
-        with resident(block, run.device):
+        with resident(block, run.device), routed_to_all(block) if wanted.all_experts else nullcontext():
             if groups and known(layer):
                 yield layer, None
             elif groups:
@@ -129,6 +132,8 @@ class _Run:
         self.counts = {
             name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)
         }
+        width = next((one.width for one in mixtures(vlm.model)), 0)
+        self.layer_draw = LayerDraw(masks, rows, width, wanted.seed) if width else None
         self.done = self.total = 0
 
     def pass_on(self, layer: int, block: nn.Module) -> None:
@@ -150,6 +155,7 @@ class _Run:
                         batch.through(run, layer, self.device)
                 self.done += 1
                 self.progress("calibrating", self.done, self.total)
+            eye.fill()
         del run  # float32 copies of the block's weights
         seen = eye.seen(lambda: self._culprit(layer, block))
         trim()
@@ -183,10 +189,13 @@ class _Eye:
         self.number = 0
         self.passed: set[int] = set()  # groups whose input was seen of the present batch
         self.hooks = ExitStack()
+        self.routed = Routed.of(run.vlm.model, groups, run.layer_draw, run.device) if run.layer_draw else None
 
     def __enter__(self) -> _Eye:
         for index, linear in enumerate(self.linears):
             self.hooks.callback(linear.register_forward_pre_hook(self._sees(index)).remove)
+        if self.routed:
+            self.hooks.callback(self.routed.watching().remove)
         path = self.run.paths[self.layer]
         module = getattr(self.run.vlm.model.get_submodule(path), "self_attn", None)
         if self.wanted.kv_cache and module is not None:
@@ -205,6 +214,13 @@ class _Eye:
     def begin(self, number: int) -> None:
         """Tell which batch comes next."""
         self.number, self.passed = number, set()
+        if self.routed:
+            self.routed.begin(number, self._batch.modality)
+
+    def fill(self) -> None:
+        """After all batches, show experts that were given too few tokens others."""
+        if self.routed:
+            self.routed.fill(self.collectors)
 
     def seen(self, culprit: Callable[[], int | None]) -> Seen:
         """What was seen of all batches."""
@@ -219,8 +235,11 @@ class _Eye:
                     problem = f"{group.linears[0]}{where}: {error}"
         team.agreed(problem)
         found = Seen()
-        for group, collector in zip(self.groups, self.collectors, strict=True):
-            found.stats[group.name] = collector.pooled(counts, device, team.total, team.largest)
+        for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
+            own = self.routed.counts.get(index, counts) if self.routed else counts
+            one = found.stats[group.name] = collector.pooled(own, device, team.total, team.largest)
+            if self.routed and index in self.routed.owners:
+                one.routed, one.borrowed = True, self.routed.borrowed.get(index, 0)
         for name, one in self.ranges.items():
             found.kv_ranges[name] = one.pooled(team.total, team.largest).cpu()
         if self.wanted.tokens:
@@ -230,7 +249,8 @@ class _Eye:
     def _sees(self, index: int) -> Callable:
         def see(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0]
-            self.collectors[index].add(self._weighed(index, x), self._split(x))
+            chosen = self.routed is not None and index in self.routed.owners
+            self.collectors[index].add(self._weighed(index, x), self.routed.split(index) if chosen else self._split(x))
             if index == 0 and self.wanted.tokens:
                 self._draw(x)
             self.passed.add(index)

@@ -3,6 +3,7 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
+from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
@@ -36,6 +37,8 @@ from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
 __all__ = [
     "REGISTRY",
     "VLM",
+    "Expert",
+    "Experts",
     "Group",
     "Layout",
     "LinearGroup",

@@ -8,6 +8,7 @@ transformers 5 keeps the experts of a block as two tensors, `gate_up_proj [exper
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,12 @@ class Experts(nn.ModuleList):
     """
 
     all_tokens = False
+
+    @property
+    def width(self) -> int:
+        """Channels of the input."""
+        first: Any = self[0]
+        return first.gate_proj.in_features
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs, as the fused module of transformers computes it.

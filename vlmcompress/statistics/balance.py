@@ -75,20 +75,24 @@ def weighed(balance: Any) -> tuple[str, ...]:
     return tuple(name for name, weight in checked.items() if weight > 0)
 
 
-def shares(balance: Any, count: Mapping[str, int], sensitivity: Sensitivity | None) -> dict[str, float] | None:
+def shares(
+    balance: Any, count: Mapping[str, int], sensitivity: Sensitivity | None, partial: bool = False
+) -> dict[str, float] | None:
     """The share `p_m` of each modality under a balance; None where all tokens are pooled.
 
     Args:
         count: modality -> its number of tokens.
         sensitivity: sensitivity of the group of layers whose statistics are balanced; for `auto` and `mbq`.
+        partial: share out among the modalities that occurred; an expert may get tokens of one alone.
 
     Raises:
-        ValueError: a modality with a share did not occur, or the sensitivity is needed and None.
+        ValueError: a modality with a share did not occur (with `partial`: none did), or the sensitivity is needed and None.
     """
     checked = check_balance(balance)
     if checked == "off":
         return None
-    if missing := [name for name in weighed(checked) if not count[name]]:
+    wanted = weighed(checked)
+    if (missing := [name for name in wanted if not count[name]]) and not (partial and len(missing) < len(wanted)):
         raise ValueError(f"balance needs {' and '.join(missing)} tokens, and none reached this layer")
     if isinstance(checked, dict):
         weights = checked
@@ -100,6 +104,7 @@ def shares(balance: Any, count: Mapping[str, int], sensitivity: Sensitivity | No
         weights = {"vision": sensitivity.rho, "answer": 1.0}
     else:
         weights = {name: count[name] * sensitivity.square.get(name, 0.0) for name in MODALITIES}
+    weights = {name: weight for name, weight in weights.items() if name not in missing}
     total = sum(weights.values())
     if not 0 < total < math.inf:
         raise ValueError("the loss does not depend on this layer: all gradients are zero or not finite")

@@ -62,6 +62,11 @@ class Collector:
                 rows = self._stats._rows.setdefault(name, x.new_zeros(SAMPLE, width))
                 rows.index_copy_(0, places, x.index_select(0, chosen))
 
+    @property
+    def count(self) -> Mapping[str, int]:
+        """Modality -> rows added so far."""
+        return self._stats.count
+
     def finish(self) -> GroupStats:
         """The statistics of all batches. Raises ValueError if there was a NaN or Inf among rows that count."""
         self.settle()

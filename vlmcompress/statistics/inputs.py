@@ -57,6 +57,8 @@ class GroupStats:
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
         self._scale: Tensor | None = None  # [in]; what is remembered is of X, what is reported of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
+        self.routed = False  # the layers are an expert's, which is given some of the tokens
+        self.borrowed = 0  # how many of its tokens were not routed to it
         self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
         self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
 
@@ -121,7 +123,7 @@ class GroupStats:
         Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
         a share did not occur, or gradients that it needs are not there.
         """
-        found = shares(balance, self.count, self.sensitivity)
+        found = shares(balance, self.count, self.sensitivity, partial=self.routed)
         if found == self._shares:
             return self
         return self._with(_shares=found, _merged=None)
@@ -157,6 +159,8 @@ class GroupStats:
         if self._shares is not None:
             state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
+        if self.routed:
+            state["borrowed"] = torch.tensor(self.borrowed)
         state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
         state |= {f"rows.{name}": rows.bfloat16() for name, rows in self._with(_scale=None).sample().items()}
         for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
@@ -169,6 +173,7 @@ class GroupStats:
         needs = [name for name, kept in zip(sorted(NEEDS), state["needs"].tolist(), strict=True) if kept]
         stats = cls(int(state["width"]), needs)
         stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
+        stats.routed, stats.borrowed = "borrowed" in state, int(state.get("borrowed", 0))
         stats._scale = state["scale"].clone() if "scale" in state else None
         if "shares" in state:
             stats._shares = {m: p for m, p in zip(MODALITIES, state["shares"].tolist(), strict=True) if p}

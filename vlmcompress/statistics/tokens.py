@@ -6,7 +6,7 @@ to ask an accelerator how many rows of a kind there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,8 +53,10 @@ def split(mask: Tensor) -> Split:
     return found
 
 
-def splits(masks: Sequence[Tensor], batches: Sequence[Sequence[int]], size: int, seed: int = 0) -> list[Split]:
-    """Split all batches of a run, and draw `size` rows of each modality from all of them.
+def splits(
+    masks: Sequence[Tensor], batches: Sequence[Sequence[int]], size: int | Mapping[str, int], seed: int = 0
+) -> list[Split]:
+    """Split all batches of a run, and draw `size` rows of each modality, or so many of one as it says, from all of them.
 
     Args:
         masks: modality of each sample's tokens, `[tokens]` or `[1, tokens]`.
@@ -62,7 +64,8 @@ def splits(masks: Sequence[Tensor], batches: Sequence[Sequence[int]], size: int,
         seed: of the draw; the same numbers of tokens draw the same ones.
     """
     flat = [mask.reshape(-1).cpu() for mask in masks]
-    owners = {name: _owners(flat, code, size, seed) for code, name in enumerate(MODALITIES, start=1)}
+    room = {name: size if isinstance(size, int) else size.get(name, 0) for name in MODALITIES}
+    owners = {name: _owners(flat, code, room[name], seed) for code, name in enumerate(MODALITIES, start=1)}
     found = []
     for batch in batches:
         length = max(len(flat[sample]) for sample in batch)

@@ -1,0 +1,148 @@
+"""Experts of a mixture under observation: which tokens each is given, and others for those that are given too few.
+
+An expert is seen with the tokens that the router sends it. One that gets fewer than its input has channels has a Gram matrix
+of low rank, from which error feedback and clipping would learn what does not hold elsewhere. It is run on other tokens of its
+layer as well, drawn evenly from all of them, until it has seen as many as that; each of them counts as one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress.calibration.float_products import widened
+from vlmcompress.common import team
+from vlmcompress.models import Expert, Experts, Group
+from vlmcompress.statistics.balance import MODALITIES
+from vlmcompress.statistics.collect import Collector
+from vlmcompress.statistics.inputs import SAMPLE
+from vlmcompress.statistics.reservoir import Reservoir
+from vlmcompress.statistics.tokens import Drawn, Split, split, splits
+
+
+def mixtures(model: nn.Module) -> list[Experts]:
+    """The mixtures of experts of a model or a block."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+@contextmanager
+def routed_to_all(model: nn.Module) -> Iterator[None]:
+    """Every expert is given all tokens within the context."""
+    found = mixtures(model)
+    try:
+        for one in found:
+            one.all_tokens = True
+        yield
+    finally:
+        for one in found:
+            one.all_tokens = False
+
+
+class LayerDraw:
+    """Which tokens of a run stand for all of them: `width` at most, each modality with its share.
+
+    Args:
+        masks: modality of each sample's tokens.
+        batches: the samples of each batch.
+        width: channels of a layer's input.
+        seed: of the draw.
+    """
+
+    def __init__(self, masks: Sequence[Tensor], batches: Sequence[Sequence[int]], width: int, seed: int):
+        counts = {name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)}
+        self.tokens, self.width, self.seed = sum(counts.values()), width, seed
+        self.room = {name: min(count, -(-width * count // self.tokens)) for name, count in counts.items() if count}
+        self.splits = splits(masks, batches, self.room, seed)
+
+
+class Routed:
+    """The experts of one block and what they are given.
+
+    Attributes:
+        owners: index of a group of linear layers -> the expert that it is in.
+        counts: after `fill`, index of such a group -> tokens that it was shown, by modality, in all workers.
+        borrowed: after `fill`, index of the first group of an expert -> how many of them were not routed to it.
+    """
+
+    def __init__(self, mixture: Experts, owners: Mapping[int, Expert], draw: LayerDraw, device: torch.device):
+        self.mixture, self.owners, self.draw, self.device = mixture, owners, draw, device
+        self.counts: dict[int, dict[str, int]] = {}
+        self.borrowed: dict[int, int] = {}
+        self._codes = torch.empty(0, dtype=torch.long)  # modality of each token that is on its way
+        self._drawn: Mapping[str, Drawn] = {}
+        self._kept = {name: torch.zeros(room, draw.width, device=device) for name, room in draw.room.items()}
+        self._samples: dict[tuple[int, str], Reservoir] = {}
+
+    @staticmethod
+    def of(model: nn.Module, groups: Sequence[Group], draw: LayerDraw, device: torch.device) -> Routed | None:
+        """The experts that hold some of a block's groups; None where none does."""
+        parents = [group.linears[0].rpartition(".")[0] for group in groups]
+        owners = {
+            index: expert
+            for index, path in enumerate(parents)
+            if isinstance(expert := model.get_submodule(path), Expert)
+        }
+        if not owners:
+            return None
+        mixture: Any = model.get_submodule(parents[next(iter(owners))].rpartition(".")[0])
+        return Routed(mixture, owners, draw, device)
+
+    def begin(self, number: int, modality: Tensor) -> None:
+        """Tell which batch comes next, and what its tokens `[samples, tokens]` are."""
+        self._codes, self._drawn = modality.flatten().to(self.device), self.draw.splits[number].drawn
+
+    def watching(self) -> Any:
+        """Keep the drawn rows of the layer's input from now on; returns the handle that ends it."""
+
+        def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            for name, (places, chosen) in self._drawn.items():
+                rows = args[0].index_select(0, chosen.to(self.device)).float()
+                self._kept[name].index_copy_(0, places.to(self.device), rows)
+
+        return self.mixture.register_forward_pre_hook(keep)
+
+    def split(self, index: int) -> Split:
+        """Modalities of the rows that the expert of a group is given now, and which of them a sample keeps."""
+        rows = self.owners[index].rows
+        assert rows is not None
+        found = split(self._codes[rows])
+        for name, number in found.count.items() if team.first() else ():
+            sample = self._samples.setdefault((index, name), Reservoir(SAMPLE, self.draw.seed))
+            places, chosen = sample.draw(number)
+            own = found.rows[name]
+            found.drawn[name] = places, chosen if own is None else own[chosen]
+        return found.to(self.device)
+
+    def fill(self, collectors: Sequence[Collector]) -> None:
+        """Run experts that saw too few tokens on others of the layer. Every worker calls this, behind its last batch."""
+        wanted, seen = min(self.draw.width, self.draw.tokens), self._counted(collectors)
+        firsts = {id(expert): index for index, expert in reversed(self.owners.items())}
+        missing = {index: wanted - sum(seen[index].values()) for index in sorted(firsts.values())}
+        self.borrowed = {index: count for index, count in missing.items() if count > 0}
+        if self.borrowed:
+            names = list(self.draw.room)
+            rows = torch.cat([team.total(self._kept[name]) for name in names])
+            codes = torch.cat([torch.full((self.draw.room[name],), MODALITIES.index(name) + 1) for name in names])
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.draw.seed))
+            for index in team.own(list(self.borrowed)):
+                chosen = order[: self.borrowed[index]]
+                self._show(self.owners[index], rows[chosen.to(self.device)], codes[chosen])
+        self.counts = self._counted(collectors)
+
+    def _show(self, expert: Expert, rows: Tensor, codes: Tensor) -> None:
+        """Run an expert on rows `[n, width]` of modalities `codes`."""
+        self._codes, expert.rows = codes.to(self.device), torch.arange(len(rows), device=self.device)
+        try:
+            widened(expert)(rows.to(next(expert.parameters()).dtype))
+        finally:
+            expert.rows = None
+
+    def _counted(self, collectors: Sequence[Collector]) -> dict[int, dict[str, int]]:
+        """What all workers have shown the experts so far."""
+        own = torch.tensor([[collectors[index].count[name] for name in MODALITIES] for index in self.owners])
+        rows = team.total(own.to(self.device)).tolist()
+        return {index: dict(zip(MODALITIES, row, strict=True)) for index, row in zip(self.owners, rows, strict=True)}
