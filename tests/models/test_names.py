@@ -10,6 +10,7 @@ from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file
 
 from vlmcompress import models
+from vlmcompress.common.tensor_files import read_tensor
 from vlmcompress.errors import UserError
 from vlmcompress.exporters.compressed_tensors import ignored
 
@@ -25,6 +26,8 @@ HUB = {
     "qwen2-5-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
     "qwen2-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
     "qwen3-5": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
+    "qwen3-5-moe": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
+    "qwen3-vl-moe": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
     "qwen3-vl": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),
     "smolvlm": ("model.vision_model.", "model.text_model.layers.0.", None),
 }
@@ -42,7 +45,7 @@ def test_disk_names_are_where_the_values_come_from(family, hub_names, checkpoint
     """Oracle: `from_pretrained` itself. The tensor under the disk name holds the values of the loaded parameter."""
     folder = checkpoint(family, hub_names)
     state = loaded(family).model.state_dict()
-    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: read_tensor(entry) for name, entry in models.stored_tensors(folder).items()}
     bones = models.skeleton(folder)
     names = models.disk_names(bones, tensors)
     assert sorted(names.values()) == sorted(tensors)

@@ -91,7 +91,7 @@ class Stored(Mapping[str, Quantized]):
         name, reader = _format(path, block)
         spec = models.spec_for(config)
         skeleton = models.skeleton(path)
-        entries = [entry for file in models.shards(path) for entry in tensor_files.read_entries(file)]
+        entries = list(models.stored_tensors(path).values())
         kv_scales = _kv_scales(entries, reader)
         cached = {entry.name for pair in kv_scales.values() for entry in pair}
         layers = _layers(skeleton, spec, [e for e in entries if e.name not in cached], block, reader)

@@ -20,11 +20,11 @@ from torch import Tensor
 from vlmcompress.checkpoint import card, launch_files, pieces, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.checkpoint.pieces import Piece, Quantized, write_json
-from vlmcompress.common import folders, json_files, phases, tensor_files
+from vlmcompress.common import folders, json_files, phases
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
-from vlmcompress.models import refuse_quantized, shards
+from vlmcompress.models import refuse_quantized, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
@@ -76,7 +76,7 @@ def write(
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     config = json_files.read(source / "config.json")
     refuse_quantized(config)
-    entries = [entry for file in shards(source) for entry in tensor_files.read_entries(file)]
+    entries = list(stored_tensors(source).values())
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     before = sum(entry.spec.nbytes for entry in entries)
     if reducer:

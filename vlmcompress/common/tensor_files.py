@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +70,19 @@ class Spec:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: `start` and `end` are absolute byte positions."""
+    """A tensor in a file: `start` and `end` are absolute byte positions.
+
+    Attributes:
+        columns: (width, first, end): the bytes are of a matrix `[in, width]`, and the tensor is its columns `first` to `end`,
+            transposed; None: they are the tensor's own.
+    """
 
     file: Path
     name: str
     spec: Spec
     start: int
     end: int
+    columns: tuple[int, int, int] | None = None
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -123,9 +130,31 @@ def read_tensor(entry: Entry) -> Tensor:
     with entry.file.open("rb") as file:
         file.seek(entry.start)
         data = bytearray(file.read(entry.end - entry.start))
-    if not data:
-        return torch.empty(entry.spec.shape, dtype=DTYPES[entry.spec.dtype])
-    return torch.frombuffer(data, dtype=DTYPES[entry.spec.dtype]).reshape(entry.spec.shape)
+    return _view(entry, data, 0).contiguous()
+
+
+def map_tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """Tensors by name, mapped from their files: read as they are used, and in memory alone where they are changed.
+
+    One that is stored as columns is a view that is not contiguous.
+    """
+    files: dict[Path, mmap.mmap] = {}
+    for path in {entry.file for entry in entries.values()}:
+        with path.open("rb") as file:
+            files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _view(entry, files[entry.file], entry.start) for name, entry in entries.items()}
+
+
+def _view(entry: Entry, data: bytearray | mmap.mmap, offset: int) -> Tensor:
+    """The tensor whose bytes begin at `offset` of `data`."""
+    dtype, count = DTYPES[entry.spec.dtype], (entry.end - entry.start) // DTYPES[entry.spec.dtype].itemsize
+    if not count:
+        return torch.empty(entry.spec.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+    if entry.columns is None:
+        return flat.reshape(entry.spec.shape)
+    width, first, end = entry.columns
+    return flat.reshape(-1, width)[:, first:end].T
 
 
 def to_bytes(tensor: Tensor) -> memoryview:
@@ -182,7 +211,9 @@ def write_at(file: int, data: memoryview | bytes, position: int) -> None:
 
 
 def copy_at(entry: Entry, file: int, position: int) -> None:
-    """Copy a stored tensor's bytes to a position of another open file, 16 MiB at a time."""
+    """Copy a stored tensor's bytes to a position of another open file, 16 MiB at a time where they are its own."""
+    if entry.columns is not None:
+        return write_at(file, to_bytes(read_tensor(entry)), position)
     try:
         source = entry.file.open("rb")
     except OSError as error:

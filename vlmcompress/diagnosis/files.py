@@ -73,7 +73,7 @@ class _Subject:
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
         """All stored tensors."""
-        return {e.name: e for file in models.shards(self.path) for e in tensor_files.read_entries(file)}
+        return models.stored_tensors(self.path)
 
     @functools.cached_property
     def config(self) -> dict:

@@ -81,8 +81,7 @@ class Weights:
         source = self.stored or Source.of(folder)
         self.skeleton, self.spec, self.names = source.skeleton, source.spec, source.names
         self.groups = models.resolve(self.skeleton, self.spec)
-        entries = (entry for file in models.shards(folder) for entry in tensor_files.read_entries(file))
-        self.entries = {entry.name: entry for entry in entries}
+        self.entries = models.stored_tensors(folder)
 
     def scheme(self, linear: str) -> Scheme | None:
         """The number formats of a linear layer; None where it is not quantized."""

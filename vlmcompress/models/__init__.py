@@ -9,7 +9,6 @@ from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
     REGISTRY,
     VLM,
-    all_specs,
     check_shapes,
     load,
     load_processor,
@@ -29,7 +28,15 @@ from vlmcompress.models._names import (
     unfound_text,
     written_names,
 )
-from vlmcompress.models._read import check_files, read_config, read_json, shards, tensor_headers
+from vlmcompress.models._read import (
+    all_specs,
+    check_files,
+    read_config,
+    read_json,
+    shards,
+    stored_tensors,
+    tensor_headers,
+)
 from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
@@ -69,6 +76,7 @@ __all__ = [
     "shards",
     "skeleton",
     "spec_for",
+    "stored_tensors",
     "tensor_headers",
     "tied_names",
     "unfound",

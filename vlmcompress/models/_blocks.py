@@ -13,6 +13,25 @@ GATE_UP = LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("post_attent
 DOWN = LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear")
 LLAMA = (QKV, ATTENTION_OUT, GATE_UP, DOWN)
 
+# A mixture of experts. The norm before it feeds the router and all experts, so it takes no scale in.
+EXPERTS = (
+    LinearGroup(
+        "experts.{}.gate_up",
+        ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        fused=True,
+    ),
+    LinearGroup("experts.{}.down", ("mlp.experts.{}.down_proj",), ("mlp.experts.{}.up_proj",), "linear"),
+)
+SHARED_EXPERT = (
+    LinearGroup(
+        "shared_gate_up",
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        fused=True,
+        kept=("mlp.shared_expert_gate",),
+    ),
+    LinearGroup("shared_down", ("mlp.shared_expert.down_proj",), ("mlp.shared_expert.up_proj",), "linear"),
+)
+
 # Gated DeltaNet. The gated norm before `out_proj` has one weight for all heads, so it can take no scale in.
 GATED_DELTA_NET = (
     LinearGroup(

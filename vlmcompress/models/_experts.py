@@ -7,11 +7,18 @@ transformers 5 keeps the experts of a block as two tensors, `gate_up_proj [exper
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from vlmcompress.common import tensor_files
+from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.errors import UserError
+from vlmcompress.models._spec import ModelSpec
 
 
 class Expert(nn.Module):
@@ -73,3 +80,119 @@ class Experts(nn.ModuleList):
             made = made * top_k_weights[rows, place, None]
             output.index_add_(0, rows, made.to(output.dtype))
         return output
+
+
+def split(model: nn.Module, spec: ModelSpec) -> None:
+    """Put `Experts` into the place of each block's fused experts, shapes only."""
+    for path, fused in _fused(model, spec):
+        experts, inner, width = fused.down_proj.shape[0], fused.down_proj.shape[2], fused.down_proj.shape[1]
+        model.set_submodule(path, Experts(_bare(experts, width, inner, fused.act_fn, fused.down_proj.dtype)))
+
+
+def without_experts(kind: type[PreTrainedModel], spec: ModelSpec) -> type[PreTrainedModel]:
+    """The class of a model whose blocks have no experts yet, so that `from_pretrained` reads everything else.
+
+    What it makes is given its own class back, and its experts, by `put_in`.
+    """
+
+    def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, config, *args, **options)
+        for path, _ in _fused(self, spec):
+            self.set_submodule(path, Experts())
+
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+
+
+def put_in(model: PreTrainedModel, bones: PreTrainedModel, stored: Mapping[str, Entry]) -> None:
+    """Give a model of `without_experts` its experts, mapped from the files: they take memory as they are used.
+
+    Args:
+        model: the model; it becomes one of its own class again.
+        bones: its skeleton, whose experts it gets.
+        stored: memory name of each expert's weights -> where they are.
+    """
+    model.__class__ = type(bones)
+    weights = tensor_files.map_tensors(stored)
+    for path, experts in [(path, module) for path, module in bones.named_modules() if isinstance(module, Experts)]:
+        model.set_submodule(path, experts)
+        for name, linear in experts.named_modules(prefix=path):
+            if isinstance(linear, nn.Linear):
+                linear.weight = nn.Parameter(weights[f"{name}.weight"].to(model.dtype), requires_grad=False)
+
+
+def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:
+    """Name each expert's part of the fused tensors in a list of stored tensors, in the place of those.
+
+    transformers saves `gate_up_proj [experts, 2 * width, in]` and `down_proj [experts, in, width]`; published checkpoints
+    of Qwen3-VL have both transposed. The two shapes of a block tell which it is, also where one of them is square.
+    """
+    found, by_name = list[Entry](), {entry.name: entry for entry in entries}
+    for entry in entries:
+        parent, _, leaf = entry.name.rpartition(".")
+        if not _is_fused(entry, spec):
+            found.append(entry)
+            continue
+        pair = [by_name.get(f"{parent}.{name}") for name in ("gate_up_proj", "down_proj")]
+        if None in pair or not all(_is_fused(one, spec) for one in pair if one):
+            raise UserError(f"tensor '{entry.name}' in {entry.file} stands alone, without its pair; download it again")
+        transposed = _transposed(*(one for one in pair if one))
+        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+        found += _parts(entry, parent, parts, transposed)
+    return found
+
+
+def _transposed(gate_up: Entry, down: Entry) -> bool:
+    """Whether fused experts are stored as `[experts, in, out]`. UserError for shapes that don't belong together."""
+    (n, a, b), (m, c, d) = gate_up.spec.shape, down.spec.shape
+    if n == m and min(a, b, c, d) > 0:
+        if (a, b) == (2 * d, c):
+            return False
+        if (a, b) == (d, 2 * c):
+            return True
+    raise UserError(
+        f"experts in {gate_up.file} are of no known layout: '{gate_up.name}' has shape {[n, a, b]}, '{down.name}' "
+        f"{[m, c, d]}; convert the checkpoint again"
+    )
+
+
+def _parts(entry: Entry, parent: str, names: tuple[str, ...], transposed: bool) -> Iterator[Entry]:
+    """The weights `[out, in]` of each expert within a fused tensor."""
+    count, rows, columns = entry.spec.shape
+    step = (entry.end - entry.start) // count
+    out, width = (columns, rows) if transposed else (rows, columns)
+    spec = Spec(entry.spec.dtype, (out // len(names), width))
+    for number in range(count):
+        start = entry.start + number * step
+        for place, name in enumerate(names):
+            full = f"{parent}.{number}.{name}.weight"
+            if transposed:
+                first = place * spec.shape[0]
+                yield Entry(entry.file, full, spec, start, start + step, (columns, first, first + spec.shape[0]))
+            else:
+                first = start + place * spec.nbytes
+                yield Entry(entry.file, full, spec, first, first + spec.nbytes)
+
+
+def _is_fused(entry: Entry, spec: ModelSpec) -> bool:
+    """Whether a stored tensor holds all experts of a decoder's block. Those of an MTP head are left alone."""
+    parent, _, leaf = entry.name.rpartition(".")
+    inside = spec.experts is not None and re.search(rf"\.\d+\.{re.escape(spec.experts)}$", parent)
+    return bool(inside) and leaf in ("gate_up_proj", "down_proj") and not parent.startswith("mtp.")
+
+
+def _fused(model: nn.Module, spec: ModelSpec) -> list[tuple[str, Any]]:
+    """Path and module of each block's fused experts."""
+    modules: list[tuple[str, Any]] = list(model.named_modules()) if spec.experts else []
+    return [
+        (path, module)
+        for path, module in modules
+        if path.startswith(f"{spec.layers}.")
+        and path.endswith(f".{spec.experts}")
+        and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
+    ]
+
+
+def _bare(count: int, width: int, inner: int, act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Expert]:
+    """Experts without weights."""
+    with torch.device("meta"):
+        return [Expert(width, inner, act, dtype) for _ in range(count)]

@@ -15,43 +15,64 @@ from vlmcompress.models._spec import ModelSpec
 
 
 def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], names: Mapping[str, str]) -> list[Kept]:
-    """The largest parts of the model that hold linear layers and no quantized one, and what each is called.
+    """The largest parts of the model that hold linear layers, or routers, and no quantized one, and what each is called.
 
     Args:
         model: the model, or its skeleton.
         quantized: memory names of the layers that are quantized.
         names: memory name -> disk name, from `disk_names`.
     """
-    roots = [root for root in (*spec.vision, *spec.projector) if not _under(root, quantized)]
+    routers = () if spec.router is None else (f".{spec.router}",)
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) or name.endswith(routers)}
+    quantized = set(quantized)
+    above = _above(quantized)
+    roots = {root for root in (*spec.vision, *spec.projector) if root not in above}
     found = []
-    for path, is_leaf in _subtrees(model, set(quantized), roots):
+    for path, is_leaf in _subtrees(model, layers, _above(layers), quantized, above, roots):
         forms = module_names(path, spec, names)
         # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
-        safe = forms if is_leaf else tuple(form for form in forms if not _under(form, quantized))
+        safe = forms if is_leaf else tuple(form for form in forms if form not in above)
         found.append(Kept(safe, not is_leaf))
     return found
 
 
-def _subtrees(model: nn.Module, quantized: set[str], roots: list[str], path: str = "") -> Iterator[tuple[str, bool]]:
+def _subtrees(
+    model: nn.Module,
+    layers: set[str],
+    hold: set[str],
+    quantized: set[str],
+    above: set[str],
+    roots: set[str],
+    path: str = "",
+) -> Iterator[tuple[str, bool]]:
     """`(path, is it one linear layer)` of the largest subtrees that hold linear layers and no quantized one.
 
-    `roots` are subtrees that count even without a linear layer: the engine may use one where transformers does not.
+    Args:
+        layers: linear layers and routers; `hold`: these and everything above them.
+        quantized: those of them that are quantized; `above`: these and everything above them.
+        roots: subtrees that count even without a linear layer: the engine may use one where transformers does not.
     """
     for child, module in model.named_children():
         name = f"{path}.{child}" if path else child
-        if isinstance(module, nn.Linear):
+        if name in layers:
             if name not in quantized:
                 yield name, True
         elif name in roots:
             yield name, False
-        elif _under(name, quantized) or any(root.startswith(name + ".") for root in roots):
-            yield from _subtrees(module, quantized, roots, name)
-        elif any(isinstance(inner, nn.Linear) for inner in module.modules()):
+        elif name in above or any(root.startswith(name + ".") for root in roots):
+            yield from _subtrees(module, layers, hold, quantized, above, roots, name)
+        elif name in hold:
             yield name, False
 
 
-def _under(path: str, names: Collection[str]) -> bool:
-    return any(name == path or name.startswith(path + ".") for name in names)
+def _above(names: Collection[str]) -> set[str]:
+    """Names, and those of everything that they are part of."""
+    found = set[str]()
+    for name in names:
+        while name and name not in found:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
 
 
 def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:

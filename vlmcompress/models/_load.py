@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from vlmcompress.common.messages import reason
 from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.models import _experts
 from vlmcompress.models._bounds import check_processor, check_total
 from vlmcompress.models._names import disk_names
-from vlmcompress.models._read import read_config, tensor_headers
+from vlmcompress.models._read import all_specs, read_config, stored_tensors, tensor_headers
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.models._template import endless
 
@@ -32,11 +33,6 @@ class VLM:
     path: Path
 
 
-def all_specs() -> list[ModelSpec]:
-    """The specs of all families, sorted by name."""
-    return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
-
-
 def spec_for(config: dict) -> ModelSpec:
     """The family of a config.json, by its `model_type`."""
     model_type = config.get("model_type")
@@ -48,11 +44,6 @@ def spec_for(config: dict) -> ModelSpec:
         if not vision:
             raise UserError(f"model type '{model_type}' is not a vision-language model; choose from {', '.join(specs)}")
         raise UserError(f"model type '{model_type}' is not supported{did_you_mean(model_type, specs)}")
-    text = config.get("text_config")
-    if isinstance(text, dict) and any(
-        (text.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")
-    ):
-        raise UserError(f"'{model_type}' with a mixture-of-experts language model is not supported; use a dense one")
     return specs[model_type]
 
 
@@ -70,12 +61,13 @@ def skeleton(path: str | Path, weights: bool = True, known: bool = True) -> PreT
         known: False: the family need not be one of ours.
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
-    if known:
-        spec_for(content)
+    spec = spec_for(content) if known else None
     try:
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             bones = AutoModelForImageTextToText.from_config(config)
+        if spec:
+            _experts.split(bones, spec)
     except Exception as error:  # any value in a config can be wrong, and each raises something of its own
         raise UserError(f"{file} is not a valid config ({reason(error)}); restore it from the source") from error
     if weights:
@@ -107,10 +99,12 @@ def load(
             f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"
         )
     bones = skeleton(path)
-    check_shapes(path, bones, disk_names(bones, tensor_headers(path)))
+    names = disk_names(bones, tensor_headers(path))
+    check_shapes(path, bones, names)
+    kind: Any = _experts.without_experts(type(bones), spec) if spec.experts else AutoModelForImageTextToText
     with quiet():
         try:
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            loaded: Any = kind.from_pretrained(
                 path,
                 dtype=dtype or "auto",
                 output_loading_info=True,
@@ -122,6 +116,11 @@ def load(
             raise UserError(f"{path} does not load ({reason(error)}); download it again") from error
         processor = load_processor(path, trust_remote_code)
     model, info = loaded
+    if spec.experts:
+        inside = f".{spec.experts}."
+        stored = stored_tensors(path)
+        _experts.put_in(model, bones, {key: stored[disk] for key, disk in names.items() if inside in key})
+        info["unexpected_keys"] = [key for key in info["unexpected_keys"] if inside not in key]
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             first = sorted(map(str, info[what]))[0]

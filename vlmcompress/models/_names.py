@@ -17,6 +17,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from vlmcompress.errors import UserError
 from vlmcompress.models._spec import ModelSpec
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
 
 def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
     """Map the memory name of each parameter and buffer to its name in the checkpoint.
@@ -58,7 +60,8 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
     def rename(disk: str) -> str:
-        memory, converter = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
+        merging = [] if _EXPERT.search(disk) else converters  # one by one in memory, too
+        memory, converter = rename_source_key(disk, renamings, merging, model.base_model_prefix, state)
         if converter is not None:
             raise UserError(f"tensor '{disk}' is merged or split with others at load ({converter}); not supported")
         return memory

@@ -6,11 +6,19 @@ import os
 from pathlib import Path
 
 from vlmcompress.common import json_files
-from vlmcompress.common.tensor_files import INDEX, SINGLE, read_entries
+from vlmcompress.common.registry import FAMILIES
+from vlmcompress.common.tensor_files import INDEX, SINGLE, Entry, read_entries
 from vlmcompress.errors import UserError
 from vlmcompress.models._bounds import check_claims, check_sizes
+from vlmcompress.models._experts import one_by_one
+from vlmcompress.models._spec import ModelSpec
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def all_specs() -> list[ModelSpec]:
+    """The specs of all families, sorted by name."""
+    return [FAMILIES.get(name).SPEC for name in FAMILIES.names()]
 
 
 def read_json(path: Path, what: str) -> dict:
@@ -76,27 +84,37 @@ def shards(path: str | Path) -> list[Path]:
 
 
 def tensor_headers(path: str | Path) -> dict[str, dict]:
-    """Map the name of every tensor to `{"dtype", "shape", "file"}`, from the headers alone.
+    """Map the name of every tensor to `{"dtype", "shape", "file"}`, from the headers alone; names as in `stored_tensors`.
 
     Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
     """
     path = Path(path)
-    found: dict[str, dict] = {}
+    found: dict[str, str] = {}
     for file in shards(path):
         if not file.is_file():
             raise UserError(f"weight file {file} is missing; download it again")
         for entry in read_entries(file):
             if entry.name in found:
-                raise UserError(
-                    f"tensor '{entry.name}' is in {found[entry.name]['file']} and in {file.name}; download again"
-                )
-            found[entry.name] = {"dtype": entry.spec.dtype, "shape": list(entry.spec.shape), "file": file.name}
+                raise UserError(f"tensor '{entry.name}' is in {found[entry.name]} and in {file.name}; download again")
+            found[entry.name] = file.name
     index = path / INDEX
     if index.is_file():
         for name, shard in _weight_map(index).items():
-            if name not in found or found[name]["file"] != shard:
+            if found.get(name) != shard:
                 raise UserError(f"{index} puts tensor '{name}' into {shard}, which lacks it; download again")
-    return found
+    return {
+        name: {"dtype": entry.spec.dtype, "shape": list(entry.spec.shape), "file": entry.file.name}
+        for name, entry in stored_tensors(path).items()
+    }
+
+
+def stored_tensors(path: str | Path) -> dict[str, Entry]:
+    """Name of every tensor -> where its bytes are, in order. Fused experts of our families stand there one by one."""
+    entries = [entry for file in shards(path) for entry in read_entries(file)]
+    config = Path(path) / "config.json"
+    family = read_json(config, "config").get("model_type") if config.is_file() else None
+    spec = next((spec for spec in all_specs() if spec.experts and family in spec.model_types), None)
+    return {entry.name: entry for entry in (one_by_one(entries, spec) if spec else entries)}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
 from torch import nn
 
 from vlmcompress.errors import UserError
@@ -74,7 +79,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
     linears = _linears(model, block)
     modules = dict(model.get_submodule(block).named_modules())
     found: list[Group] = []
-    for template in templates:
+    for template, expert in _each(templates, linears):
         members = [name for name in template.linears if name in linears]
         if not members:
             continue
@@ -90,9 +95,28 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
                 smooth_kind=template.smooth_kind,
                 fused=template.fused and len(members) > 1,
                 kept=tuple(f"{block}.{name}" for name in template.kept if name in modules),
+                expert=expert,
             )
         )
     return found
+
+
+def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[tuple[LinearGroup, int | None]]:
+    """The templates of a block with those of experts once for each expert, beside its number."""
+    names = list(linears)
+    for numbered, some in itertools.groupby(templates, lambda template: "{}" in template.name):
+        if not numbered:
+            yield from ((template, None) for template in some)
+            continue
+        one = list(some)
+        pattern = re.compile(re.escape(one[0].linears[0]).replace(r"\{\}", r"(\d+)"))
+        numbers = sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+        yield from ((_numbered(template, number), number) for number in numbers for template in one)
+
+
+def _numbered(template: LinearGroup, number: int) -> LinearGroup:
+    linears, smooth = (tuple(name.format(number) for name in part) for part in (template.linears, template.smooth))
+    return replace(template, name=template.name.format(number), linears=linears, smooth=smooth)
 
 
 def _linears(model: nn.Module, block: str) -> dict[str, nn.Linear]:

@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from vlmcompress.common import tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.models._load import VLM, skeleton, spec_for
 from vlmcompress.models._names import disk_names, tied_names, unfound, written_names
-from vlmcompress.models._read import read_config, shards, tensor_headers
+from vlmcompress.models._read import read_config, stored_tensors, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks
 from vlmcompress.models._spec import Group, ModelSpec
 
@@ -67,7 +66,7 @@ class Source:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Tensor name on disk -> where its bytes are."""
-        return {entry.name: entry for file in shards(self.path) for entry in tensor_files.read_entries(file)}
+        return stored_tensors(self.path)
 
     @cached_property
     def written(self) -> dict[str, str]:

@@ -14,6 +14,8 @@ from vlmcompress.models._layout import Cut
 
 SmoothKind = Literal["norm", "linear"]
 Prefixes = tuple[tuple[str, str], ...]
+EXPERTS = "experts"
+"""What all groups of a mixture's experts are called together."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class LinearGroup:
     """Linear layers of one block that read the same input.
 
     Attributes:
-        name: what reports call it, e.g. `qkv`.
+        name: what reports call it, e.g. `qkv`. With `{}` in it there is one for each expert, whose number stands there in
+            `linears` and `smooth`, too.
         linears: names within the block. Those that a block lacks are left out; a block with none has no such group.
         smooth: the op before them, within the block, that can be divided by a per-channel vector while these weights
             are multiplied by it. Several candidates: the first that exists wins.
@@ -41,7 +44,11 @@ class LinearGroup:
 
 @dataclass(frozen=True)
 class Group:
-    """A `LinearGroup` found in a model: full memory names."""
+    """A `LinearGroup` found in a model: full memory names.
+
+    Attributes:
+        expert: the expert of a mixture that it is part of; None: of none.
+    """
 
     layer: int
     name: str
@@ -50,6 +57,17 @@ class Group:
     smooth_kind: SmoothKind = "norm"
     fused: bool = False
     kept: tuple[str, ...] = ()
+    expert: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name without the number of an expert: what groups that are alike have in common."""
+        return self.name if self.expert is None else self.name.replace(f".{self.expert}.", ".")
+
+    @property
+    def unit(self) -> str:
+        """Name of what needs one scheme in a block: the group, or all experts of a mixture."""
+        return self.name if self.expert is None else EXPERTS
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,8 @@ class ModelSpec:
         family: name, equal to the file's recipe name.
         model_types: `model_type` values of config.json.
         layers: path of the list of decoder blocks.
+        experts: the experts of a mixture within a block, fused in transformers and one by one here (`_experts`); None: none.
+        router: what sends tokens to experts: a module with a weight that engines run as a linear layer, always in 16 bits.
         groups: linear groups of one decoder block.
         vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
         vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
@@ -95,6 +115,8 @@ class ModelSpec:
     image_token: str
     layout: Cut
     lm_head: str = "lm_head"
+    experts: str | None = None
+    router: str | None = None
     vision_attention: str | None = None
     positions: Literal["1d", "mrope"] = "1d"
     visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None

@@ -3,7 +3,8 @@
 Each has a tokenizer, a processor, a chat template and tensors under the names that the family's checkpoints have on the
 hub. Hidden and intermediate sizes are multiples of 128 and heads are 32 wide, so that every scheme applies and vLLM's
 CPU attention runs. One module per family, named like its spec in `vlmcompress.models`; each has `model()`,
-`processor()` and, where transformers 5 saves other names than the hub has, `RENAME` (prefix -> prefix).
+`processor()` and, where transformers 5 saves other names than the hub has, `RENAME` (prefix -> prefix), or other tensors,
+`hub(tensors)`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def build(family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = T
         module.processor().save_pretrained(folder)
     if hub_names:
         _rename(folder / "model.safetensors", getattr(module, "RENAME", {}))
+        if hasattr(module, "hub"):
+            tensors = module.hub(load_file(folder / "model.safetensors"))
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

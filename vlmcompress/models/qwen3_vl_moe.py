@@ -1,0 +1,33 @@
+"""Qwen3-VL with a mixture of experts: the dense model's tower and attention, and in most blocks experts behind a router.
+
+The norm before the experts takes no scale in: it feeds the router, which stays in 16 bits, and all experts, each of which would
+want a scale of its own. (In the few blocks without experts it could; they are smoothed there as in the dense model.) Within an
+expert the rows of `up_proj` can be divided for `down_proj`. Published checkpoints hold the experts of a block as two tensors,
+`[experts, in, out]`.
+"""
+
+from __future__ import annotations
+
+from vlmcompress.models._blocks import EXPERTS, LLAMA, QWEN3_TOWER, QWEN_ENGINE
+from vlmcompress.models._layout import native
+from vlmcompress.models._spec import ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen3-vl-moe",
+    model_types=("qwen3_vl_moe",),
+    layers="model.language_model.layers",
+    experts="mlp.experts",
+    router="mlp.gate",
+    groups=(*LLAMA, *EXPERTS),
+    vision=("model.visual",),
+    projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
+    vision_layers="model.visual.blocks",
+    vision_groups=QWEN3_TOWER,
+    vision_attention="attn",
+    image_token="image_token_id",
+    layout=native,
+    positions="mrope",
+    visual_grid="thw",
+    engine_prefixes=QWEN_ENGINE,
+    engine_mapper=QWEN_ENGINE,
+)
