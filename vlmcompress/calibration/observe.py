@@ -219,6 +219,7 @@ class _Eye:
 
     def fill(self) -> None:
         """After all batches, show experts that were given too few tokens others."""
+        self.stops = False
         if self.routed:
             self.routed.fill(self.collectors)
 

@@ -3,11 +3,11 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
+from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
-    REGISTRY,
     VLM,
     check_shapes,
     load,
