@@ -11,9 +11,10 @@ from tests.kit.batched_samples import samples, wide
 from vlmcompress.calibration import block_inputs
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.routed import routed_to_all
 from vlmcompress.data import encode
 from vlmcompress.errors import UserError
-from vlmcompress.models import VLM, decoder_blocks
+from vlmcompress.models import VLM, Expert, decoder_blocks
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.statistics.inputs import MODALITIES, NEEDS
 
@@ -27,9 +28,11 @@ def inputs(vlm: VLM, batches) -> Rows:
     for groups in decoder_blocks(vlm.model, vlm.spec):
         for group in groups:
             rows = found[group.linears[0]] = []
+            expert = vlm.model.get_submodule(group.linears[0].rpartition(".")[0])
 
-            def keep(_module, args, rows=rows):
-                rows.append((args[0].reshape(-1, args[0].shape[-1]), modality))
+            def keep(_module, args, rows=rows, expert=expert):
+                mask = modality[expert.rows] if isinstance(expert, Expert) else modality
+                rows.append((args[0].reshape(-1, args[0].shape[-1]), mask))
 
             hooks.append(vlm.model.get_submodule(group.linears[0]).register_forward_pre_hook(keep))
     for batch in batches:
@@ -66,7 +69,9 @@ def test_statistics_are_those_of_the_whole_model(family, loaded, twice):
     batches = encode(samples(), vlm)
     together = block_inputs.batched(batches)
     assert any(len({batches[i]["modality"].shape[1] for i in one}) > 1 for one in together), "no batch has padding"
-    same(vlm, batches, Wanted(NEEDS), inputs(vlm, batches), twice=twice)
+    with routed_to_all(vlm.model):
+        expected = inputs(vlm, batches)
+    same(vlm, batches, Wanted(NEEDS, all_experts=True), expected, twice=twice)
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen3_vl"])

@@ -28,7 +28,7 @@ from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
 from vlmcompress.statistics.inputs import GroupStats
 
-FEW = "experts that few calibration tokens were routed to were shown others of their layer, each counting as one of their own"
+FEW = "experts that few tokens were routed to were shown others of their layer as well (--all-experts shows all of them all)"
 _ROWS = 256  # most rows of a weight in a layer's reported error
 
 
@@ -186,7 +186,13 @@ def _solve_group(
         solution = quantizers.solve(method.module, weights, stats, method.options, scale_dtype)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
-        result.warnings.append((FEW, first, f"{stats.borrowed} of {sum(stats.count.values())} tokens"))
+        result.warnings.append(
+            (
+                FEW,
+                first,
+                f"{stats.borrowed} of {sum(stats.count.values())} tokens are others, each counts as one of its own",
+            )
+        )
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
         act = method.scheme.activations if method.scheme else None

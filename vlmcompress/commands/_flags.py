@@ -20,6 +20,7 @@ RECIPE_KEYS = {
     "calib": "calibrate.data",
     "text": "calibrate.text",
     "samples": "calibrate.samples",
+    "all_experts": "calibrate.all_experts",
     "stats": "calibrate.stats",
     "seed": "seed",
 }
@@ -61,6 +62,9 @@ def data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
     parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
     parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
+    parser.add_argument(
+        "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
+    )
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
 
 

@@ -27,6 +27,7 @@ def compress(
     store: BlockStore,
     *,
     kv_cache: bool = False,
+    all_experts: bool = False,
     lean: bool = False,
     progress: Progress = silent,
 ) -> None:
@@ -35,6 +36,7 @@ def compress(
     With calibration data each block is observed behind those that are quantized already; without, each stands alone.
 
     Args:
+        all_experts: every expert of a mixture is shown all tokens.
         lean: let go of a block's linear weights when it has passed on what it puts out. What is loaded is mapped from files
             until it is changed, so memory holds the weights of one block, however large the model.
     """
@@ -54,7 +56,7 @@ def compress(
             method = block_clip.search(vlm, blocks, batches, method, progress)
         weights = token_weights(vlm, blocks, method, batches, progress) if method.by_token else []
     needs = method.needs & NEEDS | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    wanted = Wanted(needs, kv_cache=kv_cache, weights=weights)
+    wanted = Wanted(needs, kv_cache=kv_cache, weights=weights, all_experts=all_experts)
     offset = vlm.spec.norm_offset
     finished: dict[str, Any] = {}
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=store.has, progress=progress):

@@ -123,8 +123,9 @@ def _calibrated(
         if "gradient" in needs:
             with phase("gradients"):
                 kept_gradients(store, vlm, inputs.batches, progress)
-        kv_cache, seed = bool(recipe.kv_cache), recipe.seed
-        collect(vlm, blocks, inputs.batches, store, needs, kv_cache=kv_cache, seed=seed, progress=progress)
+        how: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "seed": recipe.seed}
+        how["all_experts"] = recipe.calibrate.all_experts
+        collect(vlm, blocks, inputs.batches, store, needs, **how, progress=progress)
     described = _description(recipe, whole.vlm, weights, blocks) | {
         "calibration": origin | {"prefix": "float"},
         "needs": sorted(needs),
@@ -150,6 +151,7 @@ def collect(
     *,
     kv_cache: bool = False,
     seed: int = 0,
+    all_experts: bool = False,
     progress: Progress = silent,
 ) -> None:
     """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `store`."""
@@ -160,7 +162,8 @@ def collect(
     from vlmcompress.calibration.observe import Wanted, observe
 
     tokens = entropy.TOKENS if "entropy" in needs else 0
-    wanted, before = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed), None
+    wanted = Wanted(needs & NEEDS, kv_cache=kv_cache, tokens=tokens, seed=seed, all_experts=all_experts)
+    before = None
 
     def known(layer: int) -> bool:
         return not tokens and store.has(layer)  # entropies compare a block with the one before
@@ -198,7 +201,10 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
         },
         "processor": processor_identity(vlm.path),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
-        "settings": {**recipe.calibrate.model_dump(include={"samples", "max_length"}), "seed": recipe.seed},
+        "settings": {
+            **recipe.calibrate.model_dump(include={"samples", "max_length", "all_experts"}),
+            "seed": recipe.seed,
+        },
         "kv_cache": bool(recipe.kv_cache),
     }
 

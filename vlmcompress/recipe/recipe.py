@@ -52,6 +52,7 @@ class Calibrate(_Frozen):
         text: file of samples without images, of which one is mixed in for each sample of `data`.
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
+        all_experts: show every expert of a mixture all tokens, not those alone that the router sends it.
         stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; if `data` is given,
             too, the statistics must come from it.
     """
@@ -60,6 +61,7 @@ class Calibrate(_Frozen):
     text: str | None = None
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
+    all_experts: bool = False
     stats: str | None = None
 
 
