@@ -11,7 +11,7 @@ import torch
 from tests.kit.pictures import picture, refused
 from vlmcompress.calibration.gradient_pass import answer_losses, gradients
 from vlmcompress.data import Sample, encode
-from vlmcompress.models import VLM, decoder_blocks, decoder_layers
+from vlmcompress.models import VLM, Expert, decoder_blocks, decoder_layers
 from vlmcompress.statistics.gradients import Gradients, sensitivities
 from vlmcompress.statistics.inputs import MODALITIES
 
@@ -40,10 +40,10 @@ def float32(loaded):
     return get
 
 
-def keeper(kept: dict[str, torch.Tensor], name: str):
+def keeper(kept: dict[str, tuple], name: str, parent: torch.nn.Module):
     def keep(_module, _args, output):
         output.retain_grad()
-        kept[name] = output
+        kept[name] = output, parent.rows if isinstance(parent, Expert) else slice(None)
 
     return keep
 
@@ -56,22 +56,27 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
     magnitudes = {name: {m: [] for m in MODALITIES} for name in names}
     squares = {name: {m: [] for m in MODALITIES} for name in names}
     for batch in batches:
-        kept: dict[str, torch.Tensor] = {}
-        hooks = [model.get_submodule(name).register_forward_hook(keeper(kept, name)) for name in names]
+        kept: dict[str, tuple] = {}
+        parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        hooks = [model.get_submodule(name).register_forward_hook(keeper(kept, name, parents[name])) for name in names]
         labels = batch["input_ids"].masked_fill((batch["modality"] != 3).roll(1), -100)
         with torch.enable_grad():
             model(**{key: value for key, value in batch.items() if key != "modality"}, labels=labels).loss.backward()
         for hook in hooks:
             hook.remove()
-        for name in names:
-            grad = kept[name].grad.reshape(batch["modality"].numel(), -1).double()
+        for name, (output, given) in kept.items():
+            codes, grad = batch["modality"][0][given], output.grad.double()
+            grad = grad.reshape(len(codes), -1)
             for code, modality in enumerate(MODALITIES, start=1):
-                rows = grad[batch["modality"][0] == code]
+                rows = grad[codes == code]
                 if len(rows):
                     magnitudes[name][modality].append(rows.abs().mean().item())
                     squares[name][modality] += rows.square().mean(1).tolist()
     mean = lambda values: sum(values) / len(values)  # noqa: E731
-    return {name: {m: (mean(magnitudes[name][m]), mean(squares[name][m])) for m in MODALITIES} for name in names}
+    return {
+        name: {m: (mean(magnitudes[name][m]), mean(squares[name][m])) for m in MODALITIES if squares[name][m]}
+        for name in names
+    }
 
 
 def test_against_autograd(family, float32):
@@ -87,6 +92,8 @@ def test_against_autograd(family, float32):
     ours = {name: gradient for block in found.blocks for name, gradient in block.items()}
     assert ours.keys() == expected.keys()
     for name, by_modality in expected.items():
+        assert ours[name].absolute.keys() == ours[name].square.keys() == by_modality.keys()
+        assert by_modality.keys() == set(MODALITIES) or ".experts." in name
         assert ours[name].channels == vlm.model.get_submodule(name).out_features
         for modality, (magnitude, square) in by_modality.items():
             assert ours[name].absolute[modality] == pytest.approx(magnitude, **NEAR), (name, modality)
@@ -209,5 +216,6 @@ def test_every_group_of_every_family_has_a_sensitivity(family, float32):
     found = gradients(vlm, batches)
     weights = sensitivities(found, [{group.name: group.linears for group in groups} for groups in blocks])
     assert weights.keys() == {(group.layer, group.name) for groups in blocks for group in groups}
-    for one in weights.values():
-        assert set(one.square) == set(MODALITIES) and one.rho is not None and one.rho >= 0
+    for (_, name), one in weights.items():
+        assert set(one.square) == set(MODALITIES) or name.startswith("experts.")
+        assert one.rho is not None and one.rho >= 0

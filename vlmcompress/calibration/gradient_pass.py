@@ -146,8 +146,9 @@ class _Totals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.sums = {name: torch.zeros(len(MODALITIES), 4, dtype=torch.float64) for name in names}
-        self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples * kinds, 2]
+        self._seen: dict[str, Tensor] = {}  # of the present batch: layer -> [samples * kinds, 3]
         self._codes = torch.empty(0)  # which of these each token adds to
+        self._experts: set[str] = set()  # layers that need not see a token
         self._rows = 0
         self.problem: str | None = None
 
@@ -156,7 +157,10 @@ class _Totals:
         """Have the gradient at each layer's output reduced to sums over a sample's tokens of a modality."""
         with contextlib.ExitStack() as hooks:
             for name in self.sums:
-                hooks.callback(model.get_submodule(name).register_forward_hook(self._watch(name)).remove)
+                parent = model.get_submodule(name.rpartition(".")[0])
+                expert = parent if isinstance(parent, models.Expert) else None
+                self._experts |= {name} if expert else set()
+                hooks.callback(model.get_submodule(name).register_forward_hook(self._watch(name, expert)).remove)
             yield
 
     def begin(self, modality: Tensor) -> None:
@@ -166,19 +170,19 @@ class _Totals:
 
     def end(self, scale: float, indices: Sequence[int]) -> None:
         """Add what was seen since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
-        if missing := self.sums.keys() - self._seen.keys():
+        if missing := self.sums.keys() - self._seen.keys() - self._experts:
             raise UserError(
                 f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described"
             )
-        tokens = self._codes.bincount(minlength=self._rows * _KINDS).cpu().view(-1, _KINDS)[:, 1:]
         names = list(self._seen)
         together = torch.stack([self._seen[name].cpu() for name in names]).double()
-        together = together.view(len(names), self._rows, _KINDS, 2) / torch.tensor([scale, scale**2]).double()
+        together = together.view(len(names), self._rows, _KINDS, 3) / torch.tensor([scale, scale**2, 1]).double()
         if not (finite := together.isfinite().all(3).all(2).all(0)).all():
             index = indices[int(finite.logical_not().nonzero()[0])]
             bad = f"calibration sample {index}: the gradients of the answer's loss hold NaN or Inf; drop the sample"
             self.problem = self.problem or bad
         for name, sums in zip(names, together[:, :, 1:], strict=True):
+            tokens = sums[..., 2]
             magnitude = sums[..., 0] / tokens.clamp_min(1)
             self.sums[name] += torch.stack([magnitude, sums[..., 1], tokens > 0, tokens], 2).sum(0)
         self._seen.clear()
@@ -193,16 +197,18 @@ class _Totals:
             {m: row[1] / row[3] for m, row in rows.items()},
         )
 
-    def _watch(self, name: str) -> Callable:
-        def reduce(grad: Tensor) -> None:
+    def _watch(self, name: str, expert: models.Expert | None) -> Callable:
+        def reduce(grad: Tensor, given: Tensor | None) -> None:
             rows = grad.detach().reshape(-1, grad.shape[-1]).float()
-            values = torch.stack([rows.abs().mean(1), rows.square().mean(1)], 1)
-            sums = values.new_zeros(self._rows * _KINDS, 2)
-            self._seen[name] = sums.index_add_(0, self._codes.to(rows.device), values)
+            codes = self._codes.to(rows.device)
+            values = torch.stack([rows.abs().mean(1), rows.square().mean(1), rows.new_ones(len(rows))], 1)
+            sums = values.new_zeros(self._rows * _KINDS, 3)
+            self._seen[name] = sums.index_add_(0, codes if given is None else codes[given], values)
 
         def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(reduce)
+                given = expert.rows if expert else None
+                output.register_hook(lambda grad: reduce(grad, given))
 
         return hook
 

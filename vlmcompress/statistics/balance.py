@@ -83,16 +83,18 @@ def shares(
     Args:
         count: modality -> its number of tokens.
         sensitivity: sensitivity of the group of layers whose statistics are balanced; for `auto` and `mbq`.
-        partial: share out among the modalities that occurred; an expert may get tokens of one alone.
+        partial: of an expert, which may be given tokens of one modality alone, or none that the loss depends on: share out
+            among the modalities that occurred, and pool where that is impossible.
 
     Raises:
-        ValueError: a modality with a share did not occur (with `partial`: none did), or the sensitivity is needed and None.
+        ValueError: a modality with a share did not occur, or the sensitivity is needed and None.
     """
     checked = check_balance(balance)
     if checked == "off":
         return None
     wanted = weighed(checked)
-    if (missing := [name for name in wanted if not count[name]]) and not (partial and len(missing) < len(wanted)):
+    missing = [name for name in wanted if not count[name]]
+    if missing and not partial:
         raise ValueError(f"balance needs {' and '.join(missing)} tokens, and none reached this layer")
     if isinstance(checked, dict):
         weights = checked
@@ -107,5 +109,7 @@ def shares(
     weights = {name: weight for name, weight in weights.items() if name not in missing}
     total = sum(weights.values())
     if not 0 < total < math.inf:
+        if partial:
+            return None
         raise ValueError("the loss does not depend on this layer: all gradients are zero or not finite")
     return {name: weight / total for name, weight in weights.items() if weight > 0}
