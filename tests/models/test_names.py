@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from compressed_tensors.utils.match import match_name
-from safetensors.torch import load_file
 
 from vlmcompress import models
 from vlmcompress.common.tensor_files import read_tensor

@@ -7,7 +7,6 @@ from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
-    REGISTRY,
     VLM,
     check_shapes,
     load,
@@ -29,6 +28,7 @@ from vlmcompress.models._names import (
     written_names,
 )
 from vlmcompress.models._read import (
+    REGISTRY,
     all_specs,
     check_files,
     read_config,

@@ -13,7 +13,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from vlmcompress.common.messages import reason
-from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import _experts
 from vlmcompress.models._bounds import check_processor, check_total
