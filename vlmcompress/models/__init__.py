@@ -3,7 +3,6 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
-from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
@@ -29,6 +28,7 @@ from vlmcompress.models._names import (
     written_names,
 )
 from vlmcompress.models._read import (
+    REGISTRY,
     all_specs,
     check_files,
     read_config,

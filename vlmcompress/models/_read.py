@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from vlmcompress.common import json_files
-from vlmcompress.common.registry import FAMILIES
+from vlmcompress.common.registry import FAMILIES as REGISTRY
 from vlmcompress.common.tensor_files import INDEX, SINGLE, Entry, read_entries
 from vlmcompress.errors import UserError
 from vlmcompress.models._bounds import check_claims, check_sizes
@@ -18,7 +18,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 def all_specs() -> list[ModelSpec]:
     """The specs of all families, sorted by name."""
-    return [FAMILIES.get(name).SPEC for name in FAMILIES.names()]
+    return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
 
 
 def read_json(path: Path, what: str) -> dict:

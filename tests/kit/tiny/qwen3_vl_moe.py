@@ -1,7 +1,7 @@
 """Tiny Qwen3-VL with a dense block and one with a mixture of four experts, two of which a token takes.
 
-As published, the experts of a block are fused and transposed. No side of an expert is as wide as another: transformers would
-take a square tensor for one that is not transposed.
+As published, the experts of a block are fused and transposed. No fused tensor is square: transformers would take it for one
+that is not transposed.
 """
 
 from __future__ import annotations
