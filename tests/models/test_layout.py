@@ -51,6 +51,7 @@ REAL: dict[str, tuple[dict, dict, dict]] = {
         {},
         {(512, 512): 256, (1024, 768): 256 * 6 + 13 * 18},
     ),
+    "mistral3": ({"size": {"longest_edge": 1540}}, {}, {(1024, 768): 37 * 28, (3080, 1540): 55 * 28}),
 }
 
 
@@ -66,7 +67,7 @@ def alone(vlm: VLM) -> VLM:
     model = copy.deepcopy(vlm.model).float()
     for name, module in model.get_submodule(vlm.spec.vision[0]).named_modules():
         if isinstance(module, nn.Linear) and name.endswith(
-            ("attn.proj", "attn.out_proj", "attention.projection_layer")
+            ("attn.proj", "attn.out_proj", "attention.o_proj", "attention.projection_layer")
         ):
             module.weight.zero_()
             if module.bias is not None:

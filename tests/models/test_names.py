@@ -22,6 +22,7 @@ HUB = {
     "llava": ("vision_tower.vision_model.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
     "llava-next": ("vision_tower.vision_model.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
     "llava-onevision": ("vision_tower.vision_model.", "language_model.model.layers.0.", None),
+    "mistral3": ("vision_tower.transformer.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
     "qwen2-5-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
     "qwen2-vl": ("visual.blocks.0.", "model.layers.0.", "lm_head.weight"),
     "qwen3-5": ("model.visual.blocks.0.", "model.language_model.layers.0.", None),

@@ -143,6 +143,14 @@ def native(processor: Any, width: int, height: int, images: int) -> Layout:
     return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
 
 
+def patched(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of Mistral 3: one grid in the image's own shape, scaled down only where a side is too long."""
+    unit = processor.patch_size * processor.spatial_merge_size
+    ratio = max(1.0, max(width, height) / processor.image_processor.size["longest_edge"])
+    columns, rows = ((math.floor(side / ratio) - 1) // unit + 1 for side in (width, height))
+    return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
+
+
 def pooled(processor: Any, width: int, height: int, images: int) -> Layout:
     """Layout of Gemma 3: the image resized to a square whatever its shape (pan and scan is off unless a call asks for it)."""
     n = math.isqrt(processor.image_seq_length)
