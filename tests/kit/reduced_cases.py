@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval.demo.measure import load_rows, messages
+from tests.kit.reference import arguments
 from tests.kit.tiny import build
 from tests.kit.vllm_reduced import about
 from vlmcompress.checkpoint import reducer_block
@@ -49,9 +50,12 @@ def tiny(family: str, folder: Path, longest_edge: int | None = None) -> Path:
     """
     build(family, folder)
     tensors = load_file(folder / "model.safetensors")
+    untie(folder, tensors)
     for name, tensor in tensors.items():
         if "embed_tokens" in name:
             tensor.mul_(30)
+        elif name.endswith("A_log"):
+            tensor.fill_(-4.0)  # states that forget half in 40 tokens, not in one
         elif tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
             tensor.mul_(5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,6 +68,19 @@ def tiny(family: str, folder: Path, longest_edge: int | None = None) -> Path:
         images["size"]["longest_edge"] = longest_edge
     file.write_text(json.dumps(config))
     return folder
+
+
+def untie(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Give a model whose head is its table of words, so that it would say the last word again, a head of its own."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if not config["tie_word_embeddings"] or "lm_head.weight" in tensors:
+        return
+    (words,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = words[torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
+    for part in (config, config["text_config"]):
+        part["tie_word_embeddings"] = False
+    file.write_text(json.dumps(config))
 
 
 def loaded(source: Path, dtype: torch.dtype = torch.float32) -> VLM:
@@ -175,7 +192,10 @@ def reference(
 
 @torch.inference_mode()
 def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The same of a video, without `attach`: the whole prompt, with what is not kept hidden from attention."""
+    """The same of a video, without `attach`: the whole prompt, with what is not kept hidden from attention.
+
+    Where attention is not all that mixes tokens, the prompt without them, each token at the position that it had.
+    """
     frames, chosen = np.load(request["videos"][0]), parse(reducer)
     inputs = vlm.processor(
         text=[request["prompt"]],
@@ -198,13 +218,23 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
         given = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         given |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
-        answer.append(int(vlm.model(**given).logits[0, -1].argmax()))
+        answer.append(
+            int((without(vlm, given) if vlm.spec.mixed_blocks else vlm.model(**given).logits)[0, -1].argmax())
+        )
         ids = torch.cat([ids, torch.tensor([[answer[-1]]])], 1)
         mask, kinds = (torch.cat([one, torch.full((1, 1), value)], 1) for one, value in ((mask, 1), (kinds, 0)))
         positions = torch.cat([positions, positions[..., -1:] + 1], -1)
     seen = mask[0, :-1].bool()  # the last token enters no language model
     left = rows_of(positions)[:, :-1][:, seen].T.tolist()
     return {"tokens": answer, "positions": left, "prompt": len(left) - len(answer) + 1}
+
+
+def without(vlm: VLM, given: dict[str, Any]) -> torch.Tensor:
+    """Logits `[1, m, words]` of a prompt without the tokens that its mask hides, at the positions given."""
+    left = given["attention_mask"][0].bool()
+    rows = arguments(vlm, given)["inputs_embeds"][:, left]
+    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
+    return vlm.model.lm_head(text(inputs_embeds=rows, position_ids=given["position_ids"][..., left]).last_hidden_state)
 
 
 def film_features(vlm: VLM, inputs: Mapping[str, Any]) -> tuple[int, Grid, torch.Tensor]:

@@ -42,7 +42,10 @@ def tiny(family: str, mixed: bool = False) -> VLM:
     config = copy.deepcopy(vlm.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = LAYERS
-    if not mixed and (kinds := getattr(text, "layer_types", None)):
+    kinds = getattr(text, "layer_types", None)
+    if kinds and mixed:
+        text.layer_types = (kinds * LAYERS)[:LAYERS]
+    elif kinds:
         text.layer_types = ["full_attention"] * LAYERS
         if "sliding_attention" in kinds:
             text.layer_types[0], text.sliding_window = "sliding_attention", 500

@@ -31,9 +31,11 @@ def run(job: dict) -> dict:
     def watch(model) -> None:
         language_model = model.get_language_model()
         last = getattr(language_model, "model", language_model).layers[-1]  # what runs ahead does not reach it
-        last.register_forward_pre_hook(
-            lambda _, args, kwargs: positions.append(args[0].clone().view(-1, args[0].shape[-1])), with_kwargs=True
-        )
+        last.register_forward_pre_hook(given, with_kwargs=True)
+
+    def given(_, args, kwargs) -> None:
+        places = kwargs["positions"] if "positions" in kwargs else args[0]
+        positions.append(places.clone().view(-1, places.shape[-1]))
 
     llm = LLM(job["folder"], **(DEFAULTS | job["settings"]))
     llm.apply_model(watch)

@@ -8,9 +8,10 @@ import torch
 from tests.kit.attached_cases import recorded
 from tests.kit.reduction_data import ONE, encode, tiny
 from vlmcompress.models import all_specs
-from vlmcompress.reduction import attach
+from vlmcompress.reduction import attach, refusal
 
-FAMILIES = [spec.family for spec in all_specs() if spec.visual_grid in ("patches", "thw")]
+PLAIN = [spec for spec in all_specs() if spec.visual_grid in ("patches", "thw")]
+FAMILIES = [spec.family for spec in PLAIN if refusal(spec, "surrogate") is None]
 RULES = {"fastv": "fastv", "dart": "dart-llm"}
 
 

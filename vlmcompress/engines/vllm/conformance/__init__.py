@@ -94,6 +94,7 @@ def collect(
         exact = "auto" if config.get("quantization_config") else "float32"
         plan = _plan.engines(view, config, asked, exact, _cut(findings))
         _ask(findings, plan, media, view, progress)
+        findings.in_type_of("plain")
     return findings
 
 

@@ -142,11 +142,18 @@ def far(found: Findings) -> str:
 def prefix_cache(found: Findings) -> str:
     """Answers from cached prefixes are the same."""
     said = found.as_plain("caches", "cold", "again", "together")
-    again = [record for name, record in found.round("caches", "again").items() if name]
+    (first,), (second,) = (
+        [record for name, record in found.round("caches", each).items() if name] for each in ("long", "long again")
+    )
+    longer = same([Pair("far", first["tokens"][0], second)], found.dtype("caches"))
+    if not found.engine("caches")["about"]["prefix_caching"]:
+        return f"{said}; vLLM's CPU build keeps no prefix of a decoder with recurrent states, so none was asked for"
+    again = [record for name, record in found.round("caches", "again").items() if name] + [second]
     hits = sum(record["cached"] for record in again)
     if not hits:
         raise UserError("asked again, no prompt had a token from the prefix cache")
-    return f"{said}; {hits} of {sum(len(record['prompt']) for record in again)} prompt tokens from the cache"
+    total = sum(len(record["prompt"]) for record in again)
+    return f"{said}, of a long prompt {longer}; {hits} of {total} prompt tokens from the cache"
 
 
 def chunked(found: Findings) -> str:

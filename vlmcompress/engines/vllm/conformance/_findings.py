@@ -54,6 +54,12 @@ class Findings:
         """The type in which an engine ran."""
         return self.engine(engine)["about"]["dtype"]
 
+    def in_type_of(self, engine: str) -> None:
+        """Expect equal answers in the type in which the engine ran, where that is not float32."""
+        about = self.engines[engine].get("about")
+        if about and about["dtype"] != "float32":
+            self.exact = self.reduced
+
     def as_plain(self, engine: str, *rounds: str, leave: tuple[str, ...] = ()) -> str:
         """Compare rounds with the answers of the engine without caches."""
         plain = self.round("plain", "alone") | self.round("plain", "turn")

@@ -42,7 +42,8 @@ def engines(view: Path, config: Mapping[str, Any], questions: Questions, exact: 
     Args:
         view: folder with the checkpoint's files; the engines write their config.json there, so all know it by one path.
         config: config.json of the checkpoint.
-        exact: type in which answers must be equal: "float32", or "auto" where weights have no such form.
+        exact: type in which answers must be equal: "float32", or "auto" where weights have no such form. vLLM takes "auto"
+            for "float32", too, where it can't compute a model in float32.
         cut: number of tokens of a step, so small that every image is cut.
     """
     reducer = found.reducer if (found := reducer_block.read(config)) else None
@@ -113,6 +114,8 @@ def _cached(few: list[str]) -> list[Round]:
         _round("cold", few, alone=True),
         _round("again", few, alone=True),
         _round("together", few),
+        _round("long", ["far"], alone=True),  # a prefix is kept in blocks, of hundreds of tokens with recurrent states
+        _round("long again", ["far"], alone=True),
         _round("warm", few, alone=True, reset=["prefix"]),
         _round("repeat", ["again", "turn"], alone=True),
     ]

@@ -55,6 +55,7 @@ def run(plan: dict, known: dict, media: str) -> dict:
     options = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}} | options
     if current_platform.is_cpu():
         options.setdefault("block_size", 32)  # by default 128, which is longer than many prompts: none would be cached
+        options |= able(plan["config"], options)
     llm = None
     try:
         with open(os.path.join(plan["model"], "config.json"), "w", encoding="utf-8") as file:
@@ -72,6 +73,20 @@ def run(plan: dict, known: dict, media: str) -> dict:
         cleanup_dist_env_and_memory()
 
 
+def able(config: dict, options: dict) -> dict:
+    """What differs from `options` where vLLM's CPU build can't do as they say: in decoders with Gated DeltaNets.
+
+    Their kernel computes in bfloat16 only, and Triton, which that build lacks, copies their states for the prefix cache.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    text = config.get("text_config") or config
+    if "linear_attention" not in (text.get("layer_types") or ()):
+        return {}
+    dtype = "auto" if options["dtype"] == "float32" else options["dtype"]
+    return {"dtype": dtype} | ({} if HAS_TRITON else {"enable_prefix_caching": False})
+
+
 def about(llm) -> dict:
     """Describe the engine's budgets, and the requests left in it when all are answered."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -82,6 +97,7 @@ def about(llm) -> dict:
     return {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_model_len": config.model_config.max_model_len,
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "step_tokens": config.scheduler_config.max_num_batched_tokens,
         "image_tokens": MultiModalBudget(config, MULTIMODAL_REGISTRY).mm_max_toks_per_item["image"],
         "unfinished": llm.llm_engine.get_num_unfinished_requests(),

@@ -34,9 +34,10 @@ def register() -> None:
 
     right = supported(vllm.__version__)
     for family in FAMILIES.names():
-        name = PREFIX + FAMILIES.constant(family, "ARCHITECTURE")
+        original = FAMILIES.constant(family, "ARCHITECTURE")
+        name = PREFIX + original
         module = f"{family.replace('-', '_')}:{name}" if right else "_unsupported:Unsupported"
         ModelRegistry.register_model(name, f"{__name__}.{module}")
-        MODELS_CONFIG_MAP[name] = Loading  # type: ignore[assignment]
+        MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
         emulate()

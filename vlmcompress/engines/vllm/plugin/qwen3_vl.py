@@ -1,108 +1,21 @@
-"""Qwen3-VL: deepstack features follow their tokens, and a video's timestamps stay between what is left of its frames.
-
-The number of tokens that each frame keeps, and so the place of its timestamp, is not known when the prompt is made. The
-prompt has one run of placeholders for all of a video, text and marks included, which the encoder's output fills.
-"""
+"""Qwen3-VL: deepstack features follow their tokens, timestamps stay between what is left of a video's frames."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
-from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLDummyInputsBuilder,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMultiModalProcessor,
-    Qwen3VLProcessingInfo,
-)
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLProcessingInfo
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmcompress.engines.vllm.plugin._asking import embedded
-from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
-from vlmcompress.engines.vllm.plugin._processing import Placeholders
-from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
-from vlmcompress.reducers import Grid
+from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "pixels")
 VIDEOS = True
 
 
-class Info(QwenInfo, Qwen3VLProcessingInfo):
+class Info(Qwen3Info, Qwen3VLProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
-    def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
-        """The most tokens of a video, timestamps included."""
-        tokens, video = super().get_max_video_tokens(seq_len, mm_counts), self.get_video_processor()
-        mark = self.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
-        frames = video.max_frames // video.temporal_patch_size
-        return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
 
-
-class Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
-    """vLLM's processor of the family, with a placeholder for each kept token."""
-
-    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Keep an image's first placeholders; a video has one for each of its tokens, text included."""
-        if isinstance(full, list):
-            return super()._placeholders(full, grid, pace)
-        visual = self.info.get_hf_config().video_token_id
-        text = len(full.full) - full.full.count(visual)
-        return Placeholders([visual] * (text + self.info.kept(grid)), positions=text + _sides(grid))
-
-
-def _sides(grid: Grid) -> int:
-    """Number of positions that the frames of a video take up, without the text between them."""
-    return grid[0] * max(grid[1:])
-
-
-class Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
-    """vLLM's dummy inputs of the family, with images of which pixel reducers drop nothing."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummies)
-class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen, Qwen3VLForConditionalGeneration):
+@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3Dummies)
+class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen3, Qwen3VLForConditionalGeneration):
     """vLLM's Qwen3-VL with a reducer behind its encoder; it sees the last layer's features, not deepstack's."""
-
-    def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image or video: all its tokens, text between frames included, begin at its first position."""
-        starts, end = super().span(feature)
-        if feature.modality == "video":
-            grid = grid_of(feature.data["video_grid_thw"].data, self.config)
-            end = starts.shape[1] - self.reducer.count(grid) + _sides(grid)
-        return starts, end
-
-    def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
-        videos = Qwen3VLForConditionalGeneration._process_video_input(self, video_input)
-        patches = video_input["video_grid_thw"].tolist()
-        return tuple(
-            self._with_text(rows, grid_of(sides, self.config), list(times))
-            for rows, sides, times in zip(videos, patches, video_input["timestamps"], strict=True)
-        )
-
-    def _with_text(self, rows: Tensor, grid: Grid, times: list[float]) -> Tensor:
-        """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
-        kept, where = unpack(self.reduced(rows, grid))
-        config, frame = self.config, where[:, 0]
-        ids = Qwen3VLMultiModalProcessor.get_video_repl(
-            tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
-            timestamps=times,
-            tokenizer=self._tokenizer,
-            vision_start_token_id=config.vision_start_token_id,
-            vision_end_token_id=config.vision_end_token_id,
-            video_token_id=config.video_token_id,
-        ).full
-        tokens = torch.tensor(ids, device=rows.device)
-        visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
-        # A text token stands one behind the last text token or, behind a frame, where that one's longer side ends.
-        text = (~visual).cumsum(0)
-        places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
-        places = places[:, None].repeat(1, DIMS)
-        places[visual] = where * places.new_tensor([0, 1, 1]) + (text[visual] + frame * max(grid[1:]))[:, None]
-        out = rows.new_zeros(len(ids), rows.shape[1])
-        out[visual] = kept
-        words = embedded(self.get_language_model(), tokens[~visual])
-        out[~visual, : words.shape[1]] = words.to(out)
-        return pack(out, places)

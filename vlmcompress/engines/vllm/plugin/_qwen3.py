@@ -1,0 +1,101 @@
+"""Shared code of Qwen3-VL and Qwen3.5: a video's timestamps stay between what is left of its frames.
+
+The number of tokens that each frame keeps, and so the place of its timestamp, is not known when the prompt is made. The
+prompt has one run of placeholders for all of a video, text and marks included, which the encoder's output fills.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.model_executor.models.qwen3_vl import (
+    Qwen3VLDummyInputsBuilder,
+    Qwen3VLMultiModalProcessor,
+)
+
+from vlmcompress.engines.vllm.plugin._asking import embedded
+from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
+from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
+from vlmcompress.reducers import Grid
+
+
+class Qwen3Info(QwenInfo):
+    """Mixin of a processing info with the counts of reduced images and videos."""
+
+    def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
+        """The most tokens of a video, timestamps included."""
+        own: Any = super()
+        tokens, video = own.get_max_video_tokens(seq_len, mm_counts), own.get_video_processor()
+        mark = own.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
+        frames = video.max_frames // video.temporal_patch_size
+        return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
+
+
+class Qwen3Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
+    """vLLM's processor of all these families, with a placeholder for each kept token."""
+
+    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
+        """Keep an image's first placeholders; a video has one for each of its tokens, text included."""
+        if isinstance(full, list):
+            return super()._placeholders(full, grid, pace)
+        visual = self.info.get_hf_config().video_token_id
+        text = len(full.full) - full.full.count(visual)
+        return Placeholders([visual] * (text + self.info.kept(grid)), positions=text + _sides(grid))
+
+
+def _sides(grid: Grid) -> int:
+    """Number of positions that the frames of a video take up, without the text between them."""
+    return grid[0] * max(grid[1:])
+
+
+class Qwen3Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
+    """vLLM's dummy inputs of all these families, with images of which pixel reducers drop nothing."""
+
+
+class ReducedQwen3(ReducedQwen):
+    """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer behind its encoder."""
+
+    def span(self, feature: Any) -> tuple[np.ndarray, int]:
+        """Positions of an image or video: all its tokens, text between frames included, begin at its first position."""
+        starts, end = super().span(feature)
+        if feature.modality == "video":
+            grid = grid_of(feature.data["video_grid_thw"].data, self.config)
+            end = starts.shape[1] - self.reducer.count(grid) + _sides(grid)
+        return starts, end
+
+    def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
+        videos = super(ReducedQwen, self)._process_video_input(video_input)  # type: ignore[misc]
+        patches = video_input["video_grid_thw"].tolist()
+        return tuple(
+            self._with_text(rows, grid_of(sides, self.config), list(times))
+            for rows, sides, times in zip(videos, patches, video_input["timestamps"], strict=True)
+        )
+
+    def _with_text(self, rows: Tensor, grid: Grid, times: list[float]) -> Tensor:
+        """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
+        kept, where = unpack(self.reduced(rows, grid))
+        config, frame = self.config, where[:, 0]
+        ids = Qwen3VLMultiModalProcessor.get_video_repl(
+            tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
+            timestamps=times,
+            tokenizer=self._tokenizer,
+            vision_start_token_id=config.vision_start_token_id,
+            vision_end_token_id=config.vision_end_token_id,
+            video_token_id=config.video_token_id,
+        ).full
+        tokens = torch.tensor(ids, device=rows.device)
+        visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
+        # A text token stands one behind the last text token or, behind a frame, where that one's longer side ends.
+        text = (~visual).cumsum(0)
+        places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
+        places = places[:, None].repeat(1, DIMS)
+        places[visual] = where * places.new_tensor([0, 1, 1]) + (text[visual] + frame * max(grid[1:]))[:, None]
+        out = rows.new_zeros(len(ids), rows.shape[1])
+        out[visual] = kept
+        words = embedded(self.get_language_model(), tokens[~visual])
+        out[~visual, : words.shape[1]] = words.to(out)
+        return pack(out, places)

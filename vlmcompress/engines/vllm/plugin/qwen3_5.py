@@ -1,0 +1,26 @@
+"""Qwen3.5: Qwen3-VL's encoder without deepstack, in front of Gated DeltaNets and attention.
+
+The recurrent state of a Gated DeltaNet takes up the kept tokens one after the other, and never the dropped ones; attention
+sees the kept ones at the positions that they have without a reducer. Methods that run the language model's first layers
+ahead are left out, as a Gated DeltaNet of vLLM's runs on its cache of states only.
+"""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5ProcessingInfo
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
+
+ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
+SIGNALS = ("features", "query", "pixels")
+VIDEOS = True
+
+
+class Info(Qwen3Info, Qwen3_5ProcessingInfo):
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3Dummies)
+class VlmcompressQwen3_5ForConditionalGeneration(ReducedQwen3, Qwen3_5ForConditionalGeneration):
+    """vLLM's Qwen3.5 with a reducer behind its encoder."""

@@ -1,0 +1,21 @@
+"""Qwen3.5 with a mixture of experts: as the dense model; `qwen3_5.py` says what its Gated DeltaNets take up."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.qwen3_5 import Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeProcessingInfo
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
+
+ARCHITECTURE = "Qwen3_5MoeForConditionalGeneration"
+SIGNALS = ("features", "query", "pixels")
+VIDEOS = True
+
+
+class Info(Qwen3Info, Qwen3_5MoeProcessingInfo):
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3Dummies)
+class VlmcompressQwen3_5MoeForConditionalGeneration(ReducedQwen3, Qwen3_5MoeForConditionalGeneration):
+    """vLLM's Qwen3.5-MoE with a reducer behind its encoder."""

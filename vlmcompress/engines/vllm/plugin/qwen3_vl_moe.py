@@ -1,0 +1,24 @@
+"""Qwen3-VL with a mixture of experts: as the dense model.
+
+Methods that run the language model's first layers ahead are left out: vLLM runs experts only within a step of the engine.
+"""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeProcessingInfo
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
+
+ARCHITECTURE = "Qwen3VLMoeForConditionalGeneration"
+SIGNALS = ("features", "query", "pixels")
+VIDEOS = True
+
+
+class Info(Qwen3Info, Qwen3VLMoeProcessingInfo):
+    """vLLM's processing info of the family, with the counts of reduced images and videos."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3Dummies)
+class VlmcompressQwen3VLMoeForConditionalGeneration(ReducedQwen3, Qwen3VLMoeForConditionalGeneration):
+    """vLLM's Qwen3-VL-MoE with a reducer behind its encoder; it sees the last layer's features, not deepstack's."""
