@@ -3,6 +3,15 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
+from vlmcompress.models._draft import (
+    draft_blocks,
+    draft_fault,
+    draft_lost,
+    draft_modules,
+    draft_tensors,
+    found_draft,
+    kept_draft,
+)
 from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
@@ -31,11 +40,12 @@ from vlmcompress.models._names import (
 from vlmcompress.models._read import check_files, read_config, read_json, shards, tensor_headers
 from vlmcompress.models._resolve import decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
-from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
 
 __all__ = [
     "REGISTRY",
     "VLM",
+    "Draft",
     "Group",
     "Layout",
     "LinearGroup",
@@ -49,6 +59,13 @@ __all__ = [
     "decoder_layers",
     "disk_module",
     "disk_names",
+    "draft_blocks",
+    "draft_fault",
+    "draft_lost",
+    "draft_modules",
+    "draft_tensors",
+    "found_draft",
+    "kept_draft",
     "kept_modules",
     "layer_class",
     "left_out",
