@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.kit import vllm_answers, vllm_flags, vllm_naming, vllm_processor, vllm_reduced, vllm_tower
+from tests.kit import vllm_answers, vllm_flags, vllm_naming, vllm_processor, vllm_reduced, vllm_speculation, vllm_tower
 
 KINDS = {
     "answers": vllm_answers.run,
@@ -19,6 +19,7 @@ KINDS = {
     "naming": vllm_naming.run,
     "processor": vllm_processor.run,
     "reduced": vllm_reduced.run,
+    "speculation": vllm_speculation.run,
     "tower_scales": vllm_tower.run,
 }
 

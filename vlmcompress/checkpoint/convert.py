@@ -56,10 +56,18 @@ def convert(
         raise UserError(f"{source} is {format} already; choose another format")
     models.check_files(source)
     written = models.written_names(stored.names, stored.spec)
-    layers = layers_of(stored.schemes, stored.skeleton, written, stored.spec, kv_cache=bool(stored.kv_scales))
+    tensors = {entry.name: entry.spec for entry in stored.entries}
+    if fault := models.draft_fault(stored.spec, stored.config, tensors):
+        raise UserError(fault)
+    layers = layers_of(
+        stored.schemes, stored.skeleton, written, stored.spec, stored=tensors, kv_cache=bool(stored.kv_scales)
+    )
     check(stored, layers, writer)
-    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    config = models.found_draft(stored.spec, stored.config, tensors)
+    config.pop("quantization_config", None)
     before, record = _record(stored, format)
+    if lost := models.draft_lost(stored.spec, stored.config, tensors):
+        record["warnings"] = [*record["warnings"], f"{lost}; the config written here says 0"]
     plan = _pieces(stored, written, writer)
     content = Content(plan, stored, writer, layers, config, record, before)
     return write_folder(source, out, content, shard_size=shard_size, progress=progress)

@@ -18,7 +18,7 @@ from torch import nn
 
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.exporters.compressed_tensors import group_of
-from vlmcompress.models import ModelSpec, kept_modules
+from vlmcompress.models import ModelSpec, kept_draft, kept_modules
 from vlmcompress.numerics import Scheme
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
@@ -30,6 +30,7 @@ def layers_of(
     disk: Mapping[str, str],
     spec: ModelSpec,
     *,
+    stored: Iterable[str] = (),
     kv_cache: bool = False,
 ) -> Layers:
     """Describe a checkpoint's layers for a format's config block.
@@ -39,13 +40,15 @@ def layers_of(
         model: the model, or its skeleton.
         disk: memory name of a parameter -> its name in the checkpoint that is written.
         spec: the model's family.
+        stored: names of all tensors of the checkpoint; those of a head that drafts tokens are looked at.
         kv_cache: whether there are scales of an FP8 KV cache.
     """
     quantized = {}
     for name, scheme in schemes.items():
-        stored = disk[f"{name}.weight"].removesuffix(".weight")
-        quantized[tuple(dict.fromkeys((name, stored, spec.engine_name(name))))] = scheme
-    return Layers(targets(schemes, disk, spec), kept_modules(model, spec, set(schemes), disk), quantized, kv_cache)
+        on_disk = disk[f"{name}.weight"].removesuffix(".weight")
+        quantized[tuple(dict.fromkeys((name, on_disk, spec.engine_name(name))))] = scheme
+    kept = [*kept_modules(model, spec, set(schemes), disk), *kept_draft(spec, stored)]
+    return Layers(targets(schemes, disk, spec), kept, quantized, kv_cache)
 
 
 def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec) -> list[tuple[Scheme, list[str]]]:

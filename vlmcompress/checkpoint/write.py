@@ -24,7 +24,7 @@ from vlmcompress.common import folders, json_files, phases
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
-from vlmcompress.models import refuse_quantized, stored_tensors
+from vlmcompress.models import found_draft, refuse_quantized, spec_for, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
@@ -79,6 +79,7 @@ def write(
     entries = list(stored_tensors(source).values())
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     before = sum(entry.spec.nbytes for entry in entries)
+    config = found_draft(spec_for(config), config, [entry.name for entry in entries])
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     content = Content(plan, quantized, exporter, layers, config, manifest, before, beside or {})

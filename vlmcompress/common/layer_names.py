@@ -18,10 +18,12 @@ class Kept:
     Attributes:
         names: what it is called.
         whole: it is a module with everything below it, not one linear layer.
+        draft: it is a head that drafts tokens, of which readers look for entries in a form of their own.
     """
 
     names: Names
     whole: bool
+    draft: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,9 @@ def write_checkpoint(
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     source = work.source
-    renamed = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    noted = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    if lost := models.draft_lost(source.spec, source.config, source.stored):
+        noted.append(f"{lost}; the config written here says 0")
     return write(
         vlm.path,
         recipe.out,
@@ -69,7 +71,7 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[*_unread(work), *reducers.warnings(recipe.reduce, origin), *warnings(results), *renamed],
+            warnings=[*_unread(work), *reducers.warnings(recipe.reduce, origin), *warnings(results), *noted],
             allocation=work.allocation,
             visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),

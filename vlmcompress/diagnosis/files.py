@@ -258,6 +258,27 @@ def _engine(subject: _Subject) -> str:
     return f"memory, disk and vLLM agree by name on which {quantized} of {len(subject.groups)} layers are quantized, and how"
 
 
+def _draft(subject: _Subject) -> str:
+    """Look at the head that drafts tokens for speculative decoding: whether it is whole, and left alone by the format."""
+    specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
+    problem = models.draft_fault(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
+    if problem:
+        raise UserError(problem)
+    names = models.draft_tensors(spec, specs)
+    if spec.draft is None or not names:
+        return "no head that drafts tokens"
+    block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
+    taken = [name for name in models.draft_modules(spec, specs) if reader.takes(block, name)]
+    if taken:
+        why = f"would be read as quantized, first '{taken[0]}', and engines would not start with speculation"
+        raise UserError(f"{len(taken)} layers of the head that drafts tokens {why}; quantize again")
+    literal = compressed_tensors.drafting(spec.draft.prefix)[0]
+    if reader is compressed_tensors and block["config_groups"] and literal not in block["ignore"]:
+        raise UserError(f"ignore lacks '{literal}', which SGLang looks for literally; quantize again, or add it")
+    carried = size(sum(specs[name].nbytes for name in names))
+    return f"{spec.draft.prefix}, a head that drafts tokens: {len(names)} tensors, {carried}, in 16 bits"
+
+
 def _values(subject: _Subject) -> str:
     for entry in subject.entries.values():
         dtype = tensor_files.DTYPES[entry.spec.dtype]
@@ -304,6 +325,7 @@ _EXAMINATIONS: dict[str, tuple[tuple[str, ...], Callable[[_Subject], str]]] = {
     "fused": (("weights", "config"), _fused),
     "names": (("tensors",), _names),
     "engine": (("tensors",), _engine),
+    "draft": (("weights", "config"), _draft),
     "values": (("weights",), _values),
     "size": (("manifest", "weights"), _size),
     "processor": ((), _processor),

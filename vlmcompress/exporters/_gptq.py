@@ -127,8 +127,8 @@ def config(layers: Layers, *, version: str) -> dict:
     for scheme in others:
         names = [own for own, other in layers.quantized.items() if other == scheme]
         dynamic[f"+:{_pattern(names)}"] = _numbers(scheme)
-    for kept in layers.kept:
-        dynamic[f"-:{_pattern([kept.names], kept.whole)}"] = {}
+    for kept in layers.kept:  # of a head that drafts tokens the pattern that published checkpoints have
+        dynamic[f"-:.*{kept.names[0]}.*" if kept.draft else f"-:{_pattern([kept.names], kept.whole)}"] = {}
     return {
         "quant_method": "gptq",
         "checkpoint_format": version,

@@ -275,12 +275,21 @@ def ignored(modules: Iterable[Kept]) -> list[str]:
 
     transformers compares them with memory names, vLLM with its own (it maps plain entries from names on disk, but leaves
     regular expressions alone), other readers with tensor names. So a single layer stands there by each of its names, a part
-    of the model as one regular expression over them.
+    of the model as one regular expression over them. Of a head that drafts tokens both forms are written that are in use:
+    SGLang looks for the first one literally.
     """
     found: list[str] = []
     for kept in modules:
+        if kept.draft:
+            found += drafting(kept.names[0])
+            continue
         found += [f"re:(?:{'|'.join(map(re.escape, kept.names))})\\..*"] if kept.whole else kept.names
     return list(dict.fromkeys(found))
+
+
+def drafting(prefix: str) -> list[str]:
+    """Entries of `ignore` that stand for a head that drafts tokens, whose modules' names begin with `prefix` in vLLM."""
+    return [f"re:^{prefix}.*", f"re:.*{prefix}.*"]
 
 
 def files(layers: Layers) -> dict[str, dict]:

@@ -3,6 +3,15 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
+from vlmcompress.models._draft import (
+    draft_blocks,
+    draft_fault,
+    draft_lost,
+    draft_modules,
+    draft_tensors,
+    found_draft,
+    kept_draft,
+)
 from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._kept import kept_modules, module_names
 from vlmcompress.models._layout import Layout, Piece
@@ -39,11 +48,12 @@ from vlmcompress.models._read import (
 )
 from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
-from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
 
 __all__ = [
     "REGISTRY",
     "VLM",
+    "Draft",
     "Expert",
     "Experts",
     "Group",
@@ -60,6 +70,13 @@ __all__ = [
     "decoder_layers",
     "disk_module",
     "disk_names",
+    "draft_blocks",
+    "draft_fault",
+    "draft_lost",
+    "draft_modules",
+    "draft_tensors",
+    "found_draft",
+    "kept_draft",
     "kept_modules",
     "layer_class",
     "left_out",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._spec import LinearGroup, Prefixes
+from vlmcompress.models._spec import Draft, LinearGroup, Prefixes
 
 # Llama, Mistral, Qwen2, Qwen3
 QKV = LinearGroup(
@@ -51,6 +51,8 @@ QWEN3_TOWER = (
     LinearGroup("fc1", ("mlp.linear_fc1",), ("norm2",)),
     LinearGroup("fc2", ("mlp.linear_fc2",)),
 )
+
+MTP = Draft("mtp", "mtp_num_hidden_layers")  # Qwen3.5: multi-token prediction
 
 # CLIP and SigLIP. A GELU sits between fc1 and fc2, so fc2 has no op to smooth into.
 CLIP = (

@@ -71,6 +71,19 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A head that drafts tokens for speculative decoding, for which transformers has no module.
+
+    Attributes:
+        prefix: what its tensors on disk and its modules in vLLM begin with; the method's name in vLLM, too.
+        blocks: key of the text model's config that says how many decoder blocks it has.
+    """
+
+    prefix: str
+    blocks: str
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One family of vision-language models.
 
@@ -101,6 +114,7 @@ class ModelSpec:
         engine_mapper: prefix on disk -> prefix in vLLM, first match wins: the `hf_to_vllm_mapper` of vLLM's class.
         engine_parts: path component -> its name in vLLM, wherever it stands below.
         hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, which all readers know.
+        draft: the head that the family's checkpoints may have for speculative decoding; None: they have none.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
     """
 
@@ -128,6 +142,7 @@ class ModelSpec:
     engine_mapper: Prefixes = ()
     engine_parts: tuple[tuple[str, str], ...] = ()
     hub_prefixes: Prefixes = ()
+    draft: Draft | None = None
     vllm_cpu: str | None = None
 
     def engine_name(self, memory_name: str) -> str:

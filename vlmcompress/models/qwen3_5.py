@@ -6,7 +6,7 @@ Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a r
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import GATED_DELTA_NET, LLAMA, QWEN3_TOWER, QWEN_ENGINE
+from vlmcompress.models._blocks import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE
 from vlmcompress.models._layout import native
 from vlmcompress.models._spec import ModelSpec
 
@@ -26,6 +26,7 @@ SPEC = ModelSpec(
     visual_grid="thw",
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
     norm_offset=1.0,
+    draft=MTP,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
 )

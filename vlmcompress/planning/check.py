@@ -52,6 +52,7 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     found.append(_processor(recipe.model))
     found += _names(plan, engine)
     found += _reducer(plan, engine)
+    found += _draft(plan)
     if plan.problems:
         found += [Finding("shapes", False, problem) for problem in plan.problems]
     else:
@@ -181,6 +182,19 @@ def _reducer(plan: Plan, engine: str) -> list[Finding]:
     if engine not in ("vllm", "transformers"):
         return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
     return [Finding(title, True, plan.visual_tokens.text)]
+
+
+def _draft(plan: Plan) -> list[Finding]:
+    """What becomes of a head that drafts tokens; why it can't be carried is among the plan's problems."""
+    source = plan.source
+    if lost := models.draft_lost(source.spec, source.config, source.stored):
+        return [Finding("speculation", True, f"{lost}; what quantize writes says 0")]
+    names = models.draft_tensors(source.spec, source.stored)
+    if source.spec.draft is None or not names or models.draft_fault(source.spec, source.config, source.stored):
+        return []
+    whole = size(sum(source.stored[name].nbytes for name in names))
+    title = f"{source.spec.draft.prefix}, a head that drafts tokens"
+    return [Finding("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
 
 
 def _size(plan: Plan) -> Finding:

@@ -152,6 +152,8 @@ def survey(
     own = _own_others(recipe, source)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
     problems = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
+    if fault := models.draft_fault(source.spec, source.config, source.stored):
+        problems.append(fault)
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in source.blocks]
     for group in groups:
@@ -162,7 +164,8 @@ def survey(
     vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
 
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    layers = layers_of(schemes, source.skeleton, source.written, source.spec, kv_cache=bool(recipe.kv_cache))
+    cached = bool(recipe.kv_cache)
+    layers = layers_of(schemes, source.skeleton, source.written, source.spec, stored=source.stored, kv_cache=cached)
     problems += _unwritable(recipe, layers, blocks)
     kv_layers = len(models.attentions(source.skeleton, source.spec)) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)

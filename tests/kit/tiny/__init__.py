@@ -3,8 +3,8 @@
 Each has a tokenizer, a processor, a chat template and tensors under the names that the family's checkpoints have on the
 hub. Hidden and intermediate sizes are multiples of 128 and heads are 32 wide, so that every scheme applies and vLLM's
 CPU attention runs. One module per family, named like its spec in `vlmcompress.models`; each has `model()`,
-`processor()` and, where transformers 5 saves other names than the hub has, `RENAME` (prefix -> prefix), or other tensors,
-`hub(tensors)`.
+`processor()` and, where published checkpoints differ from what transformers 5 saves: `RENAME` (prefix -> prefix),
+`extra(model)` for tensors that transformers drops, `hub(tensors)` for others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def build(family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = T
     """Write the tiny checkpoint of `family` (`qwen2-5-vl` or `qwen2_5_vl`) into `folder` and return that.
 
     Args:
-        hub_names: tensor names as on the hub; False: as transformers 5 saves them.
+        hub_names: tensors as on the hub; False: as transformers 5 saves them, so without those that it drops.
     """
     module = importlib.import_module(f"tests.kit.tiny.{family.replace('-', '_')}")
     folder = Path(folder)
@@ -32,18 +32,19 @@ def build(family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = T
         model.save_pretrained(folder)
         module.processor().save_pretrained(folder)
     if hub_names:
-        _rename(folder / "model.safetensors", getattr(module, "RENAME", {}))
+        extra = module.extra(model) if hasattr(module, "extra") else {}
+        _as_on_hub(folder / "model.safetensors", getattr(module, "RENAME", {}), extra)
         if hasattr(module, "hub"):
             tensors = module.hub(load_file(folder / "model.safetensors"))
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _rename(file: Path, prefixes: dict[str, str]) -> None:
-    if not prefixes:
+def _as_on_hub(file: Path, prefixes: dict[str, str], extra: dict[str, torch.Tensor]) -> None:
+    if not prefixes and not extra:
         return
     tensors = {}
     for name, tensor in load_file(file).items():
         old = next((old for old in prefixes if name.startswith(old)), "")
         tensors[prefixes.get(old, "") + name.removeprefix(old)] = tensor
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors | extra, file, metadata={"format": "pt"})

@@ -1,12 +1,14 @@
-"""Tiny Qwen3.5: a Gated DeltaNet block and one of attention with an output gate, no deepstack, tied head.
+"""Tiny Qwen3.5: a Gated DeltaNet block and one of attention with an output gate, no deepstack, tied head, MTP head.
 
 Heads of the Gated DeltaNet are 128 wide, as in all published models: vLLM's CPU kernel refuses 32.
 """
 
 from __future__ import annotations
 
+import torch
 import transformers as T
 
+from tests.kit.tiny import _mtp
 from tests.kit.tiny._text import GQA
 from tests.kit.tiny.qwen2_5_vl import TOKEN_IDS
 from tests.kit.tiny.qwen3_vl import processor as processor
@@ -36,7 +38,12 @@ VISION = {
 
 
 def model() -> T.PreTrainedModel:
-    text = {**GQA, **LINEAR, "head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True}
+    text = {**GQA, **LINEAR, **_mtp.CONFIG, "head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True}
     return T.Qwen3_5ForConditionalGeneration(
         T.Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True, **TOKEN_IDS)
     )
+
+
+def extra(model: T.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Make the MTP head's tensors."""
+    return _mtp.head(model, LINEAR["layer_types"].index("full_attention"))
