@@ -12,6 +12,6 @@ UNSUPPORTED: dict[str, str] = {
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
     "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
     "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
-    "minicpmv4_6": "no file in vlmcompress/models describes it yet; its decoder is that of Qwen3.5",
+    "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
 }
 """Model type -> why it is not supported, and what to take instead where there is something."""
