@@ -77,7 +77,8 @@ def test_layers_have_the_names_of_the_spec(family, kind, result, loaded):
         if group.fused:
             parent, _, _ = names[0].rpartition(".")
             leaves = [name.rpartition(".")[2] for name in names]
-            fused = [name for name, parts in result["fused"].items() if list(parts) == leaves]
+            # all parts in their order; Gemma 4 has blocks whose keys are their values, and no `v_proj`
+            fused = [name for name, parts in result["fused"].items() if [p for p in parts if p in leaves] == leaves]
             assert any(f"{parent}.{name}" in modules for name in fused), (names, fused)
         else:
             assert set(names) <= modules, names

@@ -51,6 +51,12 @@ REAL: dict[str, tuple[dict, dict, dict]] = {
         {},
         {(512, 512): 256, (1024, 768): 256 * 6 + 13 * 18},
     ),
+    "gemma4": ({"max_soft_tokens": 280, "patch_size": 16}, {}, {(1024, 768): 14 * 19}),
+    "glm4v": (
+        {"size": {"shortest_edge": 12544, "longest_edge": 9633792}},
+        {},
+        {(1024, 768): 27 * 37, (4000, 3000): 67 * 90},
+    ),
     "mistral3": ({"size": {"longest_edge": 1540}}, {}, {(1024, 768): 37 * 28, (3080, 1540): 55 * 28}),
 }
 
@@ -67,7 +73,7 @@ def alone(vlm: VLM) -> VLM:
     model = copy.deepcopy(vlm.model).float()
     for name, module in model.get_submodule(vlm.spec.vision[0]).named_modules():
         if isinstance(module, nn.Linear) and name.endswith(
-            ("attn.proj", "attn.out_proj", "attention.o_proj", "attention.projection_layer")
+            ("attn.proj", "attn.out_proj", "attn.o_proj.linear", "attention.o_proj", "attention.projection_layer")
         ):
             module.weight.zero_()
             if module.bias is not None:

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmcompress import models
 from vlmcompress.errors import UserError
+from vlmcompress.models._unknown import engine_architectures
+from vlmcompress.models._unsupported import UNSUPPORTED
 
 WEIGHTS = "model.safetensors"
 
@@ -65,7 +68,13 @@ def test_config_is_not_json(folder, text):
 
 
 @pytest.mark.parametrize(
-    "model_type, match", [("llama", "not a vision-language model"), ("llavva", "did you mean 'llava'")]
+    "model_type, match",
+    [
+        ("llama", "not a vision-language model"),
+        ("llavva", "transformers .* does not know it .*did you mean 'llava'"),
+        ("paligemma", "no file in vlmcompress/models describes it; transformers .* has it.*CONTRIBUTING.md says how"),
+        ("internvl_chat", "Python code in the checkpoint; take .*'internvl'"),
+    ],
 )
 def test_unknown_model_type(folder, model_type, match):
     config = models.read_config(folder)
@@ -74,10 +83,35 @@ def test_unknown_model_type(folder, model_type, match):
         models.spec_for(config)
 
 
+def test_an_architecture_of_another_release_or_model(folder):
+    """What vLLM has is read from its source, and so is right for whichever is installed."""
+    newer = {"model_type": "qwen9_vl", "vision_config": {}, "architectures": ["Qwen9VLForConditionalGeneration"]}
+    with pytest.raises(UserError, match=r"does not know it \(a newer release may\)") as caught:
+        models.spec_for(newer)
+    names = engine_architectures()
+    assert ("has no architecture Qwen9VLForConditionalGeneration" in str(caught.value)) == bool(names)
+    assert not names or {spec_architecture(spec) for spec in models.all_specs()} <= names
+    config = models.read_config(folder)
+    models.spec_for(config | {"architectures": ["VlmcompressLlavaForConditionalGeneration"]})
+    with pytest.raises(UserError, match="says architecture 'Qwen2VLForConditionalGeneration' and model type 'llava'"):
+        models.spec_for(config | {"architectures": ["Qwen2VLForConditionalGeneration"]})
+
+
+def test_what_is_said_to_be_unsupported_is(folder):
+    known = {name for spec in models.all_specs() for name in spec.model_types}
+    assert not known & set(UNSUPPORTED)
+    assert engine_architectures().isdisjoint({MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["glm46v"]})
+
+
+def spec_architecture(spec: models.ModelSpec) -> str:
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[spec.model_types[0]]
+
+
 def test_other_configs_that_are_refused(folder):
     config = models.read_config(folder)
     for change, match in [
         ({"model_type": None}, "no model_type"),
+        ({"text_config": config["text_config"] | {"num_local_experts": 8}}, "mixture-of-experts"),
     ]:
         with pytest.raises(UserError, match=match):
             models.spec_for(config | change)

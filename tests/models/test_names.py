@@ -16,6 +16,8 @@ from vlmcompress.exporters.compressed_tensors import ignored
 # The first tensor of tower, decoder and head, as published checkpoints of the family name them.
 HUB = {
     "gemma3": ("vision_tower.vision_model.", "language_model.model.layers.0.", None),
+    "gemma4": ("model.vision_tower.encoder.layers.0.", "model.language_model.layers.0.", None),
+    "glm4v": ("model.visual.blocks.0.", "model.language_model.layers.0.", "lm_head.weight"),
     "idefics3": ("model.vision_model.", "model.text_model.layers.0.", "lm_head.weight"),
     "internvl": ("vision_tower.encoder.layer.0.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
     "lfm2-vl": ("model.vision_tower.vision_model.", "model.language_model.layers.0.", None),

@@ -143,11 +143,33 @@ def native(processor: Any, width: int, height: int, images: int) -> Layout:
     return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
 
 
+def filmed(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of GLM-V: one grid in the image's own shape, whose limits count an image as a film of some frames."""
+    from transformers.models.glm4v.image_processing_glm4v import smart_resize
+
+    images_of = processor.image_processor
+    unit, frames = images_of.patch_size * images_of.merge_size, images_of.temporal_patch_size
+    low, high = images_of.size["shortest_edge"], images_of.size["longest_edge"]
+    sides = smart_resize(frames, height, width, frames, unit, min_pixels=low, max_pixels=high)
+    return Layout((Piece(sides[0] // unit, sides[1] // unit, (0.0, 0.0, float(width), float(height))),))
+
+
 def patched(processor: Any, width: int, height: int, images: int) -> Layout:
     """Layout of Mistral 3: one grid in the image's own shape, scaled down only where a side is too long."""
     unit = processor.patch_size * processor.spatial_merge_size
     ratio = max(1.0, max(width, height) / processor.image_processor.size["longest_edge"])
     columns, rows = ((math.floor(side / ratio) - 1) // unit + 1 for side in (width, height))
+    return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
+
+
+def budgeted(processor: Any, width: int, height: int, images: int) -> Layout:
+    """Layout of Gemma 4: one grid in the image's own shape, scaled up or down to the budget of tokens."""
+    from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
+
+    images_of = processor.image_processor
+    patch, pool = images_of.patch_size, images_of.pooling_kernel_size
+    sides = get_aspect_ratio_preserving_size(height, width, patch, images_of.max_soft_tokens * pool**2, pool)
+    rows, columns = (side // (patch * pool) for side in sides)
     return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
 
 

@@ -13,13 +13,14 @@ import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from vlmcompress.common.messages import reason
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._bounds import check_processor, check_total
 from vlmcompress.models._names import disk_names
 from vlmcompress.models._read import all_specs, read_config, stored_tensors, tensor_headers
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.models._template import endless
+from vlmcompress.models._unknown import check_architecture, check_experts, unknown
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,15 @@ class VLM:
 
 
 def spec_for(config: dict) -> ModelSpec:
-    """The family of a config.json, by its `model_type`."""
+    """The family of a config.json, by its `model_type`. Raises `UserError` for one of no family, or of two at once."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
     specs = {name: spec for spec in all_specs() for name in spec.model_types}
     if model_type not in specs:
-        vision = any(key in config for key in ("vision_config", "visual", "vision_tower", "image_token_id"))
-        if not vision:
-            raise UserError(f"model type '{model_type}' is not a vision-language model; choose from {', '.join(specs)}")
-        raise UserError(f"model type '{model_type}' is not supported{did_you_mean(model_type, specs)}")
+        raise unknown(config, specs)
+    check_architecture(config)
+    check_experts(config, specs[model_type])
     return specs[model_type]
 
 
