@@ -109,6 +109,22 @@ def test_fingerprints_differ_between_reducers(tmp_path):
     assert len(found) == 4
 
 
+@pytest.mark.engine
+def test_what_vllm_sets_for_an_architecture_it_sets_for_the_reduced_one():
+    """Qwen3.5's config says of what type its recurrent states are; vLLM knows by the architecture's name to look there."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    plugin.register()
+    found = {}
+    for name in ("Qwen3_5ForConditionalGeneration", plugin.PREFIX + "Qwen3_5ForConditionalGeneration"):
+        cache = SimpleNamespace(mamba_ssm_cache_dtype="auto")
+        text = SimpleNamespace(hf_text_config=SimpleNamespace(mamba_ssm_dtype="float64"))
+        MODELS_CONFIG_MAP[name].verify_and_update_config(SimpleNamespace(cache_config=cache, model_config=text))
+        found[name] = cache.mamba_ssm_cache_dtype
+    assert set(found.values()) == {"float64"}
+
+
 def test_importing_the_plugin_imports_nothing_heavy():
     code = (
         f"import sys, {plugin.__name__}; print(sorted({{'torch', 'transformers', 'vllm', 'numpy'}} & {{*sys.modules}}))"

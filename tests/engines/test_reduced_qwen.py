@@ -34,11 +34,14 @@ class Case:
 
 
 BOTH = CHUNKED | CACHED
+# vLLM's CPU kernel of Gated DeltaNets knows no other type, and that build has nothing to copy their states for a cache.
+RECURRENT = CHUNKED | {"dtype": "bfloat16", "enable_prefix_caching": False}
 CASES = {
     "cached": Case("demo", "dart:0.5", CACHED, passes=2),
     "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
     "qwen3-vl": Case("qwen3-vl", "dart:0.5", BOTH, passes=2, film=True),
     "by pixels": Case("demo", "pixelprune", BOTH, passes=2),
+    "qwen3-5": Case("qwen3-5", "uniform:0.5", RECURRENT, film=True),
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
 MORE = {
@@ -52,6 +55,11 @@ MORE = {
     "run ahead": Case("demo", "surrogate:0.25", BOTH, passes=2),
     "qwen2-vl, run ahead": Case("qwen2-vl", "surrogate:0.5,rule=dart,layer=1", BOTH, passes=2),
     "qwen3-vl, run ahead": Case("qwen3-vl", "surrogate:0.5,rule=dart,layer=1", BOTH, passes=2),
+    "qwen3-5, videos only": Case("qwen3-5", "evs:0.5", RECURRENT, film=True),
+    "qwen3-5 by pixels": Case("qwen3-5", "pixelprune", RECURRENT),
+    "qwen3-5, asked": Case("qwen3-5", "relevance:0.5", RECURRENT),
+    "qwen3-5-moe": Case("qwen3-5-moe", "uniform:0.5", RECURRENT, film=True),
+    "qwen3-vl-moe": Case("qwen3-vl-moe", "dart:0.5", BOTH, passes=2, film=True),
 }
 
 
@@ -108,11 +116,12 @@ def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_and_positions_are_those_of_transformers(name, served):
-    """Oracle: transformers in float32 with the same reducer attached."""
+    """Oracle: transformers in float32 with the same reducer attached; of a video with recurrent states, transformers on the
+    shorter sequence."""
     check(*served[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.passes > 1])
 def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
     first, second = served[name][0]["passes"]
     assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first)

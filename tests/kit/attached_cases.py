@@ -14,7 +14,13 @@ FAMILIES = [spec.family for spec in all_specs() if spec.visual_grid]
 INSIDE = [spec.family for spec in all_specs() if refusal(spec, "fastv") is None]  # methods within the language model
 WHOLE = ("litevlm", "evs")  # chooses among images; looks at videos
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in WHOLE]
-CASES = [(spec.family, method) for spec in all_specs() for method in SHARES if refusal(spec, method) is None]
+FEW = ("random", "fastv")  # of a mixture of experts, whose tokens are reduced as those of the dense model
+CASES = [
+    (spec.family, method)
+    for spec in all_specs()
+    for method in (FEW if spec.experts else SHARES)
+    if refusal(spec, method) is None
+]
 SMALL = {
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},

@@ -52,8 +52,10 @@ def tiny(family: str, mixed: bool = False) -> VLM:
     torch.manual_seed(1)
     model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double().eval()
     model.requires_grad_(False)
+    if vlm.spec.experts:
+        model.set_experts_implementation("eager")  # the others take no float64
     for name, weight in model.named_parameters():
-        if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:
+        if (weight.ndim == 2 or ".experts." in name) and "embed" not in name and "lm_head" not in name:
             weight.mul_(5)
     model.get_input_embeddings().weight.mul_(30)
     model.generation_config.pad_token_id = 257

@@ -32,7 +32,9 @@ def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, in
         work[0] += args[0].numel() // args[0].shape[-1] * module.weight.numel()
 
     blocks = [one.model.get_submodule(name) for name in decoder_layers(one.model, one.spec)]
-    linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    named = [(name, module) for block in blocks for name, module in block.named_modules()]
+    linears = [module for name, module in named if isinstance(module, nn.Linear) or name == one.spec.router]
+    linears = [module for module in linears if getattr(module, "weight", None) is not None]  # a dense MLP has no router
     hooks = [module.register_forward_hook(count) for module in linears]
     inputs = encode_prompt(Sample("x", [Image.new("RGB", SIZE)] * images, "hm"), one)
     inputs["pixel_values"] = inputs["pixel_values"].to(one.model.dtype)
@@ -66,6 +68,9 @@ def test_the_prompt_of_every_family(family, images):
     found = planning.plan(checkpoint(family), [SIZE] * images, "hm", [])
     cache, linear, length = ran(family, None, images)
     blocks = planning.blocks(vlm(family))
+    text = vlm(family).model.config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    assert {block.queries for block in blocks if block.cached} == {text.num_attention_heads * head}
     assert found.full.prompt == length == found.full.visual + found.text
     assert found.full.multiply_adds == linear + attention(blocks, [length] * len(blocks))
     limits = [block.window or length for block in blocks]

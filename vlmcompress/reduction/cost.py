@@ -6,6 +6,9 @@ model's prefill and cache; the encoder's is not in it, for none of these methods
     multiply-adds of a block for n tokens: n * (entries of its linear layers) + 2 * (width of the queries) * pairs(n)
     pairs(n): of a token and one that it attends to, n (n + 1) / 2, fewer where the attention slides
 
+Of a mixture's experts those count that a token is sent to. What a short convolution or a recurrent state takes beside its
+linear layers is left out: it grows with n as they do and is small beside them, and their states do not grow.
+
 A method within the language model leaves the blocks before its `layer` as they are. A sliding block caches its window.
 """
 
@@ -132,13 +135,32 @@ def blocks(vlm: VLM) -> list[Block]:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(names)
     found = []
     for name, kind in zip(names, kinds, strict=True):
-        modules = vlm.model.get_submodule(name).named_modules()
-        linears = {key.rpartition(".")[2]: module for key, module in modules if isinstance(module, nn.Linear)}
-        width = {key: linears[f"{key}_proj"].out_features if f"{key}_proj" in linears else 0 for key in "qkv"}
+        block = vlm.model.get_submodule(name)
+        width = {part: 0 for part in ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj")}
+        for key, module in block.named_modules():
+            if isinstance(module, nn.Linear) and (part := key.rpartition(".")[2]) in width:
+                width[part] = module.in_features if part in ("o_proj", "out_proj") else module.out_features
+        # What leaves attention is as wide as its queries; `q_proj` may hold an output gate as well.
+        queries = (width["o_proj"] or width["out_proj"]) if width["q_proj"] else 0
         window = config.sliding_window if kind == "sliding_attention" else None
-        entries = sum(module.weight.numel() for module in linears.values())
-        found.append(Block(entries, width["q"], width["k"] + width["v"], window))
+        found.append(Block(_entries(vlm, block), queries, width["k_proj"] + width["v_proj"], window))
     return found
+
+
+def _entries(vlm: VLM, block: nn.Module) -> int:
+    """Entries of a block's linear layers, of a mixture's experts those that a token is sent to, and its router's."""
+    spec = vlm.spec
+    everything = dict(block.named_modules())
+    linears = {name: module.weight.numel() for name, module in everything.items() if isinstance(module, nn.Linear)}
+    if not spec.experts or spec.experts not in everything:
+        return sum(linears.values())
+    experts: Any = everything[spec.experts]
+    of_experts = sum(count for name, count in linears.items() if name.startswith(f"{spec.experts}."))
+    others = sum(linears.values()) - of_experts
+    if spec.router is not None and spec.router not in linears:
+        router: Any = everything[spec.router]
+        others += router.weight.numel()
+    return others + of_experts // len(experts) * vlm.model.config.get_text_config().num_experts_per_tok
 
 
 def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int) -> Cost:
