@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
 from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
@@ -250,7 +249,7 @@ def test_killed(world, tmp_path, capfd):
         "progress.ProgressBar.__call__ = stop\n"
         "cli.main(sys.argv[1:])"
     )
-    killed = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=False)
+    killed = subprocess.run([forks.python(*forks.OURS), "-c", code, *command], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL and not stats.exists()
     assert cli.main([*command, "--resume", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)

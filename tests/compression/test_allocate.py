@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import manifest
@@ -158,7 +157,7 @@ def test_interrupted_and_resumed(world, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "broken"
     quantize(recipe(world, whole, {"budget": 3.9}, stats=False))
     command = [
-        sys.executable,
+        forks.python(*forks.OURS),
         "-m",
         "vlmcompress",
         "quantize",

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
 from vlmcompress.compression import blocks
 from vlmcompress.compression.quantize import quantize
@@ -139,7 +138,7 @@ def test_killed_at_any_moment(world, tmp_path, how):
     command += ["--calib", str(world / "calib.jsonl"), "--samples", "6"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     # Nice, so that on a busy machine it does not end before this process sees it work.
-    slow = ["nice", "-n", "19", sys.executable, "-m", "vlmcompress", *command]
+    slow = ["nice", "-n", "19", forks.python(*forks.OURS), "-m", "vlmcompress", *command]
     process = subprocess.Popen(slow, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".out.resume/layer-0000*")) and process.poll() is None and time.monotonic() < deadline:

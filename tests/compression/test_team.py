@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common import team
@@ -35,7 +35,7 @@ def start(world: Path, *arguments: str) -> list[subprocess.Popen]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "vlmcompress", *arguments]
+    command = [forks.python(*forks.OURS), "-m", "vlmcompress", *arguments]
     return [
         subprocess.Popen(
             command,

@@ -1,0 +1,70 @@
+"""The tests' quick Python does what Python does: streams, arguments, environment, exit codes, signals, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kit import forks
+from tests.kit.processes import wait_until_gone
+
+SHOW = """
+import decimal, os, sys
+print(sys.argv, sys.path[0], __name__, os.getcwd(), os.environ.get("SAID"), os.getpriority(os.PRIO_PROCESS, 0))
+print(sys.stdin.read(), file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def quick() -> str:
+    return forks.python("decimal")
+
+
+@pytest.mark.parametrize("way", ["-c", "-m", "file"])
+def test_as_python_does(quick: str, tmp_path: Path, way: str) -> None:
+    """Oracle: Python itself."""
+    (tmp_path / "shown.py").write_text(SHOW)
+    how = {"-c": ["-c", SHOW], "-m": ["-m", "shown"], "file": [str(tmp_path / "shown.py")]}[way]
+    both = []
+    for python in (quick, sys.executable):
+        done = subprocess.run(
+            ["nice", "-n", "3", python, *how, "5", "a b"],
+            cwd=tmp_path,
+            env=os.environ | {"SAID": "word", "PYTHONPATH": str(tmp_path)},
+            input="given",
+            capture_output=True,
+            text=True,
+        )
+        both.append((done.returncode, done.stdout, done.stderr))
+    assert both[0] == both[1] and both[0][0] == 5 and "word" in both[0][1] and both[0][2] == "given\n"
+
+
+def test_what_was_asked_for_is_imported_already(quick: str) -> None:
+    code = "import sys; print('decimal' in sys.modules, 'wave' in sys.modules)"
+    said = [
+        subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
+        for python in (quick, sys.executable)
+    ]
+    assert said == ["True False\n", "False False\n"]
+
+
+HOLD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals(quick: str, how: signal.Signals) -> None:
+    """The program ends as the fork does, and the fork with the program, whose output then closes."""
+    with subprocess.Popen([quick, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        fork, began = int(program.stdout.readline()), time.monotonic()
+        program.send_signal(how)
+        _, said = program.communicate()
+    assert program.returncode == -how and wait_until_gone(fork) and time.monotonic() - began < 30
+    assert ("KeyboardInterrupt" in said) is (how == signal.SIGINT)

@@ -1,0 +1,107 @@
+"""The process of `forks.py` that is forked: `python -m tests.kit.forks_parent SOCKET MODULE...`.
+
+It imports the modules, then makes for each caller a keeper, and that one the fork that does the caller's work. The keeper
+tells the caller how the fork ended, and ends it when the caller is gone. It ends itself when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    address, *modules = sys.argv[1:]
+    for name in modules:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
+    link = caller(address)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    order, streams = received(link)
+    if child := os.fork():
+        for stream in streams:
+            os.close(stream)
+        keep(child, link)
+    link.close()
+    work(order, streams)
+
+
+def caller(address: str) -> socket.socket:
+    """The link to a caller, in a fork of this process for each."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(f"{address}.new")
+    door.listen(16)
+    os.rename(f"{address}.new", address)
+    while True:
+        ready, _, _ = select.select([door, 0], [], [])
+        if 0 in ready:
+            os._exit(0)
+        link, _ = door.accept()
+        if not os.fork():
+            door.close()
+            return link
+        link.close()
+
+
+def received(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What a caller wants, and its three streams."""
+    size, streams, _, _ = socket.recv_fds(link, 8, 3)
+    body, length = b"", int.from_bytes(size, "big")
+    while len(body) < length:
+        body += link.recv(length - len(body))
+    return json.loads(body), streams
+
+
+def keep(child: int, link: socket.socket) -> None:
+    """Wait for the child, and end it with its group when the caller is gone; never return."""
+    link.sendall(f"{child}\n".encode())
+    ended = os.pidfd_open(child)
+    ready, _, _ = select.select([ended, link], [], [])
+    if ended not in ready:
+        with contextlib.suppress(ProcessLookupError):  # it leads no group yet
+            os.killpg(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    try:
+        link.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def work(order: dict[str, Any], streams: list[int]) -> None:
+    """Do as `python ARGUMENTS` does in the caller's place."""
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(order["folder"])
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.nice(order["nice"] - os.getpriority(os.PRIO_PROCESS, 0))
+    more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in before]
+    how, *rest = order["arguments"]
+    if how == "-m":
+        sys.argv, sys.path[:1] = rest, [os.getcwd(), *more]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.argv, sys.path[:1] = ["-c", *rest[1:]], ["", *more]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), module.__dict__)
+    else:
+        sys.argv, sys.path[:1] = [how, *rest], [str(Path(how).resolve().parent), *more]
+        runpy.run_path(how, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
