@@ -238,9 +238,9 @@ class _Eye:
         found = Seen()
         for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
             own = self.routed.counts.get(index, counts) if self.routed else counts
-            one = found.stats[group.name] = collector.pooled(own, device, team.total, team.largest)
+            stats = found.stats[group.name] = collector.pooled(own, device, team.total, team.largest)
             if self.routed and index in self.routed.owners:
-                one.routed, one.borrowed = True, self.routed.borrowed.get(index, 0)
+                stats.routed, stats.borrowed = True, self.routed.borrowed.get(index, 0)
         for name, one in self.ranges.items():
             found.kv_ranges[name] = one.pooled(team.total, team.largest).cpu()
         if self.wanted.tokens:
@@ -250,8 +250,11 @@ class _Eye:
     def _sees(self, index: int) -> Callable:
         def see(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0]
-            chosen = self.routed is not None and index in self.routed.owners
-            self.collectors[index].add(self._weighed(index, x), self.routed.split(index) if chosen else self._split(x))
+            if self.routed and index in self.routed.owners:
+                split: Split | None = self.routed.split(index)
+            else:
+                split = self._split(x)
+            self.collectors[index].add(self._weighed(index, x), split)
             if index == 0 and self.wanted.tokens:
                 self._draw(x)
             self.passed.add(index)

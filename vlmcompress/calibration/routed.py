@@ -120,7 +120,7 @@ class Routed:
     def fill(self, collectors: Sequence[Collector]) -> None:
         """Run experts that saw too few tokens on others of the layer. Every worker calls this, behind its last batch."""
         wanted, seen = min(self.draw.width, self.draw.tokens), self._counted(collectors)
-        firsts = {id(expert): index for index, expert in reversed(self.owners.items())}
+        firsts = {id(self.owners[index]): index for index in sorted(self.owners, reverse=True)}
         missing = {index: wanted - sum(seen[index].values()) for index in sorted(firsts.values())}
         self.borrowed = {index: count for index, count in missing.items() if count > 0}
         if self.borrowed:

@@ -66,7 +66,8 @@ class Experts(nn.ModuleList):
             top_k_weights: `[tokens, k]`, their weights.
         """
         output = torch.zeros_like(hidden_states)
-        for number, expert in enumerate(self):
+        experts: Any = self
+        for number, expert in enumerate(experts):
             rows, place = torch.where(top_k_index == number)
             given = torch.arange(len(hidden_states), device=hidden_states.device) if self.all_tokens else rows
             if not len(given):
