@@ -1,7 +1,8 @@
 """Rules that share out a budget of bytes among the groups of a decoder, one a file; its name is `bits.by` of a recipe.
 
 Pure: tables of sizes and predicted errors in, one choice a group out. A *group* is linear layers that read one input (and that
-engines fuse: q/k/v, gate/up), so shards of a fused matrix always get the same choice. A module of this folder has
+engines fuse: q/k/v, gate/up), so shards of a fused matrix always get the same choice; all experts of a block are one group,
+too, as engines run them by one kernel. A module of this folder has
 
     NEEDS: frozenset[str]                                    facts that it reads, e.g. {"entropy"}; empty: only errors
     decide(candidates, budget, facts) -> {key: index}        which candidate each group gets

@@ -3,15 +3,15 @@
 A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
 and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
 the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
-(`visual`, `vision_tower`: the same in all three), and any other layer its exact memory and disk names. What stays
-as it is belongs into `ignore`, which comes first everywhere.
+(`visual`, `vision_tower`: the same in all three), all experts of a block one pattern, and any other layer its exact
+memory and disk names. What stays as it is belongs into `ignore`, which comes first everywhere.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 
 from torch import nn
@@ -75,10 +75,19 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
     for name, scheme in rest.items():
         if scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
-            found.setdefault(scheme, []).extend(dict.fromkeys(exact))
+            found.setdefault(scheme, []).extend(_experts(exact, spec) or exact)
     if main:
         found[main] = [*found.pop(main, []), "Linear"]
-    return list(found.items())
+    return [(scheme, list(dict.fromkeys(entries))) for scheme, entries in found.items()]
+
+
+def _experts(names: Sequence[str], spec: ModelSpec) -> list[str]:
+    """One pattern for all experts of the block that a layer is in, all of which have one scheme; none for another layer."""
+    mark = f".{spec.experts}."
+    if spec.experts is None or mark not in names[0]:
+        return []
+    above = [name.partition(mark)[0] for name in (names[0], names[-1], spec.engine_name(names[0]))]
+    return [f"re:(?:{'|'.join(map(re.escape, dict.fromkeys(above)))}){re.escape(mark)}\\d+\\..*"]
 
 
 def _pattern(stem: str, members: Iterable[str]) -> str:

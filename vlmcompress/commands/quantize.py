@@ -92,7 +92,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
     rows = [("part", "group", "format", "blocks", "layers [out, in]")] + [
         (
             r.part,
-            r.group,
+            f"{r.group}, of {r.experts} experts" if r.experts else r.group,
             r.format,
             r.blocks,
             ", ".join(f"{n} {list(s)}" for n, s in zip(r.linears, r.shapes, strict=True)),

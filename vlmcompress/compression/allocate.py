@@ -90,13 +90,15 @@ def decide(
         raise UserError(f"bits.by {bits.by}: {error}") from error
     picked = {key: order[key][index] for key, index in chosen.items()}
     unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
-    return {key: given.widths[name] for key, name in picked.items()}, _facts(work, picked, errors, unit)
+    groups = [group for block in work.blocks for group in block]
+    others = {(group.layer, group.name): given.widths[picked[group.layer, group.unit]] for group in groups}
+    return others, _facts(work, picked, errors, unit)
 
 
 def predicted(
     work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
 ) -> dict[Key, dict[str, float]]:
-    """Predict errors, group -> width -> error, for the widths that each group's shape allows.
+    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow.
 
     Args:
         balance: balance that weighs the modalities where there are no gradients to do so; None: the recipe's.
@@ -108,11 +110,11 @@ def predicted(
         stats = statistics.load(layer)[0] if groups else {}
         for group in groups:
             predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
-            found[layer, group.name] = {
-                name: scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
-                for name, method in sorted(work.budget.widths.items(), key=_balance)  # as predictors want it
-                if name in work.budget.sizes[layer, group.name]
-            }
+            sums = found.setdefault((layer, group.unit), {})
+            for name, method in sorted(work.budget.widths.items(), key=_balance):  # as predictors want it
+                if name in work.budget.sizes[layer, group.unit]:
+                    error = scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
+                    sums[name] = sums.get(name, 0.0) + error
         progress("predicting", layer + 1, len(work.blocks))
     return found
 

@@ -7,16 +7,13 @@ Damage gives a failing check, not an exception.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import CompressedTensorsConfig, PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers import PreTrainedModel
 
 from vlmcompress import models, reduction
 from vlmcompress.checkpoint import manifest, reducer_block
@@ -108,14 +105,7 @@ class _Subject:
         if self.stored:
             return self.stored.names
         model = models.skeleton(self.path)
-        if not self.quantization["config_groups"] and not self.quantization.get("kv_cache_scheme"):
-            return models.disk_names(model, self.entries)
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            quantizer = AutoHfQuantizer.from_config(
-                CompressedTensorsConfig.from_dict(self.quantization), pre_quantized=True
-            )
-            quantizer.validate_environment()
-            quantizer.preprocess_model(model)
+        models.compressed(model, self.quantization)
         return models.disk_names(model, self.entries)
 
     @functools.cached_property

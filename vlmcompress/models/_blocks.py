@@ -24,12 +24,12 @@ EXPERTS = (
 )
 SHARED_EXPERT = (
     LinearGroup(
-        "shared_gate_up",
+        "shared_expert.gate_up",
         ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         fused=True,
         kept=("mlp.shared_expert_gate",),
     ),
-    LinearGroup("shared_down", ("mlp.shared_expert.down_proj",), ("mlp.shared_expert.up_proj",), "linear"),
+    LinearGroup("shared_expert.down", ("mlp.shared_expert.down_proj",), ("mlp.shared_expert.up_proj",), "linear"),
 )
 
 # Gated DeltaNet. The gated norm before `out_proj` has one weight for all heads, so it can take no scale in.

@@ -20,6 +20,8 @@ from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
 from vlmcompress.models._spec import ModelSpec
 
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Expert(nn.Module):
     """One expert: `down(act(gate(x)) * up(x))`.
@@ -109,16 +111,21 @@ def put_in(model: PreTrainedModel, bones: PreTrainedModel, stored: Mapping[str, 
 
     Args:
         model: the model; it becomes one of its own class again.
-        bones: its skeleton, whose experts it gets.
-        stored: memory name of each expert's weights -> where they are.
+        bones: its skeleton, whose experts it gets; those may have the tensors of quantized layers.
+        stored: memory name of each tensor of an expert -> where it is.
     """
     model.__class__ = type(bones)
     weights = tensor_files.map_tensors(stored)
     for path, experts in [(path, module) for path, module in bones.named_modules() if isinstance(module, Experts)]:
         model.set_submodule(path, experts)
-        for name, linear in experts.named_modules(prefix=path):
-            if isinstance(linear, nn.Linear):
-                linear.weight = nn.Parameter(weights[f"{name}.weight"].to(model.dtype), requires_grad=False)
+        for name in list(experts.state_dict()):
+            owner, _, leaf = name.rpartition(".")
+            value, module = weights[f"{path}.{name}"], experts.get_submodule(owner)
+            value = value.to(model.dtype) if value.dtype in _WIDE else value
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+            else:
+                module._buffers[leaf] = value
 
 
 def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:

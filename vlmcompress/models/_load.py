@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CompressedTensorsConfig,
+    PreTrainedModel,
+)
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.common.messages import reason
 from vlmcompress.errors import UserError
@@ -100,32 +108,60 @@ def load(
     bones = skeleton(path)
     names = disk_names(bones, tensor_headers(path))
     check_shapes(path, bones, names)
-    kind: Any = _experts.without_experts(type(bones), spec) if spec.experts else AutoModelForImageTextToText
+    options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     with quiet():
         try:
-            loaded: Any = kind.from_pretrained(
-                path,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-            )
+            model, info = open_model(path, bones, dtype=dtype or "auto", **options)
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"{path} does not load ({reason(error)}); download it again") from error
         processor = load_processor(path, trust_remote_code)
-    model, info = loaded
-    if spec.experts:
-        inside = f".{spec.experts}."
-        stored = stored_tensors(path)
-        _experts.put_in(model, bones, {key: stored[disk] for key, disk in names.items() if inside in key})
-        info["unexpected_keys"] = [key for key in info["unexpected_keys"] if inside not in key]
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             first = sorted(map(str, info[what]))[0]
             raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {first}; download it again")
     _check_finite(model, path)
     return VLM(model.eval().requires_grad_(False).to(device), processor, spec, path)
+
+
+def open_model(
+    path: str | Path, bones: PreTrainedModel | None = None, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """What `from_pretrained` of transformers gives with `output_loading_info`, and experts in it one by one.
+
+    transformers 5.17 builds the experts of a mixture fused, which compressed-tensors cannot quantize, and reads no
+    checkpoint of Qwen3-VL that has them one by one. So it opens the model without them, and they are put in.
+
+    Args:
+        path: folder of a checkpoint, plain or in compressed-tensors.
+        bones: its skeleton, which the model may take parts of; None: it is made where it is needed.
+        options: further arguments of `from_pretrained`.
+    """
+    config = read_config(path)
+    spec = next((one for one in all_specs() if one.experts and config.get("model_type") in one.model_types), None)
+    options |= {"output_loading_info": True, "local_files_only": True}
+    if spec is None:
+        found: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
+        return found
+    bones, stored = bones or skeleton(path), stored_tensors(path)
+    kind: Any = _experts.without_experts(type(bones), spec)
+    compressed(bones, config.get("quantization_config") or {})
+    with quiet():  # it would report the experts as left over
+        model, info = kind.from_pretrained(path, **options)
+    inside = f".{spec.experts}."
+    _experts.put_in(
+        model, bones, {key: stored[disk] for key, disk in disk_names(bones, stored).items() if inside in key}
+    )
+    return model, info | {"unexpected_keys": [key for key in info["unexpected_keys"] if inside not in key]}
+
+
+def compressed(bones: PreTrainedModel, block: Mapping[str, Any]) -> None:
+    """Give a skeleton the layers that transformers builds for a `quantization_config` of compressed-tensors."""
+    if not block.get("config_groups") and not block.get("kv_cache_scheme"):
+        return
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        quantizer = AutoHfQuantizer.from_config(CompressedTensorsConfig.from_dict(dict(block)), pre_quantized=True)
+        quantizer.validate_environment()
+        quantizer.preprocess_model(bones)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class Budget:
 
     Attributes:
         widths: name of a width -> method.
-        sizes: group -> width -> bytes, for the widths that its shape allows.
+        sizes: group, or all experts of a block together -> width -> bytes, for the widths that its shapes allow.
         weights: number of weights in all groups.
         fixed: bytes of everything else that is written.
         nbytes: the most bytes that all groups may take together.
@@ -129,11 +129,11 @@ def budget_of(
             name: list(fit.shape_problems(source, group, method.scheme, exporter, target))
             for name, method in table.items()
         }
-        found[group.layer, group.name] = own = {
-            name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]
-        }
+        own = {name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]}
         if not own:
             raise UserError(next(iter(problems.values()))[0])
+        rest = found.get((group.layer, group.unit), dict.fromkeys(own, 0))
+        found[group.layer, group.unit] = {name: rest[name] + size for name, size in own.items() if name in rest}
     memory = {f"{name}.weight" for group in groups for name in group.linears}
     members = {name.removesuffix(".weight") for name in memory} | {source.names[name] for name in memory}
     fixed = sum(spec.nbytes for name, spec in written.items() if name.partition(":")[0] not in members)

@@ -30,7 +30,8 @@ VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower l
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the plan's table: groups of layers that are alike, and the number of blocks that have them."""
+    """One line of the plan's table: groups of layers that are alike, the number of blocks that have them, and of experts in a
+    block that do; 0 for layers that are in no expert."""
 
     part: str
     group: str
@@ -38,6 +39,7 @@ class Row:
     shapes: tuple[tuple[int, int], ...]
     format: str
     blocks: int = 1
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]
         return found
     made: dict[str, Method] = {}
     for group in (group for block in source.blocks for group in block):
-        chosen = other(group.name, group.layer, len(source.blocks), recipe.options)
+        chosen = other(group.name.rpartition(".")[2], group.layer, len(source.blocks), recipe.options)
         if chosen is not None:
             scheme, options = chosen
             if (key := repr(chosen)) not in made:
@@ -282,9 +284,17 @@ def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list
             groups.append(group)
         elif kept:
             groups.append(replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1))
-            if group.fused:
+            if group.fused and group.expert is None:
                 left = next(name for name in group.linears if name not in kept)
                 problems.append(f"skip: {left} is left but not {kept[0]}, and engines fuse them; skip both or neither")
+    for layer, block in enumerate(source.blocks):
+        some = [name for group in block if group.expert is not None for name in group.linears]
+        left = [name for name in some if _skipped(recipe, name)]
+        if left and len(left) < len(some):
+            problems.append(
+                f"skip: {left[0]} is left but not all experts of block {layer}, and engines run them by one kernel; "
+                f"skip 'layers.{layer}.{source.spec.experts}.' or none of them"
+            )
     linears = models.linear_names(source.skeleton)
     for pattern in recipe.skip:
         if not any(re.search(pattern, name) for name in linears):
@@ -335,10 +345,12 @@ def _vision_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[
 
 def _rows(source: Source, part: str, groups: list[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:
     """Rows of the plan's table, with like groups of several blocks in one row; `schemes` None: not allocated yet."""
-    counts: dict[Row, int] = {}
+    blocks: dict[Row, set[int]] = {}
+    experts: dict[Row, set[int]] = {}
     for group in groups:
         linears = tuple(name.split(".")[-1] for name in group.linears)
         form = fit.label(schemes[group.linears[0]]) if schemes else "to be allocated"
-        row = Row(part, group.name, linears, tuple(source.shapes(group)), form)
-        counts[row] = counts.get(row, 0) + 1
-    return [replace(row, blocks=count) for row, count in counts.items()]
+        row = Row(part, group.kind, linears, tuple(source.shapes(group)), form)
+        blocks.setdefault(row, set()).add(group.layer)
+        experts.setdefault(row, set()).update(() if group.expert is None else {group.expert})
+    return [replace(row, blocks=len(found), experts=len(experts[row])) for row, found in blocks.items()]

@@ -69,16 +69,15 @@ class Engine:
 
     def __init__(self, job: dict):
         import torch
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoProcessor
+
+        from vlmcompress.models import open_model
 
         settings, folder = job["settings"], job["model"]
         self.folder = folder
         local: Any = {"local_files_only": True, "trust_remote_code": False}
         torch.manual_seed(settings["seed"])
-        found: Any = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=settings["dtype"], attn_implementation="sdpa", output_loading_info=True, **local
-        )
-        model, loaded = found
+        model, loaded = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
         if lacking := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
             # transformers only warns, and fills them with random numbers
             raise ValueError(f"the checkpoint lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")

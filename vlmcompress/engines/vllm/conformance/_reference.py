@@ -15,7 +15,6 @@ from urllib.parse import unquote, urlparse
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 from vlmcompress import models, reduction
 from vlmcompress.checkpoint.reducer_block import CarriedReducer
@@ -47,10 +46,7 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: str):
         with models.quiet():
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
-            )
-        model, info = loaded
+            model, info = models.open_model(folder, dtype=dtype, trust_remote_code=False)
         if lacking := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
             raise UserError(f"{folder} lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")
         processor = models.load_processor(folder)

@@ -5,7 +5,8 @@ imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` 
 `checkpoint.reducer_block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
 transformers, and refuses the checkpoint by that name.
 
-Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 (`_nvfp4`).
+Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 (`_nvfp4`) and experts with packed
+weights (`_experts`).
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
@@ -18,6 +19,7 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 
 from __future__ import annotations
 
+from vlmcompress.engines.vllm.plugin._experts import emulate_experts
 from vlmcompress.engines.vllm.plugin._nvfp4 import emulate
 from vlmcompress.engines.vllm.plugin._serves import FAMILIES, PREFIX, REDUCERS, refusal, served, supported
 
@@ -25,7 +27,10 @@ __all__ = ["FAMILIES", "REDUCERS", "refusal", "register", "served", "supported"]
 
 
 def register() -> None:
-    """Make the reduced architectures known to vLLM, and NVFP4 to its CPU build if asked. May be called any number of times."""
+    """Make the reduced architectures known to vLLM, and what is emulated to its CPU build if asked.
+
+    May be called any number of times.
+    """
     import vllm
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -41,3 +46,4 @@ def register() -> None:
         MODELS_CONFIG_MAP[name] = Loading(MODELS_CONFIG_MAP.get(original))  # type: ignore[assignment]
     if right:
         emulate()
+        emulate_experts()
