@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from vlmcompress.capacity.cache import Layer
 from vlmcompress.errors import UserError
+from vlmcompress.numerics import Scheme
 
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "sliding_window")
@@ -47,6 +48,8 @@ class Decoder:
         context: longest context, in tokens; None where the config does not say.
         itemsize: bytes of one number of the cache in the model's own type; an engine loads float32 as 16 bits.
         experts: experts of a block, 0 without any; `active`: how many of them a token takes.
+        intermediates: widths of the MLP, and of an expert where there are any; 0 for an MLP that no block has.
+        shared: width of the expert that all tokens take; 0 without one.
     """
 
     blocks: tuple[Attention | State | None, ...]
@@ -56,6 +59,7 @@ class Decoder:
     experts: int
     active: int
     intermediates: tuple[int, ...]
+    shared: int = 0
 
     def layers(self, tp: int, width: int | None = None, scale: int = 0) -> list[Layer]:
         """What each block caches on one of `tp` devices.
@@ -126,10 +130,10 @@ def describe(model: PreTrainedModel) -> Decoder:
         experts=experts,
         active=getattr(config, "num_experts_per_tok", 0) if experts else 0,
         intermediates=tuple(
-            value
-            for key in ("intermediate_size", "moe_intermediate_size")
-            if type(value := getattr(config, key, None)) is int and (experts or key == "intermediate_size")
+            value if type(value := getattr(config, key, None)) is int else 0
+            for key in ("intermediate_size", *(("moe_intermediate_size",) if experts else ()))
         ),
+        shared=(getattr(config, "shared_expert_intermediate_size", None) or 0) if experts else 0,
     )
 
 
@@ -143,7 +147,27 @@ def tp_problem(decoder: Decoder, tp: int) -> str | None:
                 return f"{block.kv_heads} heads of keys and values"
         elif block and block.heads % tp:
             return f"{block.heads} heads of a recurrent block"
-    return next((f"an intermediate size of {size}" for size in decoder.intermediates if size % tp), None)
+    if decoder.experts and tp > decoder.experts:
+        return f"{decoder.experts} experts, which are fewer than devices"
+    sizes = (*decoder.intermediates, decoder.shared)
+    return next((f"an intermediate size of {size}" for size in sizes if size % tp), None)
+
+
+def group_problem(decoder: Decoder, tp: int, scheme: Scheme | None) -> str | None:
+    """Why experts in a scheme cannot be split over `tp` devices: vLLM splits each of them, and a group must not be torn.
+
+    Source: vLLM 0.32 `compressed_tensors_moe_wna16.py`, `create_weights`. Any number of experts can be shared out whole.
+    """
+    width = decoder.intermediates[-1] if decoder.experts else 0
+    group = scheme.weights.group if scheme else -1
+    if not width or group <= 0 or (width // tp) % group == 0:
+        return None
+    fits = [devices for devices in range(1, tp) if width % devices == 0 and (width // devices) % group == 0]
+    instead = f"--tp {fits[-1]}" if fits else "another group_size"
+    return (
+        f"experts of width {width} on {tp} devices have {width // tp} inputs each, which groups of {group} do not divide; "
+        f"use {instead}, or serve with --enable-expert-parallel, which shares them out whole"
+    )
 
 
 def tp_choices(decoder: Decoder, limit: int = 16) -> list[int]:

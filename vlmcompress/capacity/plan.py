@@ -187,7 +187,7 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
     )
     if not rows:
         return found
-    every = weights.formats(model, asked.target_name)
+    every = [_split(one, described, asked.tp) for one in weights.formats(model, asked.target_name)]
     return replace(found, rows=tuple(_row(found, counted, one) for one in every))
 
 
@@ -246,6 +246,12 @@ def _reserve(model: Model, usual: Defaults, counted: Counted, asked: Request) ->
     patches = max(counted.patches, default=0)
     seen = 2 * patches * (6 * int(vision.get("hidden_size") or 0) + 3 * int(vision.get("intermediate_size") or 0))
     return FIXED + max(activations, seen) + 8 * usual.sequences * int(getattr(text, "vocab_size", 0))
+
+
+def _split(row: Weights, described: decoder.Decoder, tp: int) -> Weights:
+    """A format that is refused where its experts cannot be split."""
+    problem = None if row.refused else decoder.group_problem(described, tp, row.scheme)
+    return replace(row, refused=problem, stored=None) if problem else row
 
 
 def _row(found: Capacity, counted: Counted, row: Weights) -> Row:

@@ -63,7 +63,7 @@ def convert(
         stored.schemes, stored.skeleton, written, stored.spec, stored=tensors, kv_cache=bool(stored.kv_scales)
     )
     check(stored, layers, writer)
-    config = models.found_draft(stored.spec, stored.config, tensors)
+    config = models.found_draft(stored.spec, stored.spec.completed(stored.config), tensors)
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
     if lost := models.draft_lost(stored.spec, stored.config, tensors):

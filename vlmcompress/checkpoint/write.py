@@ -76,6 +76,7 @@ def write(
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     config = json_files.read(source / "config.json")
     refuse_quantized(config)
+    config = spec_for(config).completed(config)
     entries = list(stored_tensors(source).values())
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     before = sum(entry.spec.nbytes for entry in entries)

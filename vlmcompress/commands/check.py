@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.commands._text import looked_text
 from vlmcompress.common import hub
+
+if TYPE_CHECKING:
+    from vlmcompress.common.finding import Finding
+    from vlmcompress.recipe import Recipe
 
 PLACE = 40
 
@@ -15,6 +20,7 @@ PLACE = 40
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     _flags.recipe(parser)
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that are to share the model")
     parser.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
 
 
@@ -28,7 +34,29 @@ def run(args: argparse.Namespace) -> Outcome:
 
     engine = args.engine or recipe.engine
     found = findings(recipe, engine)
+    if args.tp != 1:
+        found.append(_devices(recipe, args.tp))
     fine = all(finding.ok for finding in found)
     title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
     return OK if fine else BAD_INPUT, data, looked_text(title, found)
+
+
+def _devices(recipe: Recipe, tp: int) -> Finding:
+    """Whether the model can be split over devices in the recipe's format, as vLLM does it."""
+    from vlmcompress import models
+    from vlmcompress.capacity import decoder
+    from vlmcompress.common.finding import Finding
+    from vlmcompress.errors import UserError
+
+    if tp < 1:
+        raise UserError(f"--tp {tp} is no number of devices; give 1 or more")
+    try:
+        described = decoder.describe(models.skeleton(recipe.model))
+    except UserError as error:
+        return Finding("devices", False, str(error))
+    if problem := decoder.tp_problem(described, tp):
+        fine = ", ".join(map(str, decoder.tp_choices(described)))
+        return Finding("devices", False, f"--tp {tp} does not go with {problem}; use one of {fine}")
+    torn = decoder.group_problem(described, tp, recipe.number_formats)
+    return Finding("devices", torn is None, torn or f"the decoder can be split over {tp}")

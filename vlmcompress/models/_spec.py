@@ -7,8 +7,9 @@ transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_pref
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vlmcompress.models._layout import Cut
 
@@ -115,6 +116,7 @@ class ModelSpec:
         engine_parts: path component -> its name in vLLM, wherever it stands below.
         hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, which all readers know.
         draft: the head that the family's checkpoints may have for speculative decoding; None: they have none.
+        text_defaults: entries of `text_config` that vLLM reads and transformers may leave out, with what transformers computes.
         vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
     """
 
@@ -143,7 +145,15 @@ class ModelSpec:
     engine_parts: tuple[tuple[str, str], ...] = ()
     hub_prefixes: Prefixes = ()
     draft: Draft | None = None
+    text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
+
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of a config.json with `text_defaults` where they are missing."""
+        text = config.get("text_config")
+        if not self.text_defaults or not isinstance(text, Mapping):
+            return dict(config)
+        return {**config, "text_config": dict(self.text_defaults) | dict(text)}
 
     def engine_name(self, memory_name: str) -> str:
         """The name of a module or tensor in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""

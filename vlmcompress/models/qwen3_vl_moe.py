@@ -3,7 +3,8 @@
 The norm before the experts takes no scale in: it feeds the router, which stays in 16 bits, and all experts, each of which would
 want a scale of its own. (In the few blocks without experts it could; they are smoothed there as in the dense model.) Within an
 expert the rows of `up_proj` can be divided for `down_proj`. Published checkpoints hold the experts of a block as two tensors,
-`[experts, in, out]`.
+`[experts, in, out]`. Weights of a token's experts sum to one; vLLM fails on a config that does not say so, and transformers 5
+writes none that does.
 """
 
 from __future__ import annotations
@@ -30,4 +31,5 @@ SPEC = ModelSpec(
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    text_defaults=(("norm_topk_prob", True),),
 )

@@ -60,6 +60,9 @@ def shape_problems(
             except UserError:
                 return  # not about this shape; `format_problems` reports it
     machine = targets.get(target) if target else None
+    if machine and group.expert is not None and (reason := machine.experts_refusal(scheme)):
+        yield f"experts as {label(scheme)}: {reason}"
+        return
     limit = machine.limits.get(targets.format_key(scheme).removesuffix("-static")) if machine else None
     if machine and limit and (problem := limit.problem(sum(rows for rows, _ in sides), columns, size)):
         yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"

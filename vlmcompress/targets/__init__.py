@@ -64,6 +64,7 @@ class Target:
         weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
         refused: format -> why it does not run, naming the alternative.
         limits: format -> shapes that its kernel takes.
+        experts_refused: why it runs no quantized experts of a mixture; None: it does.
         head_sizes: sizes of an attention head that run; None: no limit known.
         kv_fp8: what an FP8 KV cache needs; `kv_fp8_refused`: the reason why there is none; `kv_instead`: what is better there.
         vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
@@ -80,6 +81,7 @@ class Target:
     weight_only: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, Limit] = field(default_factory=dict)
+    experts_refused: str | None = None
     head_sizes: frozenset[int] | None = None
     kv_fp8: str = ""
     kv_fp8_refused: str | None = None
@@ -109,6 +111,24 @@ class Target:
         if self.kernel(key):
             return None
         return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"
+
+    def experts_refusal(self, scheme: Any) -> str | None:
+        """The reason why this machine does not run experts of a mixture in a `numerics.Scheme`, or None.
+
+        What vLLM's kernels for experts lack everywhere was asked of vLLM 0.32 with a pretended platform, as for linear layers:
+        `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
+        """
+        if scheme is None:
+            return None
+        key, weights = format_key(scheme), scheme.weights
+        why = self.experts_refused
+        if key == "w4a8-int":
+            why = "has no kernel for experts of 4 bits with 8-bit activations; use 16-bit activations (awq, gptq, mbq)"
+        elif key == "w8a16" and not weights.symmetric:
+            why = "runs experts of 8 bits with symmetric weights only; use --set options.symmetric=true"
+        elif key == "w8a8-fp-static" and weights.group == -1:
+            why = "wants one scale for a matrix of an expert whose inputs have one; use --set options.weights=tensor, or fp8"
+        return f"{self.title} {why}" if why else None
 
 
 def get(name: str) -> Target:

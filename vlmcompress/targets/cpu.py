@@ -3,6 +3,7 @@
 `kernels/linear/mixed_precision/cpu.py`: 4-bit only, both sides multiples of 32, an even group size.
 `kernels/linear/mixed_precision/dynamic_4bit.py`: W4A8, by an operator of torch that is fast on Arm only (KleidiAI).
 `v1/attention/backends/cpu_attn.py`: the head sizes.
+`fused_moe/experts/cpu_moe.py`: experts, in 16 bits everywhere, `CPUExpertsInt4` and `CPUExpertsInt8` with AMX.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ TARGET = Target(
         "wNa16": "runs weight-only integers at 4 bits only; set options.bits to 4",
     },
     limits={"w4a16": Limit(out_multiple=32, in_multiple=32, group_multiple=2), "w4a8-int": Limit(in_multiple=2)},
+    experts_refused="runs quantized experts on processors with AMX only, and there 4 bits (symmetric, groups other than 32) "
+    "and INT8; leave them in 16 bits with --set 'skip=[mlp.experts.]', or leave the target out",
     head_sizes=frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}),
     kv_fp8="AVX-512 or AMX and a head size that is a multiple of 32",
 )
