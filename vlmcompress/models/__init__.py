@@ -4,7 +4,7 @@ Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests
 """
 
 from vlmcompress.models._experts import Expert, Experts
-from vlmcompress.models._kept import kept_modules, module_names
+from vlmcompress.models._kept import kept_modules, keys_are_values, module_names, values_name
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
     VLM,
@@ -61,6 +61,7 @@ __all__ = [
     "disk_module",
     "disk_names",
     "kept_modules",
+    "keys_are_values",
     "layer_class",
     "left_out",
     "linear_names",
@@ -81,6 +82,7 @@ __all__ = [
     "tied_names",
     "unfound",
     "unfound_text",
+    "values_name",
     "vision_linears",
     "written_names",
 ]

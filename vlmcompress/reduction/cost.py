@@ -137,7 +137,7 @@ def blocks(vlm: VLM) -> list[Block]:
         width = {key: linears[f"{key}_proj"].out_features if f"{key}_proj" in linears else 0 for key in "qkv"}
         window = config.sliding_window if kind == "sliding_attention" else None
         entries = sum(module.weight.numel() for module in linears.values())
-        found.append(Block(entries, width["q"], width["k"] + width["v"], window))
+        found.append(Block(entries, width["q"], width["k"] + (width["v"] or width["k"]), window))  # or keys are values
     return found
 
 
