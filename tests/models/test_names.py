@@ -8,7 +8,9 @@ import pytest
 import torch
 from compressed_tensors.utils.match import match_name
 
+from tests.kit.rtn import SCHEMES
 from vlmcompress import models
+from vlmcompress.checkpoint import layer_targets
 from vlmcompress.common.tensor_files import read_tensor
 from vlmcompress.errors import UserError
 from vlmcompress.exporters.compressed_tensors import ignored
@@ -147,6 +149,27 @@ def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
     names = models.disk_names(bones, models.tensor_headers(folder))
     ignore = ignored(models.kept_modules(bones, spec, quantized, names))
     assert any(match_name("multi_modal_projector.mm_input_projection", entry) for entry in ignore)
+
+
+def test_a_layer_whose_keys_are_its_values_is_named_as_both(checkpoint):
+    """vLLM's `qkv_proj` of such a block is loaded from two layers and looks for the scheme of three."""
+    folder = checkpoint("gemma4")
+    bones, spec = models.skeleton(folder), models.spec_for(models.read_config(folder))
+    names = models.disk_names(bones, models.tensor_headers(folder))
+    attention = [f"model.language_model.layers.{layer}.self_attn" for layer in range(3)]
+    assert [f"{path}.v_proj.weight" in names for path in attention] == [True, False, False]
+    assert [f"{path}.k_proj.weight" in names for path in attention] == [True, True, False]
+    quantized = {name for group in models.resolve(bones, spec) for name in group.linears}
+    left = {f"{path}.{part}_proj" for path in attention for part in "qk"}
+    ignore = ignored(models.kept_modules(bones, spec, quantized - left, names))
+    for path, kept in zip(attention, (False, True, False), strict=True):
+        for form in (f"{path}.v_proj", spec.engine_name(f"{path}.v_proj")):
+            assert any(match_name(form, entry) for entry in ignore) == kept, (form, ignore)
+    schemes = dict.fromkeys(sorted(quantized), SCHEMES["fp8"]) | {f"{attention[1]}.k_proj": SCHEMES["w4-symmetric"]}
+    (own,) = [
+        found for scheme, found in layer_targets.targets(schemes, names, spec) if scheme == SCHEMES["w4-symmetric"]
+    ]
+    assert own == [f"{attention[1]}.{part}_proj" for part in "kv"]
 
 
 def test_engine_name_maps_whole_path_components():

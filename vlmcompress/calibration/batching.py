@@ -1,9 +1,10 @@
 """Samples that run together: which ones, and the one batch that they become.
 
 Samples go together that have the same inputs, so that a text and a text with an image never share a batch, and that are of like
-length. Shorter ones are padded on the left: there every token keeps its distance to all others, which is all that rotary
-positions tell, and M-RoPE's positions, which a model derives from the attention mask, are those of the sample alone. Padding is
-masked, and its modality is `IGNORED`. A sample without an attention mask goes with others of its own length only.
+length. Shorter ones are padded on the left, where every token keeps its distance to all others. Its position is that in the
+sample alone all the same: Ministral 3 scales queries by it (`add_positions`; M-RoPE's positions a model derives from the
+attention mask itself). Padding is masked, and its modality is `IGNORED`. A sample without an attention mask goes with others of
+its own length only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vlmcompress.data.encode import IGNORED, VISION, Inputs
+from vlmcompress.models import ModelSpec
 
 TOKENS = 2048  # of a batch with its padding, at most, unless it is a single sample
 PADDING = 1 / 8  # of a batch's tokens, at most
@@ -46,6 +48,12 @@ def together(samples: Sequence[Inputs]) -> Inputs:
     length = max(map(_length, samples))
     padded = [_padded(sample, length) for sample in samples]
     return {key: torch.cat([one[key] for one in padded], _rows(key, value)) for key, value in samples[0].items()}
+
+
+def add_positions(inputs: Inputs, spec: ModelSpec) -> None:
+    """Give a batch the position of each token, not counting padding, where its model would count that."""
+    if spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
+        inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)
 
 
 def _length(sample: Inputs) -> int:

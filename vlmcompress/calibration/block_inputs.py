@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from vlmcompress import models
-from vlmcompress.calibration.batching import batched, together
+from vlmcompress.calibration.batching import add_positions, batched, together
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
 from vlmcompress.common import team
@@ -85,8 +85,7 @@ def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = 
         for done, rows in enumerate(chosen, start=1):
             inputs = together([samples[row] for row in rows])
             found.append(Batch(rows, inputs.pop("modality").cpu(), home))
-            if vlm.spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
-                inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)  # not counting padding
+            add_positions(inputs, vlm.spec)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             with float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False, logits_to_keep=1)

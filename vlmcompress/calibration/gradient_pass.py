@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmcompress import models
-from vlmcompress.calibration.batching import batched, together
+from vlmcompress.calibration.batching import add_positions, batched, together
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
 from vlmcompress.common import team
@@ -77,6 +77,7 @@ def gradients(
         for rows in team.own(batched([batches[index] for index in answered])):
             own = [answered[row] for row in rows]
             batch = {key: value.to(device) for key, value in together([batches[index] for index in own]).items()}
+            add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
             losses = answer_losses(vlm.model, batch)
             (losses.sum() * scale).backward()

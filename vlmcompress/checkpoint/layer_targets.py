@@ -18,7 +18,7 @@ from torch import nn
 
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.exporters.compressed_tensors import group_of
-from vlmcompress.models import ModelSpec, kept_draft, kept_modules
+from vlmcompress.models import ModelSpec, kept_draft, kept_modules, keys_are_values, values_name
 from vlmcompress.numerics import Scheme
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
@@ -75,6 +75,7 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
     for name, scheme in rest.items():
         if scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
+            exact += [values_name(one) for one in exact] if keys_are_values(name, disk) else []
             found.setdefault(scheme, []).extend(_experts(exact, spec) or exact)
     if main:
         found[main] = [*found.pop(main, []), "Linear"]

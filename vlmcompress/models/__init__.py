@@ -13,7 +13,7 @@ from vlmcompress.models._draft import (
     kept_draft,
 )
 from vlmcompress.models._experts import Expert, Experts
-from vlmcompress.models._kept import kept_modules, module_names
+from vlmcompress.models._kept import kept_modules, keys_are_values, module_names, values_name
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
     VLM,
@@ -81,6 +81,7 @@ __all__ = [
     "found_draft",
     "kept_draft",
     "kept_modules",
+    "keys_are_values",
     "layer_class",
     "left_out",
     "linear_names",
@@ -102,6 +103,7 @@ __all__ = [
     "tied_names",
     "unfound",
     "unfound_text",
+    "values_name",
     "vision_linears",
     "written_names",
 ]

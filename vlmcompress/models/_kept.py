@@ -33,7 +33,22 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
         # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
         safe = forms if is_leaf else tuple(form for form in forms if form not in above)
         found.append(Kept(safe, not is_leaf))
+        if is_leaf and keys_are_values(path, names):
+            found.append(Kept(tuple(values_name(form) for form in safe), False))
     return found
+
+
+def keys_are_values(path: str, names: Mapping[str, str]) -> bool:
+    """Whether a layer is the `k_proj` of a block without `v_proj`, as Gemma 4 has some.
+
+    vLLM loads such a layer twice, into keys and values of its `qkv_proj`, and wants to hear of both.
+    """
+    return path.endswith(".k_proj") and f"{values_name(path)}.weight" not in names
+
+
+def values_name(name: str) -> str:
+    """The name of the `v_proj` beside a `k_proj`."""
+    return f"{name.removesuffix('k_proj')}v_proj"
 
 
 def _subtrees(

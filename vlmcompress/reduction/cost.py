@@ -143,7 +143,8 @@ def blocks(vlm: VLM) -> list[Block]:
         # What leaves attention is as wide as its queries; `q_proj` may hold an output gate as well.
         queries = (width["o_proj"] or width["out_proj"]) if width["q_proj"] else 0
         window = config.sliding_window if kind == "sliding_attention" else None
-        found.append(Block(_entries(vlm, block), queries, width["k_proj"] + width["v_proj"], window))
+        values = width["v_proj"] or width["k_proj"]  # or keys are values
+        found.append(Block(_entries(vlm, block), queries, width["k_proj"] + values, window))
     return found
 
 

@@ -59,6 +59,11 @@ def model() -> T.PreTrainedModel:
             video_token_id=265,
         )
     )
+    for name, weight in found.named_parameters():
+        if name.endswith("q_norm.weight"):  # attention has no other scale: with 1 it would see one token each
+            torch.nn.init.constant_(weight, 32**-0.5)
+        if ".post_" in name:  # with 1 a branch would drown what it is added to
+            torch.nn.init.constant_(weight, 0.25)
     for name, bound in found.model.vision_tower.named_buffers():
         if name.endswith(("_min", "_max")):
             torch.nn.init.constant_(bound, -1.0 if name.endswith("_min") else 1.0)
