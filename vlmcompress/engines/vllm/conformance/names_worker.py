@@ -60,7 +60,7 @@ def look(folder: str) -> dict:
             model = initialize_model(vllm_config=config)
         for name, tensor in tensors(folder):
             try:
-                places[name] = sorted(model.load_weights([(name, tensor)]))
+                places[name] = sorted(given(model, name, tensor))
             except Exception as error:
                 lost[name] = line(error)
     loaded = {place for found in places.values() for place in found}
@@ -69,6 +69,16 @@ def look(folder: str) -> dict:
         DefaultModelLoader(config.load_config).track_weights_loading(model, loaded, quantized=quantized)
     missing = sorted({name for name, _ in model.named_parameters()} - loaded)
     return {"class": type(model).__name__, "places": places, "lost": lost, "missing": missing}
+
+
+def given(model, name: str, tensor):
+    """The parameters that take a tensor. Some are made on the engine's device whatever is asked for: they need contents."""
+    import torch
+
+    try:
+        return model.load_weights([(name, tensor)])
+    except NotImplementedError:  # contents of tensors that have none
+        return model.load_weights([(name, torch.zeros_like(tensor, device="cpu"))])
 
 
 def tensors(folder: str):

@@ -59,6 +59,8 @@ class Qwen3Dummies(QwenDummies, Qwen3VLDummyInputsBuilder):
 class ReducedQwen3(ReducedQwen):
     """Mixin of a model that is a `Qwen3VLForConditionalGeneration`, with a reducer behind its encoder."""
 
+    _tokenizer: Any
+
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions of an image or video: all its tokens, text between frames included, begin at its first position."""
         starts, end = super().span(feature)
@@ -96,6 +98,6 @@ class ReducedQwen3(ReducedQwen):
         places[visual] = where * places.new_tensor([0, 1, 1]) + (text[visual] + frame * max(grid[1:]))[:, None]
         out = rows.new_zeros(len(ids), rows.shape[1])
         out[visual] = kept
-        words = embedded(self.get_language_model(), tokens[~visual])
+        words = embedded(self.get_language_model(), tokens[~visual])  # type: ignore[attr-defined]
         out[~visual, : words.shape[1]] = words.to(out)
         return pack(out, places)

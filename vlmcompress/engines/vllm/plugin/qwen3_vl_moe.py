@@ -20,5 +20,5 @@ class Info(Qwen3Info, Qwen3VLMoeProcessingInfo):
 
 
 @MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3Dummies)
-class VlmcompressQwen3VLMoeForConditionalGeneration(ReducedQwen3, Qwen3VLMoeForConditionalGeneration):
+class VlmcompressQwen3VLMoeForConditionalGeneration(ReducedQwen3, Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
     """vLLM's Qwen3-VL-MoE with a reducer behind its encoder; it sees the last layer's features, not deepstack's."""
