@@ -158,6 +158,13 @@ def test_problems(models, given, message):
         plan.build(recipe(models["llava"], **given))
 
 
+def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
+    source = tiny.build("qwen3-vl-moe", tmp_path / "source")
+    with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
+        plan.build(recipe(source, scheme="awq", options={"objective": "block"}))
+    assert plan.build(recipe(source, scheme="awq")).needs_data
+
+
 def test_target_limits_are_checked(models):
     """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
     problem = plan.survey(recipe(models["llava"], scheme="awq", target="cpu")).problems

@@ -154,6 +154,11 @@ def survey(
     own = _own_others(recipe, source)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
     problems = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
+    if method.by_block and any(group.expert is not None for block in source.blocks for group in block):
+        problems.append(
+            f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
+            "use --set options.objective=gram"
+        )
     if fault := models.draft_fault(source.spec, source.config, source.stored):
         problems.append(fault)
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
