@@ -12,6 +12,7 @@ from vlmcompress.models._blocks import (
     ATTENTION_OUT,
     EXPERTS,
     GATED_DELTA_NET,
+    MTP,
     QKV,
     QWEN3_TOWER,
     QWEN_ENGINE,
@@ -40,4 +41,5 @@ SPEC = ModelSpec(
     norm_offset=1.0,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
+    draft=MTP,
 )

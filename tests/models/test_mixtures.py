@@ -1,0 +1,85 @@
+"""Mixtures of experts from whatever layout they are stored in to checkpoints that have their experts one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kit.inputs import encode
+from vlmcompress import models
+from vlmcompress.checkpoint.stored import Stored
+from vlmcompress.common.tensor_files import read_tensor
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.diagnosis.files import diagnose
+from vlmcompress.planning import plan
+from vlmcompress.recipe import resolve
+
+MIXTURES = ("qwen3-vl-moe", "qwen3-5-moe")
+
+
+def recipe(model: Path, **given):
+    return resolve({"model": str(model), "scheme": "rtn", **given}).recipe
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
+    """As published, as transformers saves it, and one by one: the same bytes, as many as planned, and nothing to complain of."""
+    sources = [checkpoint(mixture), checkpoint(mixture, False), tmp_path / "plain"]
+    quantize(recipe(sources[0], out=sources[2], scheme="none", reduce="uniform:1.0", engine="transformers"))
+    expected = {name: read_tensor(entry) for name, entry in models.stored_tensors(sources[0]).items()}
+    written = models.stored_tensors(sources[2])
+    assert set(written) == set(expected) and any(".experts.3.down_proj.weight" in name for name in written)
+    assert all(torch.equal(read_tensor(entry), expected[name]) for name, entry in written.items())
+    assert json.loads((sources[2] / "config.json").read_text())["text_config"].get("norm_topk_prob", True)
+    outs = [tmp_path / str(index) for index in range(2)]
+    for source, out in zip(sources, outs, strict=False):
+        planned = plan.build(recipe(source, out=out))
+        quantize(planned.recipe)
+        assert planned.bytes_after == sum(entry.spec.nbytes for entry in models.stored_tensors(out).values())
+        assert all(finding.ok for finding in diagnose(out, source))
+    assert outs[0].joinpath("model.safetensors").read_bytes() == outs[1].joinpath("model.safetensors").read_bytes()
+    _computes(outs[0], sources[0])
+
+
+def _computes(out: Path, source: Path) -> None:
+    """Opened in transformers the checkpoint computes what its source does with dequantized weights."""
+    model, info = models.open_model(out, dtype="auto")
+    assert not any(info.values())
+    vlm, stored = models.load(source), Stored.of(out)
+    routers = [name for name, _ in vlm.model.named_modules() if name.endswith(".mlp.gate")]
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert routers and all(name in ignored and vlm.spec.engine_name(name) in ignored for name in routers)
+    for name in stored:
+        weight = stored[name][0].dequantize(torch.bfloat16)
+        vlm.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
+    batch = encode(vlm, 2)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, vlm.model(**batch).logits)
+
+
+def test_experts_of_a_block_are_planned_as_one(checkpoint):
+    source = checkpoint("qwen3-5-moe")
+    found = plan.survey(recipe(source, bits={"budget": 5}))
+    assert found.budget and {key for key in found.budget.sizes if key[0] == 0} == {
+        (0, name) for name in ("gdn_in", "gdn_out", "shared_expert.gate_up", "shared_expert.down", "experts")
+    }
+    sides = 4 * 3 * 128 * 128
+    assert found.budget.sizes[0, "experts"]["8"] - found.budget.sizes[0, "experts"]["4"] == sides // 2
+    rows = {row.group: (row.blocks, row.experts) for row in found.rows if row.part == "decoder"}
+    assert rows["experts.gate_up"] == (2, 4) and rows["shared_expert.gate_up"] == (2, 0)
+
+
+def test_what_experts_cannot_have_is_refused_in_one_line(checkpoint):
+    source = checkpoint("qwen3-5-moe")
+    (problem,) = plan.survey(recipe(source, skip=["layers.0.mlp.experts.2.down_proj"])).problems
+    assert "not all experts of block 0" in problem and "\n" not in problem
+    assert not plan.survey(recipe(source, skip=["layers.0.mlp.experts."])).problems
+    (problem,) = plan.survey(recipe(source, target="cpu")).problems
+    assert "AMX" in problem and "\n" not in problem
+    assert not plan.survey(recipe(source, target="cpu", skip=["mlp.experts."])).problems
+    assert not plan.survey(recipe(source, target="h100")).problems
+    (problem,) = plan.survey(recipe(source, target="h100", options={"bits": 8, "symmetric": False})).problems
+    assert "experts of 8 bits with symmetric weights only" in problem
