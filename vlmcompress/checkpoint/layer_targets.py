@@ -95,9 +95,11 @@ def _pattern(stem: str, members: Iterable[str]) -> str:
     """One pattern for layers of a tower (names within it), whatever their block. It must not match embeddings, which
     transformers would quantize too.
 
-    What vLLM makes one matrix of is named as such, too: LLaVA-OneVision's class does not tell it the parts (vLLM 0.32).
+    What vLLM makes one matrix of is named as such, too: LLaVA-OneVision's class does not tell it the parts, and that of GLM-V
+    asks for its tower's `qkv` as `qkv_proj` where a checkpoint is quantized (vLLM 0.32).
     """
     tails = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in members)
+    tails |= dict.fromkeys(f"{tail}_proj" for tail in tuple(tails) if tail.endswith(".qkv"))
     for fused, parts in _FUSED.items():
         for prefix in [tail.removesuffix(parts[0]) for tail in tails if tail.endswith(parts[0])]:
             if all(prefix + part in tails for part in parts):

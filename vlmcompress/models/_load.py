@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -69,6 +70,8 @@ def skeleton(path: str | Path, weights: bool = True, known: bool = True) -> PreT
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
     spec = spec_for(content) if known else None
+    if not known and isinstance(content.get("model_type"), str) and content["model_type"] not in CONFIG_MAPPING:
+        raise unknown(content, [name for spec in all_specs() for name in spec.model_types])
     try:
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

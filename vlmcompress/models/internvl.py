@@ -1,4 +1,6 @@
-"""InternVL 2.5/3 in its transformers form (`-hf` checkpoints): InternViT, pixel shuffle, Qwen2 or Llama decoder.
+"""InternVL 2.5, 3 and 3.5 in transformers' form (`-HF` checkpoints): InternViT, pixel shuffle, Qwen2, Qwen3 or Llama decoder.
+
+The original checkpoints (`internvl_chat`) bring their model along as Python code and are not supported.
 
 vLLM 0.32 builds this tower without a quantization config, so none of it can be quantized.
 """

@@ -1,4 +1,4 @@
-"""LFM2-VL: SigLIP2 tower at native resolution, two-layer projector, LFM2 decoder.
+"""LFM2-VL and LFM2.5-VL: SigLIP2 tower at native resolution, two-layer projector, LFM2 decoder.
 
 Decoder blocks are of two kinds, gated short convolution (`conv`) or grouped-query attention (`self_attn`), each
 followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups whose layers it has.
