@@ -149,7 +149,8 @@ def _on_cpu() -> bool:
     """Whether this is vLLM's CPU build.
 
     In vLLM 0.32 a convolution there looks for a sequence's last inputs where they are after a step with all drafts that may be
-    made (`_spec_forward` in `ops/cpu/gdn_attention.py`). N-grams and suffixes propose fewer, or none, as they find them.
+    made (`_spec_forward` in `ops/cpu/gdn_attention.py`). N-grams and suffixes propose fewer, or none, as they find them: the
+    engine ends with tensors that do not fit, or answers from other inputs.
     """
     from vllm.platforms import current_platform
 
