@@ -55,6 +55,7 @@ def inputs_of(batch):
         ("idefics3", "dart:0.5,text_pivots=4"),
         ("qwen2-5-vl", "dart:0.5"),
         ("qwen3-vl", "relevance:0.5"),
+        ("qwen3-5", "divprune:0.5"),
     ],
 )
 @torch.no_grad()

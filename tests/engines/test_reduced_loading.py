@@ -172,6 +172,24 @@ def test_settings_that_do_not_go_with_a_reducer_are_refused(given, text, tmp_pat
         OriginalPositions(vllm_config=started(tmp_path, **given))
 
 
+@pytest.mark.engine
+def test_speculation_with_recurrent_states_is_refused_where_vllm_gets_it_wrong(tmp_path):
+    """On its CPU build only."""
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+
+    from vlmcompress.engines.vllm.plugin import _positions
+
+    given = started(tmp_path, draft="ngram")
+    _positions._check(given, SimpleNamespace())
+    given.model_config.hf_config.get_text_config().layer_types = ["linear_attention", "full_attention"]
+    if current_platform.is_cpu():
+        with pytest.raises(ValueError, match="where states are recurrent.*leave out --speculative-config$"):
+            _positions._check(given, SimpleNamespace())
+    else:
+        _positions._check(given, SimpleNamespace())
+
+
 # All cases share one import of vLLM: each is tried in a fork of the process that has it.
 PROBE = """
 import json, os, sys

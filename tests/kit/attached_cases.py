@@ -10,11 +10,13 @@ from vlmcompress.models import all_specs
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import refusal
 
-FAMILIES = [spec.family for spec in all_specs() if spec.visual_grid]
-INSIDE = [spec.family for spec in all_specs() if refusal(spec, "fastv") is None]  # methods within the language model
+# A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
+DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
+FAMILIES = [spec.family for spec in DENSE]
+INSIDE = [spec.family for spec in DENSE if refusal(spec, "fastv") is None]  # methods within the language model
 WHOLE = ("litevlm", "evs")  # chooses among images; looks at videos
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in WHOLE]
-FEW = ("random", "fastv")  # of a mixture of experts, whose tokens are reduced as those of the dense model
+FEW = ("random", "fastv")
 CASES = [
     (spec.family, method)
     for spec in all_specs()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kit.attached_cases import recorded
+from tests.kit.attached_cases import DENSE, recorded
 from tests.kit.reduction_data import ONE, encode, tiny
-from vlmcompress.models import all_specs
 from vlmcompress.reduction import attach, refusal
 
-PLAIN = [spec for spec in all_specs() if spec.visual_grid in ("patches", "thw")]
-FAMILIES = [spec.family for spec in PLAIN if refusal(spec, "surrogate") is None]
+FAMILIES = [
+    spec.family for spec in DENSE if spec.visual_grid in ("patches", "thw") and refusal(spec, "surrogate") is None
+]
 RULES = {"fastv": "fastv", "dart": "dart-llm"}
 
 

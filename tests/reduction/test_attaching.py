@@ -99,10 +99,12 @@ def test_what_is_refused_and_what_is_not():
     assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside, *merging])
     assert works["gemma3"] == works["lfm2-vl"] == after
-    qwen = {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"}
-    assert all(works[family] == sorted([*after, *inside, "litevlm", "pixelprune"]) for family in qwen)
-    rest = {*works} - {"llava", "llava-next", "gemma3", "lfm2-vl"} - qwen
-    assert all(works[family] == sorted([*after, *inside]) for family in rest)
+    for family in ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe"):
+        assert works[family] == sorted([*after, *inside, "litevlm", "pixelprune"])
+    for family in ("qwen3-5", "qwen3-5-moe"):  # recurrent states
+        assert works[family] == sorted([*after, "litevlm", "pixelprune"])
+    for family in ("idefics3", "internvl", "llava-onevision"):
+        assert works[family] == sorted([*after, *inside])
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
     with pytest.raises(UserError, match="block of patches.*use dart, "):

@@ -7,14 +7,14 @@ import torch
 from PIL import Image
 
 from tests.kit import reference
-from tests.kit.attached_cases import GREEDY, STEPS, extended, traces
+from tests.kit.attached_cases import DENSE, GREEDY, STEPS, extended, traces
 from tests.kit.reduction_data import NONE, picture, tiny
 from vlmcompress.errors import UserError
-from vlmcompress.models import VLM, all_specs
+from vlmcompress.models import VLM
 from vlmcompress.reducers import Signals, litevlm
 from vlmcompress.reduction import attach, refusal
 
-FAMILIES = [spec.family for spec in all_specs() if refusal(spec, "litevlm") is None]
+FAMILIES = [spec.family for spec in DENSE if refusal(spec, "litevlm") is None]
 Prompt = tuple[list[tuple[str, Image.Image]], str]
 CAMERAS: Prompt = (
     [("front camera: ", picture(0)), ("left camera: ", picture(1, (140, 84))), ("rear view: ", picture(2, (84, 112)))],
@@ -67,7 +67,9 @@ def expected(vlm: VLM, prompt: Prompt, keep: float) -> list[int]:
 
 
 def test_families():
-    assert FAMILIES == ["llava", "qwen2-5-vl", "qwen2-vl", "qwen3-vl"]
+    """Those that encode a picture at a time."""
+    assert [spec.family for spec in DENSE if spec.visual_grid in ("patches", "thw")] == FAMILIES
+    assert {"llava", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-5"} <= {*FAMILIES}
     with pytest.raises(UserError, match="internvl cuts them into tiles; use "):
         attach(tiny("internvl"), "litevlm")
 

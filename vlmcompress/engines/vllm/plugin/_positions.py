@@ -127,9 +127,31 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             "speculative decoding by a draft model; use the method ngram",
         ),
         (
+            speculative is not None and _recurrent(config.model_config.hf_config) and _on_cpu(),
+            "speculative decoding on vLLM's CPU build where states are recurrent, which it then gets wrong, without a reducer, "
+            "too; leave out --speculative-config",
+        ),
+        (
             config.lora_config is not None and "ahead" in reducer.chosen.module.NEEDS,
             "LoRA adapters where the language model's own layers choose the tokens; leave out --enable-lora",
         ),
     ):
         if wrong:
             raise ValueError(f"a checkpoint that carries a reducer of visual tokens does not go with {text}")
+
+
+def _recurrent(hf_config: Any) -> bool:
+    """Whether blocks of the decoder are Gated DeltaNets."""
+    return "linear_attention" in (getattr(hf_config.get_text_config(), "layer_types", None) or ())
+
+
+def _on_cpu() -> bool:
+    """Whether this is vLLM's CPU build.
+
+    In vLLM 0.32 a convolution there looks for a sequence's last inputs where they are after a step with all drafts that may be
+    made (`_spec_forward` in `ops/cpu/gdn_attention.py`). N-grams and suffixes propose fewer, or none, as they find them: the
+    engine ends with tensors that do not fit, or answers from other inputs.
+    """
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
