@@ -78,8 +78,11 @@ def has_engine(file: Path) -> bool:
 
 @cache
 def shares_engine(file: Path) -> bool:
-    """Whether a module asks `tests/kit/engine.py`. On a new machine vLLM looks at each class of models in a process that imports
-    vLLM for it, and notes what it saw; there it looks without, so that engines of others' tests find the note."""
+    """Whether a module asks `tests/kit/engine.py`.
+
+    On a new machine vLLM looks at each class of models in a process of its own, and notes what it saw. The engine there looks
+    by itself, so that the other tests' engines find the notes.
+    """
     return "tests.kit.engine" in file.read_text()
 
 
