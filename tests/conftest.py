@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
+from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit import forks
 from tests.kit.places import ROOT
 
 # Before torch is imported. On tiny models two threads wait for each other most of the time.
@@ -40,7 +44,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not has_engine(item.path))
+    items.sort(key=lambda item: (not has_engine(item.path), not shares_engine(item.path)))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -56,10 +60,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.fixture(scope="module")
+def quick_engines() -> Iterator[None]:
+    """Within the module engines run in processes that are forks of one that has imported them (`tests/kit/forks.py`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("vllm"):
+            patch.setenv("VLMCOMPRESS_ENGINE_PYTHON", forks.python(*forks.VLLM))
+        patch.setattr(sys, "executable", forks.python(*forks.OURS))  # the `hf` engine's
+        yield
+
+
 @cache
 def has_engine(file: Path) -> bool:
     """Whether a module has a test that is marked `engine`."""
     return "mark.engine" in file.read_text()
+
+
+@cache
+def shares_engine(file: Path) -> bool:
+    """Whether a module asks `tests/kit/engine.py`.
+
+    On a new machine vLLM looks at each class of models in a process of its own, and notes what it saw. The engine there looks
+    by itself, so that the other tests' engines find the notes.
+    """
+    return "tests.kit.engine" in file.read_text()
 
 
 @cache

@@ -14,7 +14,7 @@ from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 
 
-def test_the_examples_run(tmp_path, monkeypatch):
+def test_the_examples_run(tmp_path, monkeypatch, quick_engines):
     """All examples of the page, one after the other, as a reader would paste them; folders and the model are put in."""
     monkeypatch.chdir(tmp_path)
     data = DEMOS / "data" / "llava" / "calibration.parquet"

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.kit import rtn
+from tests.kit import forks, rtn
 from tests.kit.places import DEMOS
 from tests.kit.processes import session_ends, session_members
 from vlmcompress.checkpoint import reducer_block
@@ -27,6 +26,7 @@ from vlmcompress.data.sources import load_samples
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Answer, Request, Run, Settings
 from vlmcompress.engines.hf import ENGINE as HF
+from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
@@ -55,7 +55,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], Path
 
 
 @pytest.fixture(scope="module")
-def transformers(asked) -> Run:
+def transformers(asked, quick_engines) -> Run:
     requests, media = asked
     return get("hf").answer(MODEL, requests, media=media, settings=SETTINGS)
 
@@ -142,7 +142,9 @@ with server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
 @pytest.fixture(scope="module")
 def held() -> Iterator[tuple[subprocess.Popen, str, str, int]]:
     """A real server, held by a process of its own."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(MODEL)], stdout=subprocess.PIPE, text=True)
+    own = {name: value for name, value in os.environ.items() if name != PYTHON_VARIABLE}
+    command = [forks.python(*forks.OURS), "-c", HOLD, str(MODEL)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own)
     assert holder.stdout is not None
     try:
         url, name, pid = holder.stdout.readline().split()

@@ -71,7 +71,7 @@ def test_positions_may_begin_behind_a_cached_prefix(cached, tokens):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> Findings:
+def found(tmp_path_factory, quick_engines) -> Findings:
     """What vLLM and transformers say about a reduced demo model."""
     pytest.importorskip("vllm")
     folder = cases.reduced(DEMOS / "demo-qwen", tmp_path_factory.mktemp("reduced") / "demo-qwen", "dart:0.5")

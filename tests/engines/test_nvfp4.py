@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.kit import vllm_answers
+from tests.kit import forks, vllm_answers
 from tests.kit.engine import SETTINGS, asked
 from tests.kit.inputs import encode
 from tests.kit.places import DEMO_LLAVA, DEMOS
@@ -77,7 +76,7 @@ def test_mixed_answers_like_transformers(tmp_path):
         assert vllm_answers.gap(model, batch, answer) < 0.1
 
 
-def test_pure_answers_like_transformers(tmp_path, monkeypatch):
+def test_pure_answers_like_transformers(tmp_path, monkeypatch, quick_engines):
     """As `vlmcompress eval` asks. Inputs of 4 bits: two orders of additions tip over some that were unsure."""
     monkeypatch.setenv("VLMCOMPRESS_EMULATE_NVFP4", "1")
     folder = made(tmp_path / "out", mixed=False, rounding="rtn")
@@ -110,7 +109,7 @@ def test_the_emulation_computes_our_arithmetic_when_asked_for_alone(tmp_path):
     stored = compressed_tensors.tensors(qt, SCHEMES["nvfp4"], shared)
     save_file(stored | {"x": x}, tmp_path / "given")
     environment = {name: value for name, value in (os.environ | SETTINGS).items() if "NVFP4" not in name}
-    command = [sys.executable, "-c", LOOK, str(tmp_path / "given"), str(tmp_path / "got")]
+    command = [forks.python(*forks.VLLM), "-c", LOOK, str(tmp_path / "given"), str(tmp_path / "got")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     activations = SCHEMES["nvfp4"].activations

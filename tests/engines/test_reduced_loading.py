@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
 from vlmcompress.checkpoint import reducer_block
@@ -244,7 +245,9 @@ def refusals(tmp_path_factory) -> dict[str, str]:
         case["folder"] = str(reduced(DEMO_LLAVA, folder / str(number), case["reducer"]))
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     env.pop("VLLM_PLUGINS", None)
-    run = subprocess.run([sys.executable, "-c", PROBE, json.dumps(cases)], env=env, capture_output=True, text=True)
+    run = subprocess.run(
+        [forks.python(*forks.VLLM), "-c", PROBE, json.dumps(cases)], env=env, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     said = [line.removeprefix("REFUSED ") for line in run.stdout.splitlines() if line.startswith("REFUSED ")]
     return dict(map(json.loads, said))

@@ -54,7 +54,7 @@ REST = [(*pair, scheme) for pair, scheme in itertools.product(SERVED, SCHEMES) i
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory: pytest.TempPathFactory, quick_engines) -> Path:
     """Tiny models of the families, calibration data, and images to ask about."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("world")

@@ -92,7 +92,7 @@ def test_missing_image_is_named(folder: Path) -> None:
 
 
 @pytest.mark.engine
-def test_evaluation_in_the_real_engine(tmp_path: Path) -> None:
+def test_evaluation_in_the_real_engine(tmp_path: Path, quick_engines) -> None:
     """Baseline: a tiny random model. Candidate: the same with its LM head's rows shifted, so that it says other things.
 
     The expected answers are what the baseline says (found in a first evaluation of it against its twin), so it must be right

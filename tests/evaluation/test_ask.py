@@ -119,7 +119,7 @@ def test_the_first_filter_counts(folder: Path) -> None:
 
 
 @pytest.mark.engine
-def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path) -> None:
+def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path, quick_engines) -> None:
     """`kill -9` in the middle of a run, then the same again: what was answered is not asked again."""
     path = tmp_path / "journal.jsonl"
     code = f"""

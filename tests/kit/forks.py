@@ -1,7 +1,7 @@
 """A Python that has imported its libraries already: each process that it starts is a fork of one that has.
 
 Importing torch and transformers takes 5 s, vLLM 15 s, and the tests start some fifty processes. `python(...)` is the path of
-a program that is called as `python` is (`-m MODULE`, `-c CODE` or a file, then arguments) and does the same: with the
+a program that is called as `python` is (`-m MODULE`, `-c CODE` or FILE.py, then arguments) and does the same: with the
 caller's environment, folder, streams and niceness, in a process of its own, which gets the caller's signals, whose exit code
 or signal is the program's own, and which ends when the program is killed. What libraries read of the environment when they
 are imported is what this process had when `python` was first called, so that a test of such settings needs a real
@@ -36,7 +36,10 @@ VLLM = (
 )
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 PROGRAM = """#!/bin/sh
-exec "{python}" -IS "{caller}" "{address}" "$@"
+case "$1" in
+  -m | -c | *.py) exec "{python}" -IS "{caller}" "{address}" "$@" ;;
+  *) exec "{python}" "$@" ;;
+esac
 """
 
 
