@@ -33,7 +33,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
     """The arguments of `checkpoint.write` but for `out`."""
     model = models.skeleton(source)
     spec = models.spec_for(models.read_config(source))
-    entries = {entry.name: entry for file in models.shards(source) for entry in tensor_files.read_entries(file)}
+    entries = models.stored_tensors(source)
     names = models.disk_names(model, entries)
     chosen = [(group, scheme) for group in models.resolve(model, spec) if scheme]
     chosen += [(group, vision) for group in models.vision_linears(model, spec) if vision]
@@ -56,7 +56,12 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "exporter": compressed_tensors,
         "written": written,
         "layers": layers_of(
-            {name: one for name, (_, one, _) in quantized.items()}, model, written, spec, kv_cache=kv_cache
+            {name: one for name, (_, one, _) in quantized.items()},
+            model,
+            written,
+            spec,
+            stored=entries,
+            kv_cache=kv_cache,
         ),
         "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
         "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},

@@ -26,7 +26,7 @@ def recipe(model: Path, **given):
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
-    """As published, as transformers saves it, and one by one: the same bytes, as many as planned, and nothing to complain of."""
+    """As published, as transformers saves it, and one by one: the same bytes, as many as planned, nothing to complain of."""
     sources = [checkpoint(mixture), checkpoint(mixture, False), tmp_path / "plain"]
     quantize(recipe(sources[0], out=sources[2], scheme="none", reduce="uniform:1.0", engine="transformers"))
     expected = {name: read_tensor(entry) for name, entry in models.stored_tensors(sources[0]).items()}

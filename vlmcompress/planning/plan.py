@@ -294,10 +294,10 @@ def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list
                 problems.append(f"skip: {left} is left but not {kept[0]}, and engines fuse them; skip both or neither")
     for layer, block in enumerate(source.blocks):
         some = [name for group in block if group.expert is not None for name in group.linears]
-        left = [name for name in some if _skipped(recipe, name)]
-        if left and len(left) < len(some):
+        skipped = [name for name in some if _skipped(recipe, name)]
+        if skipped and len(skipped) < len(some):
             problems.append(
-                f"skip: {left[0]} is left but not all experts of block {layer}, and engines run them by one kernel; "
+                f"skip: {skipped[0]} is left but not all experts of block {layer}, and engines run them by one kernel; "
                 f"skip 'layers.{layer}.{source.spec.experts}.' or none of them"
             )
     linears = models.linear_names(source.skeleton)
