@@ -56,7 +56,12 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "exporter": compressed_tensors,
         "written": written,
         "layers": layers_of(
-            {name: one for name, (_, one, _) in quantized.items()}, model, written, spec, kv_cache=kv_cache
+            {name: one for name, (_, one, _) in quantized.items()},
+            model,
+            written,
+            spec,
+            stored=entries,
+            kv_cache=kv_cache,
         ),
         "manifest": manifest.build(source, family=spec.family, recipe=recipe, calibration=None, errors={}),
         "kv_scales": {name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
