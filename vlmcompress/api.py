@@ -13,6 +13,7 @@ Keys of a recipe are those of recipe files. Bad input raises `UserError`, whose 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from vlmcompress.compression.inputs import Result
 from vlmcompress.compression.quantize import quantize as _quantize
 from vlmcompress.engines.base import Engine
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
+from vlmcompress.engines.local import Local
+from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import accuracy
 from vlmcompress.models import VLM
@@ -90,6 +93,7 @@ def evaluate(
     engine: str | Engine = "vllm",
     baseline_engine: str | Engine | None = None,
     reduce: str | None = None,
+    speculative: str | None = None,
     limit: int | None = None,
     seed: int = 0,
     margins: Mapping[str, float] | None = None,
@@ -106,6 +110,7 @@ def evaluate(
         engine: `vllm`, `hf` (transformers) or `openai:URL`, or an engine.
         baseline_engine: the same for the baseline; None: the same engine.
         reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
+        speculative: JSON of vLLM's `--speculative-config`, for the candidate; with `vllm` only.
         limit: the most questions to ask of each suite.
         seed: seed of the choice of questions, and of the engine.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
@@ -115,8 +120,9 @@ def evaluate(
     Raises:
         UserError: a checkpoint, suite or data is missing, or the engine fails.
     """
+    asked = _reducing(engine, reduce, candidate) if reduce else _engine(engine)
     how = accuracy.Ask(
-        engine=_reducing(engine, reduce, candidate) if reduce else _engine(engine),
+        engine=_speculating(asked, speculative, candidate) if speculative is not None else asked,
         baseline_engine=_engine(baseline_engine or engine),
         limit=limit,
         seed=seed,
@@ -147,6 +153,15 @@ def attach(vlm: VLM, reducer: str) -> Attachment:
 
 def _engine(engine: str | Engine) -> Engine:
     return engines.get(engine) if isinstance(engine, str) else engine
+
+
+def _speculating(engine: Engine, speculative: str, model: str | Path) -> Engine:
+    """The engine with speculative decoding. Raises UserError where engine or model can't do it."""
+    if engine.name != "vllm" or not isinstance(engine, Local):
+        raise UserError(f"--speculative-config is for vLLM, not for {engine.name}; leave one of the two out")
+    config = speculation.checked(Path(hub.local(model)), speculative)
+    name = f"vllm, {config.get('method', 'draft_model')}"
+    return dataclasses.replace(engine, name=name, speculative=json.dumps(config))
 
 
 def _reducing(engine: str | Engine, reduce: str, model: str | Path) -> Engine:

@@ -19,6 +19,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.results import Results
 
 MODEL = Path("eval/demo/demo-llava")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 TOKENS = 81  # of an image: a 9 x 9 grid
 
 
@@ -40,7 +41,8 @@ def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
     """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the
     server's counts of tokens are right."""
     plan = make_plan()
-    with server(MODEL, flags=[*serving.FLAGS["warm"], *serving.ALWAYS], images=1) as running:
+    flags = [*serving.FLAGS["warm"], *serving.ALWAYS]
+    with server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
         start = counters.counters(running)
         for number in (0, 1):
             outcomes, duration = serving.burst(plan, running, number, "", lambda *_: None, 0)
@@ -54,6 +56,8 @@ def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
         again, _ = serving.burst(plan, running, 0, "", lambda *_: None, 0)
         warm = counters.counters(running)
         assert warm.media_hits - fresh.media_hits == 6
+        seen = warm.since(fresh)
+        assert 0 <= seen.accepted <= seen.drafted <= NGRAM["num_speculative_tokens"] * seen.drafts and seen.drafts
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
             serving.check(plan, "cold", running, again, 0, 6)
         with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
@@ -89,7 +93,10 @@ def test_a_server_with_caches_shows_what_is_new_to_it() -> None:
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run(MODEL, MODEL, load="closed:3", requests=6, out_tokens=5, repeats=1, slo={"e2e": 60_000}, sizes=["96x64"])
+    more = {"speculative": {"candidate": json.dumps(NGRAM)}}
+    return run(
+        MODEL, MODEL, load="closed:3", requests=6, out_tokens=5, repeats=1, slo={"e2e": 60_000}, sizes=["96x64"], **more
+    )
 
 
 @pytest.mark.slow
@@ -111,6 +118,7 @@ def test_whole_benchmark(results: Results) -> None:
         warm = record.state == "warm"
         assert (record.media_hits == 6) is warm
         assert record.cached_tokens == 0 or warm
+        assert bool(record.drafts) is (record.side == "candidate") and record.accepted <= record.drafted
         assert record.mode == "offline" or record.goodput == pytest.approx(6 / record.duration)
     for state in ("cold", "warm"):
         ratio = bench.summary["serve"][state]["request_throughput"]

@@ -9,6 +9,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """`{"block", "names"}` -> `{"quantized": [bool]}`: a config block and names of layers as vLLM calls them."""
     from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
     from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptMixedPrecisionConfig
     from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
@@ -17,7 +18,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     block = job["block"]
     keep = WeightsMapper()
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    if block["quant_method"] == "awq":
+    if block["quant_method"] == "compressed-tensors":
+        skipped = [should_ignore_layer(name, block["ignore"], fused) for name in job["names"]]
+    elif block["quant_method"] == "awq":
         awq = AutoAWQConfig.from_config(block)
         skipped = [
             is_layer_skipped(name, awq.modules_to_not_convert, fused, match_mode="substring") for name in job["names"]

@@ -1,7 +1,13 @@
-"""Greedy answers of vLLM with and without speculative decoding; runs where `engine_worker.py` does."""
+"""Greedy answers of vLLM with and without speculative decoding; runs in a child of `engine_worker.py`.
+
+Drafting n-grams imports llvmlite, and no engine starts behind that any more: vLLM 0.32's CPU build looks for kernels among
+the attributes of all modules, and llvmlite's library claims to have any attribute.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from tests.kit.inputs import images
@@ -12,16 +18,22 @@ TEXTS = ("one two three one two three one two", "abababababab", "What is in the 
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """`{"folder", "max_tokens", "speculative": config or None}` -> token ids of greedy answers in float32, and drafts.
+    """`{"folder", "max_tokens", "dtype", "speculative": config or None}` -> greedy answers and what was drafted.
 
-
-    With `max_tokens` 0 the engine is only loaded. Prompts have an image each.
+    Answers are token ids, to prompts with an image each. With `max_tokens` 0 the engine is only loaded. `sums` are those of
+    the drafting head's parameters.
     """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as child:
+        return child.submit(answer, job).result()
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """What `run` returns, in this process."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         job["folder"],
-        dtype="float32",
+        dtype=job["dtype"],
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=4,
@@ -31,7 +43,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
     )
     drafter = getattr(llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
-    loaded = {"drafter": type(getattr(drafter, "model", drafter)).__name__}
+    head = dict(drafter.model.named_parameters()) if hasattr(drafter, "model") else {}
+    loaded = {
+        "drafter": type(getattr(drafter, "model", drafter)).__name__,
+        "sums": {name: float(value.double().sum()) for name, value in head.items()},
+    }
     if not job["max_tokens"]:
         return loaded
     picture = {"type": "image_url", "image_url": {"url": data_url(images(1)[0])}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from vlmcompress.engines.process import last_words
 from vlmcompress.engines.vllm.launch import Server
@@ -16,21 +16,38 @@ _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
+NAMES = {
+    "vllm:prefix_cache_hits": "prefix_hits",
+    "vllm:mm_cache_hits": "media_hits",
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+
+
 @dataclass(frozen=True)
 class Counters:
-    """Counts since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache."""
+    """Counts since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache; of
+    speculation the steps with a draft, the tokens drafted, and those that the model accepted."""
 
-    prefix_hits: float
-    media_hits: float
+    prefix_hits: float = 0.0
+    media_hits: float = 0.0
+    drafts: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def since(self, before: Counters) -> Counters:
+        """What was counted since another reading."""
+        return Counters(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 def counters(server: Server) -> Counters:
-    """Read the cache counters, summed over the server's engines."""
-    total = dict.fromkeys(("vllm:prefix_cache_hits_total", "vllm:mm_cache_hits_total"), 0.0)
+    """Read the counters, summed over the server's engines."""
+    total = dict.fromkeys(NAMES.values(), 0.0)
     for name, _, value in exposed(server):
-        if name in total:
-            total[name] += float(value)
-    return Counters(*total.values())
+        if key := NAMES.get(name.removesuffix("_total")):
+            total[key] += float(value)
+    return Counters(**total)
 
 
 def cache_config(server: Server) -> dict[str, str]:

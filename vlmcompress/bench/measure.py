@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from vlmcompress.bench.client import Outcome
+from vlmcompress.bench.counters import Counters
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.results import LoadRun, Ratio, State
 
@@ -54,14 +55,14 @@ def serve_run(
     state: State,
     repeat: int,
     slo: Mapping[str, float],
-    media_hits: int,
+    seen: Counters,
 ) -> LoadRun:
     """Make the record of one burst against a server. Times are those of requests that were answered.
 
     Args:
         duration: seconds from the first request to the last answer.
         slo: limits in milliseconds; goodput is requests per second that keep them all (TPOT of one token: 0).
-        media_hits: images that the server took from its processor cache.
+        seen: what the server counted meanwhile.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
 
@@ -82,7 +83,10 @@ def serve_run(
         visual_tokens=visual,
         output_tokens=sum(outcome.output_tokens for outcome in good),
         cached_tokens=sum(outcome.cached_tokens for outcome in good),
-        media_hits=media_hits,
+        media_hits=int(seen.media_hits),
+        drafts=int(seen.drafts),
+        drafted=int(seen.drafted),
+        accepted=int(seen.accepted),
         goodput=sum(map(keeps, good)) / duration if slo else None,
         ttft_ms=_milliseconds(outcome.ttft for outcome in good),
         tpot_ms=_milliseconds(outcome.tpot for outcome in good if outcome.tpot is not None),

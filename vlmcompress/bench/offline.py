@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.bench import counters
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import Plan
 from vlmcompress.common import json_files
@@ -74,6 +75,7 @@ def _job(plan: Plan, side: SideName) -> dict[str, Any]:
         "images": plan.prompts.images,
         "out_tokens": plan.out_tokens,
         "seed": plan.seed,
+        "speculative": plan.speculative.get(side),
     }
 
 
@@ -102,4 +104,5 @@ def _run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[Loa
         text_tokens=event["prompt_tokens"] - same.visual_tokens,
         visual_tokens=same.visual_tokens,
         output_tokens=sum(event["output_tokens"]),
+        **{key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import About, Plan, serve
 from vlmcompress.common import hub, json_files
 from vlmcompress.common.progress import Progress
+from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun, Memory, Results, Side, sides
 
@@ -84,6 +86,7 @@ def plan(
     slo: Mapping[str, float] | None = None,
     resident: bool = False,
     max_model_len: int | None = None,
+    speculative: Mapping[SideName, str | None] | None = None,
     flags: Sequence[str] = (),
     seed: int = 0,
 ) -> Plan:
@@ -99,6 +102,7 @@ def plan(
         repeats: number of bursts of each side in each state.
         slo: limits in milliseconds of `ttft`, `tpot`, `e2e` that a good request keeps.
         resident: keep both servers up, one of them idle, instead of starting one for each turn.
+        speculative: JSON of vLLM's `--speculative-config` for each side; None: without.
         flags: further flags of `vllm serve`, for both sides.
     """
     for name, value in (("requests", requests), ("out-tokens", out_tokens), ("repeats", repeats)):
@@ -107,6 +111,9 @@ def plan(
     paths: dict[SideName, Path] = {
         "baseline": sides.checkpoint(hub.local(baseline)),
         "candidate": sides.checkpoint(hub.local(candidate)),
+    }
+    drafting: dict[SideName, str | None] = {
+        side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text
     }
     arrival = parse_load(load)
     return Plan(
@@ -121,6 +128,7 @@ def plan(
         resident=resident,
         max_model_len=max_model_len,
         flags=tuple(flags),
+        speculative=drafting,
     )
 
 

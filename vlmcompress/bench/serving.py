@@ -36,7 +36,10 @@ ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a benchmark. `requests` of `out_tokens` tokens make a burst; `flags` are further ones of `vllm serve`."""
+    """Settings of a benchmark. `requests` of `out_tokens` tokens make a burst; `flags` are further ones of `vllm serve`.
+
+    `speculative`: JSON of vLLM's `--speculative-config`, for each side.
+    """
 
     paths: Mapping[SideName, Path]
     prompts: Prompts
@@ -49,6 +52,7 @@ class Plan:
     resident: bool = False
     max_model_len: int | None = None
     flags: Sequence[str] = ()
+    speculative: Mapping[SideName, str | None] = field(default_factory=dict)
     timeout: float = 600.0
 
 
@@ -76,13 +80,10 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
             before = counters.counters(running)
             label = f"{state} {side} {repeat + 1}/{plan.repeats}"
             outcomes, duration = burst(plan, running, repeat if state == "cold" else 0, label, progress, repeat)
-            after = counters.counters(running)
-            hits = int(after.media_hits - before.media_hits)
-            check(plan, state, running, outcomes, after.prefix_hits - before.prefix_hits, hits)
+            seen = counters.counters(running).since(before)
+            check(plan, state, running, outcomes, seen.prefix_hits, int(seen.media_hits))
             runs.append(
-                measure.serve_run(
-                    outcomes, duration, side=side, state=state, repeat=repeat, slo=plan.slo, media_hits=hits
-                )
+                measure.serve_run(outcomes, duration, side=side, state=state, repeat=repeat, slo=plan.slo, seen=seen)
             )
     return runs, about
 
@@ -103,7 +104,10 @@ def _servers(
                     up.clear()
                 progress(f"{state} {side}: starting vLLM", 0, 1)
                 images, length = plan.prompts.images, plan.max_model_len
-                started = server(plan.paths[side], flags=flags, images=images, max_model_len=length)
+                drafting = plan.speculative.get(side)
+                started = server(
+                    plan.paths[side], flags=flags, images=images, max_model_len=length, speculative=drafting
+                )
                 up[side] = running = stack.enter_context(started)
                 # An unmeasured burst: of images that are not used again, or (warm) of the ones that will be.
                 number = plan.repeats if state == "cold" else 0

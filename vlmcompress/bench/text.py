@@ -31,6 +31,8 @@ def text(bench: Bench) -> str:
             lines += ["", f"{mode}, {'no caches' if state == 'cold' else 'caches on'}", table([head, *rows])]
     if bench.memory:
         lines += ["", "memory", table(_memory(bench.memory))]
+    if drafted := _drafted(bench):
+        lines += ["", "speculative decoding", table(drafted)]
     failed = sum(run.failed for run in bench.runs)
     if failed:
         lines += ["", f"{failed} of {failed + sum(run.completed for run in bench.runs)} requests failed."]
@@ -45,6 +47,26 @@ def _row(title: str, found: Ratio) -> tuple[str, ...]:
         f"{found.ratio:.2f}",
         spread,
     )
+
+
+def _drafted(bench: Bench) -> list[tuple[str, ...]]:
+    """Rows of what was drafted and accepted, by side, mode and state; a step gives one token more than it accepts."""
+    rows: list[tuple[str, ...]] = []
+    for side, mode, state in dict.fromkeys((run.side, run.mode, run.state) for run in bench.runs):
+        runs = [run for run in bench.runs if (run.side, run.mode, run.state) == (side, mode, state)]
+        drafts, drafted, accepted = (
+            sum(counts) for counts in zip(*((r.drafts, r.drafted, r.accepted) for r in runs), strict=True)
+        )
+        if drafts and drafted:
+            caches = "no caches" if state == "cold" else "caches on"
+            counts = (
+                f"{drafted:,}",
+                f"{accepted:,}",
+                f"{100 * accepted / drafted:.1f}%",
+                f"{1 + accepted / drafts:.2f}",
+            )
+            rows.append((f"{side}, {mode}, {caches}", *counts))
+    return [("", "drafted", "accepted", "rate", "tokens of a step with a draft"), *rows] if rows else []
 
 
 def _memory(sides: dict[str, Memory]) -> list[tuple[str, ...]]:

@@ -86,6 +86,14 @@ def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
+def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = False) -> None:
+    """The flag of speculative decoding in vLLM. `about`: what it is for; `baseline`: a flag for the baseline, too."""
+    example = '{"method": "ngram", "num_speculative_tokens": 4}, suffix, mtp or a draft model'
+    parser.add_argument("--speculative-config", metavar="JSON", help=f"{about}, e.g. {example}")
+    if baseline:
+        parser.add_argument("--baseline-speculative-config", metavar="JSON", help="the same for the baseline")
+
+
 def judging(parser: argparse.ArgumentParser) -> None:
     """Flags of what becomes of results: a report, a gate."""
     parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")

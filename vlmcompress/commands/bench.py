@@ -39,6 +39,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-offline", action="store_true", help="leave out runs of the engine without a server")
     parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    _flags.speculation(parser, "OUT drafts tokens", baseline=True)
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     _flags.judging(parser)
 
@@ -77,6 +78,7 @@ def measure(args: argparse.Namespace) -> Results:
             offline=not args.no_offline,
             resident=args.resident,
             max_model_len=args.max_model_len,
+            speculative={"candidate": args.speculative_config, "baseline": args.baseline_speculative_config},
             flags=args.extra,
             seed=args.seed,
             progress=progress,

@@ -42,6 +42,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reduce", metavar="METHOD:KEEP", help="attach a visual-token reducer to OUT, whatever it carries; --engine hf"
     )
+    _flags.speculation(parser, "OUT drafts tokens; --engine vllm")
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     _flags.judging(parser)
@@ -78,6 +79,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             engine=args.engine,
             baseline_engine=args.baseline_engine,
             reduce=args.reduce,
+            speculative=args.speculative_config,
             limit=args.limit,
             seed=args.seed,
             margins=margins,

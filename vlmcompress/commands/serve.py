@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 
 PLACE = 130
@@ -18,6 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     parser.add_argument("--images", type=int, default=4, metavar="N", help="most images of a request")
     parser.add_argument("--videos", type=int, default=0, metavar="N", help="most videos of a request; default: none")
+    _flags.speculation(parser, "what drafts tokens")
     parser.set_defaults(verbose=True)  # a server's log is what one looks at
 
 
@@ -26,5 +28,6 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.engines.vllm.serve import serve
 
     names = ("host", "port", "images", "videos", "max_model_len")
-    serve(args.out, **{name: getattr(args, name) for name in names}, extra=args.extra)
+    given = {name: getattr(args, name) for name in names}
+    serve(args.out, **given, speculative=args.speculative_config, extra=args.extra)
     return OK, {"ok": True}, ""

@@ -45,6 +45,7 @@ class Local:
         environment: function that gives the environment variables of the worker.
         advice: what to do when that Python can't import the engine, for the error.
         reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
+        speculative: JSON of vLLM's `--speculative-config`, already checked.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Local:
     advice: str
     local: bool = True
     reduce: str | None = None
+    speculative: str | None = None
 
     def answer(
         self,
@@ -105,6 +107,7 @@ class Local:
             "images_per_prompt": max((request.images() for request in requests), default=0),
             "settings": asdict(settings),
             "reduce": self.reduce,
+            "speculative": json.loads(self.speculative) if self.speculative else None,
         }
         lines = [asdict(request) for request in requests]
         yield from self.events(job, lines, model, settings.start_timeout, settings.answer_timeout)

@@ -205,7 +205,8 @@ class LoadRun(_Record):
     """One measured burst of requests against a server (`mode` "serve") or the engine itself ("offline").
 
     Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` are prompt tokens that the server took from its
-    prefix cache, `media_hits` images it took from its media caches.
+    prefix cache, `media_hits` images it took from its media caches. With speculative decoding `drafts` counts steps with a
+    draft, `drafted` the tokens drafted in them, `accepted` those that became part of an answer.
     """
 
     side: Literal["baseline", "candidate"]
@@ -220,6 +221,9 @@ class LoadRun(_Record):
     output_tokens: Count
     cached_tokens: Count = 0
     media_hits: Count = 0
+    drafts: Count = 0
+    drafted: Count = 0
+    accepted: Count = 0
     goodput: Amount | None = None
     ttft_ms: list[float] = []
     tpot_ms: list[float] = []

@@ -45,6 +45,7 @@ def server(
     flags: Sequence[str] = (),
     images: int = 4,
     max_model_len: int | None = None,
+    speculative: str | None = None,
     timeout: float = 1800.0,
     log: str | Path | None = None,
 ) -> Iterator[Server]:
@@ -55,6 +56,7 @@ def server(
         port: port to listen on; None: a free one.
         flags: further flags of `vllm serve`; they win over the ones found for the checkpoint.
         images: the most images in one request.
+        speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
         timeout: seconds until the server must answer.
         log: file for the server's log, overwritten; None: a temporary one, gone when the block ends.
 
@@ -63,7 +65,8 @@ def server(
     """
     model, port = Path(model), port or _free_port()
     serve.check_port(HOST, port)
-    arguments = serve.flags(model, host=HOST, port=port, images=images, max_model_len=max_model_len, extra=flags)
+    limits = {"images": images, "max_model_len": max_model_len}
+    arguments = serve.flags(model, host=HOST, port=port, **limits, speculative=speculative, extra=flags)
     command = [interpreter(), str(serve.SERVER), "--end-with-parent", *arguments]
     began, url = time.monotonic(), f"http://{HOST}:{port}"
     with tempfile.TemporaryDirectory(prefix="vlmcompress-server-") as folder:

@@ -7,6 +7,7 @@ runs. Imports only the standard library and vLLM.
 
 from __future__ import annotations
 
+import json
 import time
 
 PACKAGE = "vllm"
@@ -27,7 +28,8 @@ def start(job: dict):
         limit_mm_per_prompt={"image": job["images"], "video": 0, "audio": 0},
         enable_prefix_caching=False,
         mm_processor_cache_gb=0,
-        disable_log_stats=True,
+        speculative_config=job["speculative"] and json.loads(job["speculative"]),
+        disable_log_stats=not job["speculative"],
     )
     config = llm.llm_engine.vllm_config
     about = {
@@ -48,18 +50,31 @@ def answers(llm, requests, job: dict):
 
     exactly = SamplingParams(temperature=0.0, max_tokens=job["out_tokens"], ignore_eos=True)
     for request in requests:
-        began = time.perf_counter()
+        before, began = _counted(llm, job), time.perf_counter()
         try:
             outputs = llm.chat(request["messages"], exactly, use_tqdm=False)
         except Exception as error:
             yield request["id"], error
             continue
+        seconds, after = time.perf_counter() - began, _counted(llm, job)
         yield (
             request["id"],
             {
-                "seconds": time.perf_counter() - began,
+                "seconds": seconds,
+                "counted": {name: value - before.get(name, 0) for name, value in after.items()},
                 "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
                 "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
                 "output_tokens": [len(output.outputs[0].token_ids) for output in outputs],
             },
         )
+
+
+def _counted(llm, job: dict) -> dict[str, float]:
+    """vLLM's counters of speculative decoding so far, by name; none without it."""
+    if not job["speculative"]:
+        return {}
+    found = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name and hasattr(metric, "value"):
+            found[metric.name] = found.get(metric.name, 0) + metric.value
+    return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vlmcompress.checkpoint import vision_scales
 from vlmcompress.common import json_files
-from vlmcompress.engines.vllm import environment, interpreter, plugin
+from vlmcompress.engines.vllm import environment, interpreter, plugin, speculation
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def serve(
     images: int = 4,
     videos: int = 0,
     max_model_len: int | None = None,
+    speculative: str | None = None,
     extra: Sequence[str] = (),
 ) -> None:
     """Replace this process by the server. Does not return; Ctrl-C and SIGTERM reach vLLM itself.
@@ -45,16 +46,17 @@ def serve(
         images: the most images in one request.
         videos: the most videos in one request.
         max_model_len: context length; None: the model's own, or what fits into memory if that is less.
+        speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
         extra: further flags of `vllm serve`.
 
     Raises:
-        UserError: no such checkpoint, one whose reducer vLLM does not serve, no engine, or the port is taken.
+        UserError: no such checkpoint, one whose reducer vLLM does not serve, no engine, the port is taken, or speculation
+            that the checkpoint or the engine can't do.
     """
     model = Path(model)
     python = interpreter()
-    arguments = flags(
-        model, host=host, port=port, images=images, videos=videos, max_model_len=max_model_len, extra=extra
-    )
+    limits = {"images": images, "videos": videos, "max_model_len": max_model_len}
+    arguments = flags(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
     check_port(host, port)
     text = [f"vllm serve {shlex.join(arguments)}", *remarks(arguments), f"\n{example(model, host, port)}\n"]
     print("\n".join(text), file=sys.stderr, flush=True)
@@ -70,6 +72,7 @@ def flags(
     images: int = 4,
     videos: int = 0,
     max_model_len: int | None = None,
+    speculative: str | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
     """List the arguments of `vllm serve` for a checkpoint: its folder, then flags, `extra` last. Arguments as of `serve`."""
@@ -97,6 +100,10 @@ def flags(
         arguments += ["--kv-cache-dtype", "fp8"]
     if reducer is not None and reducer.asks:
         arguments.append(TRUST)
+    if (last := speculation.given(extra)) is not None:
+        speculation.checked(model, last)
+    elif speculative is not None:
+        arguments += [speculation.FLAG, json.dumps(speculation.checked(model, speculative))]
     return [*arguments, *extra]
 
 

@@ -25,6 +25,7 @@ def start(job: dict):
         enforce_eager=cpu,
         limit_mm_per_prompt={"image": job["images_per_prompt"], "video": 0, "audio": 0},
         allowed_local_media_path=job["media"],
+        speculative_config=job.get("speculative"),
         disable_log_stats=True,
     )
     config = llm.llm_engine.vllm_config

