@@ -237,10 +237,11 @@ def _names(subject: _Subject) -> str:
 
 def _engine(subject: _Subject) -> str:
     names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
+    groups = subject.groups | dict.fromkeys(models.routers(subject.skeleton, subject.spec))
     if subject.stored:
-        wrong = misnamed(subject.stored.reader, subject.quantization, subject.groups, names, subject.spec)
+        wrong = misnamed(subject.stored.reader, subject.quantization, groups, names, subject.spec)
     else:
-        wrong = misread(subject.quantization, subject.groups, names, subject.spec)
+        wrong = misread(subject.quantization, groups, names, subject.spec)
     if wrong:
         name, expected, got = wrong[0]
         raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")

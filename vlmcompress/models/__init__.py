@@ -13,7 +13,7 @@ from vlmcompress.models._draft import (
     kept_draft,
 )
 from vlmcompress.models._experts import Expert, Experts
-from vlmcompress.models._kept import kept_modules, keys_are_values, module_names, values_name
+from vlmcompress.models._kept import kept_modules, keys_are_values, module_names, routers, values_name
 from vlmcompress.models._layout import Layout, Piece
 from vlmcompress.models._load import (
     VLM,
@@ -95,6 +95,7 @@ __all__ = [
     "read_json",
     "refuse_quantized",
     "resolve",
+    "routers",
     "shards",
     "skeleton",
     "spec_for",

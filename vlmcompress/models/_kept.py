@@ -22,8 +22,8 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
         quantized: memory names of the layers that are quantized.
         names: memory name -> disk name, from `disk_names`.
     """
-    routers = () if spec.router is None else (f".{spec.router}",)
-    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) or name.endswith(routers)}
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers.update(routers(model, spec))
     quantized = set(quantized)
     above = _above(quantized)
     roots = {root for root in (*spec.vision, *spec.projector) if root not in above}
@@ -78,6 +78,14 @@ def _subtrees(
             yield from _subtrees(module, layers, hold, quantized, above, roots, name)
         elif name in hold:
             yield name, False
+
+
+def routers(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Memory names of what sends tokens to experts: engines run them as linear layers, and they stay in 16 bits."""
+    if spec.router is None:
+        return []
+    found = [name for name, _ in model.named_modules() if name.endswith(f".{spec.router}")]
+    return [name for name in found if not isinstance(model.get_submodule(name), nn.Linear)]
 
 
 def _above(names: Collection[str]) -> set[str]:

@@ -77,7 +77,8 @@ class Engine:
         self.folder = folder
         local: Any = {"local_files_only": True, "trust_remote_code": False}
         torch.manual_seed(settings["seed"])
-        model, loaded = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
+        opened: Any = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
+        model, loaded = opened
         if lacking := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
             # transformers only warns, and fills them with random numbers
             raise ValueError(f"the checkpoint lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")

@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 VARIABLE = "VLMCOMPRESS_EMULATE_EXPERTS"
+_put: list[bool] = []
 
 
 def emulate_experts() -> None:
@@ -21,16 +22,17 @@ def emulate_experts() -> None:
     if os.environ.get(VARIABLE) != "1":
         return
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_wna16 as module,
+        compressed_tensors_moe_wna16,
     )
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not hasattr(module, "Original"):
-        module.Original = module.CompressedTensorsWNA16MoEMethod  # type: ignore[attr-defined]
-        module.CompressedTensorsWNA16MoEMethod = _emulated(module.Original)  # type: ignore[attr-defined,misc]
+    module: Any = compressed_tensors_moe_wna16
+    if current_platform.is_cpu() and not _put:
+        module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
+        _put.append(True)
 
 
-def _emulated(original: type) -> type:
+def _emulated(original: Any) -> Any:
     """vLLM's class with `original`'s reading of a checkpoint, and 16-bit weights once it is read."""
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -51,7 +53,7 @@ def _emulated(original: type) -> type:
             found[index] = (codes * scale[index, :, :, None]).reshape(rows, columns)
         return found
 
-    class Emulated(original):  # type: ignore[misc,valid-type]
+    class Emulated(original):
         def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None):
             super(original, self).__init__(moe)
             self.weight_quant, self.input_quant = weight_quant, input_quant
