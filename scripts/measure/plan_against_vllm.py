@@ -22,7 +22,8 @@ from pathlib import Path
 
 import transformers as T
 
-from vlmcompress.capacity import cache, decoder, engine
+from vlmcompress.capacity import cache, decoder, engine, speculation
+from vlmcompress.capacity.model import open_model
 from vlmcompress.commands._lean import import_transformers
 from vlmcompress.common.text import table
 from vlmcompress.engines.vllm import environment, interpreter
@@ -46,11 +47,12 @@ LINE = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for ([\d
 
 @dataclass(frozen=True)
 class Shape:
-    """One model: the family whose processor it has, what its text config has instead, and the type of its cache."""
+    """One model: the family whose processor it has, what its text config has instead, the type of its cache, and who drafts."""
 
     family: str
     text: dict
     cache: str = "auto"
+    speculative: tuple[str, int] | None = None
 
 
 ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
@@ -62,6 +64,7 @@ DELTA = {
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
+MTP = {"mtp_num_hidden_layers": 1}
 SHAPES = {
     "every head its own keys": Shape("llava", {}),
     "wide, grouped heads": Shape("qwen2_5_vl", {**WIDE, "rope_parameters": ROPE}),
@@ -70,6 +73,7 @@ SHAPES = {
     "windows in 11 of 13": Shape("gemma3", {**LONG, "sliding_window": 192, "layer_types": (PATTERN * 3)[:13]}),
     "short convolutions": Shape("lfm2_vl", {}),
     "Gated DeltaNet in 3 of 4": Shape("qwen3_5", {**DELTA, "num_hidden_layers": 4}),
+    "the same, drafting by mtp": Shape("qwen3_5", {**DELTA, **MTP, "num_hidden_layers": 4}, speculative=("mtp", 2)),
 }
 
 
@@ -120,7 +124,11 @@ def ours(shape: Shape, path: Path, space: int) -> tuple[int, str]:
     with torch.device("meta"):
         model = T.AutoModelForImageTextToText.from_config(T.AutoConfig.from_pretrained(path))
     usual = engine.defaults(get("cpu"))
-    pool = cache.pool(decoder.describe(model).layers(1, KEYS[shape.cache]), usual.block, usual.kernel)
+    described, drafts = decoder.describe(model), shape.speculative[1] if shape.speculative else 0
+    if shape.speculative:
+        described = speculation.of(open_model(path), *shape.speculative).added(described)
+    layers = described.layers(1, KEYS[shape.cache], drafts=drafts)
+    pool = cache.pool(layers, usual.block, usual.kernel, drafts=drafts)
     flight = usual.batches * BATCHED
     return pool.capacity(space, LENGTH, flight), f"{float(pool.requests(space, LENGTH, flight)):.2f}"
 
@@ -135,6 +143,8 @@ def theirs(shapes: dict[str, Shape], paths: dict[str, Path], gib: int) -> dict[s
             "max_num_batched_tokens": BATCHED,
             "kv_cache_dtype": shape.cache,
             "limit_mm_per_prompt": {"image": 1, "video": 0},
+            "speculative_config": shape.speculative
+            and dict(zip(("method", "num_speculative_tokens"), shape.speculative, strict=True)),
         }
         for name, shape in shapes.items()
     ]

@@ -81,3 +81,13 @@ def test_heads_of_keys_are_divided_and_then_copied():
 
 def test_no_cache_no_requests():
     assert pool([], 16, 16).requests(10**9, 100, 100) == 0
+
+
+def test_a_state_is_kept_for_each_drafted_token():
+    """Of a Gated DeltaNet a state more, each with an input of the convolution more for each drafted token."""
+    one = decoder(State(((300, 2), (1000, 4)), 2, 100), Attention(4, 2, 32))
+    plain, drafting = one.layers(1), one.layers(1, drafts=3)
+    assert plain[0].state_bytes == 300 * 2 + 1000 * 4 and drafting[0].state_bytes == plain[0].state_bytes + 3 * 100 * 2
+    assert plain[1] == drafting[1]
+    blocks = pool(drafting, 16, 16).blocks(16, 16)
+    assert pool(drafting, 16, 16, drafts=3).blocks(16, 16) == blocks + 3

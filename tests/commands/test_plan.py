@@ -8,6 +8,7 @@ import shlex
 import shutil
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.kit import tiny
 from vlmcompress import cli
@@ -159,3 +160,38 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
 def test_bad_flags(models, capsys, given, said):
     code, out, error = run(capsys, models["llava"], *given)
     assert code == 2 and not out and said in error and error.count("\n") == 1
+
+
+def test_what_drafting_takes(tmp_path, capsys):
+    """The head's bytes, its block's keys and values, and a state more; the config alone says the same as the files."""
+    folder, bare = tiny.build("qwen3-5", tmp_path / "whole"), tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    given = ("--images", "0", "--target", "h100", "--json")
+    plain = json.loads(run(capsys, folder, *given)[1])
+    head = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "mtp." in name)
+    for source in (folder, bare):
+        found = json.loads(run(capsys, source, *given, "--speculative", "mtp")[1])
+        # keys and values of one block with 2 heads of 32, in 16 bits
+        assert found["speculative"] == {"method": "mtp", "tokens": 1, "weights": head, "token_bytes": 2 * 2 * 32 * 2}
+        assert found["memory"]["token_bytes"] == plain["memory"]["token_bytes"] + 256
+        weights = [(one["name"], one["device_weights"]) for one in plain["formats"] if not one["refused"]]
+        with_head = {one["name"]: one["device_weights"] for one in found["formats"]}
+        assert all(with_head[name] == bytes_ + head for name, bytes_ in weights)
+    ngram = json.loads(run(capsys, folder, *given, "--speculative", "ngram:2")[1])
+    assert ngram["memory"]["token_bytes"] == plain["memory"]["token_bytes"]
+    states = [sum(group["states"] for group in one["memory"]["groups"]) for one in (plain, ngram)]
+    assert states[1] == states[0] + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mpt", "did you mean 'mtp'"),
+        ("mtp:x", "a number from 1 to 100"),
+        ("mtp", "the model has no head that drafts tokens; use ngram"),
+    ],
+)
+def test_bad_speculation(models, capsys, text, message):
+    code, _, error = run(capsys, models["llava"], "--speculative", text)
+    assert code == 2 and message in error and error.count("\n") == 1

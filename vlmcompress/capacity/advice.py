@@ -69,6 +69,11 @@ def flags(found: Capacity, row: Row) -> list[Flag]:
     if asked.kv_cache != "auto":
         name = kv_types.FLAGS.get(asked.kv_cache, asked.kv_cache)
         given.append(Flag("--kv-cache-dtype", name, "as asked"))
+    if asked.speculative:
+        method, tokens = asked.speculative
+        given.append(
+            Flag("--speculative-config", f'{{"method":"{method}","num_speculative_tokens":{tokens}}}', "as asked")
+        )
     return given
 
 

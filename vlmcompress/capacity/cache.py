@@ -8,7 +8,7 @@ length, and a group has its own table of blocks, so
     blocks of a request of n tokens = sum over groups of
         ceil(n / block)                                           full attention
         ceil(min(window - 1 + in flight, n) / block) + 1          a sliding window
-        1, or 2 where prefixes are cached                         a recurrent state
+        1, or 2 where prefixes are cached, + drafted tokens       a recurrent state
     requests at once = (bytes of the pool // bytes of a block) / blocks of a request
 
 "In flight" are tokens that are scheduled and not yet settled: a sliding layer frees blocks only behind them.
@@ -85,7 +85,7 @@ def tokens_bytes(layers: Sequence[Layer], tokens: int) -> int:
     return sum(layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers)
 
 
-def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool = True) -> Pool:
+def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool = True, drafts: int = 0) -> Pool:
     """Cut the cache of these layers as vLLM does.
 
     Args:
@@ -93,7 +93,9 @@ def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool 
         block: tokens of a block that the engine begins with.
         kernel: tokens that a block has to be a multiple of for the attention kernel.
         prefix_caching: whether prefixes are cached: a recurrent layer then keeps two states.
+        drafts: tokens that are drafted at once: it keeps a state more for each.
     """
+    copies = 1 + prefix_caching + drafts
     states = max((layer.state_bytes for layer in layers), default=0)
     attention = [layer for layer in layers if layer.token_bytes]
     if states and attention:
@@ -104,28 +106,28 @@ def pool(layers: Sequence[Layer], block: int, kernel: int, prefix_caching: bool 
     largest = max(pages.values(), default=0)
     if not largest:
         return Pool((), 0)
-    counts = Counter(_kind(layer, block, pages[layer], largest, prefix_caching) for layer in layers)
+    counts = Counter(_kind(layer, block, pages[layer], largest, copies) for layer in layers)
     full = all(layer.window is None and layer.token_bytes for layer in layers)
     if full or len(counts) == 1:  # unlike heads stay in one group, each with a page of its own
-        states = 0 if layers[0].token_bytes else 1 + prefix_caching
+        states = 0 if layers[0].token_bytes else copies
         return Pool((Group(len(layers), block, layers[0].window, states),), sum(pages[layer] for layer in layers))
     length = min(counts.values())
     if max(counts.values()) < length * 1.5:
         length = max(counts.values())
     groups = []
-    for (tokens, window, copies, _), count in counts.items():
+    for (tokens, window, kept, _), count in counts.items():
         number = math.ceil(count / length)
-        groups += [Group(math.ceil(count / number), tokens, window, copies)] * number
+        groups += [Group(math.ceil(count / number), tokens, window, kept)] * number
     return Pool(tuple(groups), largest * max(group.layers for group in groups))
 
 
-def _kind(layer: Layer, block: int, page: int, largest: int, prefixes: bool) -> tuple[int, int | None, int, int]:
+def _kind(layer: Layer, block: int, page: int, largest: int, copies: int) -> tuple[int, int | None, int, int]:
     """What layers of one group have in common: tokens of a block, window, copies of a state, heads.
 
     A smaller page that divides the largest gets more tokens; else it is padded.
     """
     if not layer.token_bytes:
-        return 0, None, 2 if prefixes else 1, layer.heads
+        return 0, None, copies, layer.heads
     tokens = block * (largest // page) if largest % page == 0 else block
     return tokens, layer.window, 0, layer.heads
 

@@ -34,10 +34,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class State:
-    """State of a recurrent block for each sequence: (entries, bytes of one) of each of its parts."""
+    """State of a recurrent block for each sequence: (entries, bytes of one) of each of its parts.
+
+    The first part is of a convolution, and has `drafted` entries more for each token that is drafted.
+    """
 
     parts: tuple[tuple[int, int], ...]
     heads: int
+    drafted: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Decoder:
     intermediates: tuple[int, ...]
     shared: int = 0
 
-    def layers(self, tp: int, width: int | None = None, scale: int = 0) -> list[Layer]:
+    def layers(self, tp: int, width: int | None = None, scale: int = 0, drafts: int = 0) -> list[Layer]:
         """What each block caches on one of `tp` devices.
 
         A device has at least one head of keys: where there are more devices than heads, some hold copies.
@@ -69,11 +73,13 @@ class Decoder:
         Args:
             width: bytes of a number; None: those of the model's own type.
             scale: bytes of a scale that each token has for each head's keys, and for its values.
+            drafts: tokens that are drafted at once.
         """
         found = []
         for block in self.blocks:
             if isinstance(block, State):
-                found.append(Layer(0, None, sum(n // tp * size for n, size in block.parts)))
+                more = block.drafted * drafts // tp * block.parts[0][1]
+                found.append(Layer(0, None, sum(n // tp * size for n, size in block.parts) + more))
             elif block:
                 heads = max(1, block.kv_heads // tp)
                 content = block.head_dim * (width or self.itemsize) + scale
@@ -180,7 +186,7 @@ def _block(block: nn.Module, kind: str, config: Any, window: int | None, itemsiz
         return _delta_net(config, itemsize)
     if kind == "conv":
         width = getattr(config, "conv_dim", None) or config.hidden_size
-        return State(((width * (config.conv_L_cache - 1), itemsize),), width)
+        return State(((width * (config.conv_L_cache - 1), itemsize),), width, width)
     modules = dict(block.named_modules())
     name = next((name for name in modules if name.rpartition(".")[2] == "k_proj"), None)
     if name is None:
@@ -203,8 +209,9 @@ def _delta_net(config: Any, itemsize: int) -> State:
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     wide = _ITEMSIZE.get(str(getattr(config, "mamba_ssm_dtype", "") or ""), itemsize)
-    convolved = (2 * keys + values) * (config.linear_conv_kernel_dim - 1)
+    channels = 2 * keys + values
     return State(
-        ((convolved, itemsize), (values * config.linear_key_head_dim, wide)),
+        ((channels * (config.linear_conv_kernel_dim - 1), itemsize), (values * config.linear_key_head_dim, wide)),
         math.gcd(config.linear_num_key_heads, config.linear_num_value_heads),
+        channels,
     )

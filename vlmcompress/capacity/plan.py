@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlmcompress.capacity import arithmetic, cache, decoder, engine, weights
+from vlmcompress.capacity import arithmetic, cache, decoder, engine, speculation, weights
 from vlmcompress.capacity.cache import Pool
 from vlmcompress.capacity.engine import Defaults
 from vlmcompress.capacity.model import Model
+from vlmcompress.capacity.speculation import Speculation
 from vlmcompress.capacity.visual import Counted, Pictures, Rule, kept, per_block
 from vlmcompress.capacity.weights import Weights
 from vlmcompress.checkpoint import reducer_block
@@ -39,7 +40,8 @@ FIXED = 1_500_000_000
 class Request:
     """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
 
-    `memory`, `reserve`, `space`: bytes of a device, of the reserve and of the cache, in place of what is worked out.
+    `speculative`: method of speculative decoding, and how many tokens are drafted at once. `memory`, `reserve`, `space`:
+    bytes of a device, of the reserve and of the cache, in place of what is worked out.
     """
 
     pictures: Pictures
@@ -50,6 +52,7 @@ class Request:
     tp: int = 1
     kv_cache: str = "auto"
     reduce: ReducerChoice | None = None
+    speculative: tuple[str, int] | None = None
     memory: int | None = None
     reserve: int | None = None
     space: int | None = None
@@ -102,7 +105,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The plan. `loads`: by name, `all` and, behind a reducer, its label. `notes`: what was assumed or is to be known."""
+    """The plan. `loads`: by name, `all` and, behind a reducer, its label. `notes`: what was assumed or is to be known.
+
+    `head_token_bytes`: what of `token_bytes` is of a head that drafts.
+    """
 
     request: Request
     model: Model
@@ -116,6 +122,8 @@ class Capacity:
     loads: Mapping[str, Load]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    speculation: Speculation | None = None
+    head_token_bytes: int = 0
 
     @property
     def served(self) -> str:
@@ -154,8 +162,11 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
     memory = asked.memory or (asked.target.memory * 1e9 if asked.target and asked.target.memory else None)
     usual = engine.defaults(asked.target, memory)
     kind = kv_types.width(asked.kv_cache)
-    layers = described.layers(asked.tp, kind.number, kind.scale)
-    pool = cache.pool(layers, usual.block, usual.kernel)
+    drafting = speculation.of(model, *asked.speculative) if asked.speculative else None
+    drafts = drafting.tokens if drafting else 0
+    own = described.layers(asked.tp, kind.number, kind.scale, drafts)
+    layers = drafting.added(described).layers(asked.tp, kind.number, kind.scale, drafts) if drafting else own
+    pool = cache.pool(layers, usual.block, usual.kernel, drafts=drafts)
     visual = {"all": counted.tokens} | ({str(asked.reduce): left} if asked.reduce and left is not None else {})
     loads = {name: _load(pool, layers, tokens, asked, usual) for name, tokens in visual.items()}
     _check_context(described.context, loads)
@@ -184,6 +195,8 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
         loads,
         (),
         tuple(notes),
+        drafting,
+        sum(layer.token_bytes for layer in layers[len(own) :]),
     )
     if not rows:
         return found
@@ -260,7 +273,8 @@ def _row(found: Capacity, counted: Counted, row: Weights) -> Row:
     if row.stored is None:
         return Row(row, 0, None)
     heads = min((block.kv_heads for block in model.decoder.blocks if isinstance(block, decoder.Attention)), default=1)
-    loaded = weights.loaded_bytes(row, model.stored)
+    head = found.speculation.bytes if found.speculation else 0
+    loaded = weights.loaded_bytes(row, model.stored) - speculation.stored_bytes(model) + head
     device = weights.device_bytes(loaded, model.stored, asked.tp, heads)
     space = asked.space
     if space is None and found.memory is not None:
@@ -283,10 +297,13 @@ def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space:
     kind = arithmetic.arithmetic_type(row.scheme)
     visual = per_block(counted.tokens, load.visual, asked.reduce, len(model.decoder.blocks))
     done = arithmetic.work(model, visual, load.text, counted.patches, counted.tokens)
-    about = arithmetic.read(model, loaded)
+    head = found.speculation.bytes if found.speculation else 0
+    about = arithmetic.read(model, loaded - head)
     per_token = done.linear / max(load.visual + load.text, 1)
     many = max(1, min(math.floor(requests), found.defaults.sequences))
-    copies = load.filled * asked.tp  # what all devices read of one sequence's cache
+    copies = (
+        load.filled - found.head_token_bytes * load.context
+    ) * asked.tp  # what all devices read of one sequence's cache
     steps = [
         arithmetic.decode_seconds(
             arithmetic.step_bytes(about, model, n, copies),

@@ -73,6 +73,14 @@ def _memory(found: Capacity) -> str:
             + (f", {size(found.state_bytes)} a request" if found.state_bytes else ""),
         )
     ]
+    if drafting := found.speculation:
+        head = (
+            f"{size(drafting.bytes)} of weights and {found.head_token_bytes:,} bytes a token" if drafting.blocks else ""
+        )
+        more = f"{drafting.tokens} more state{'s' * (drafting.tokens > 1)} a request"
+        states = more if found.state_bytes else ""
+        takes = " and ".join(part for part in (head, states) if part) or "nothing"
+        rows.append(("speculation", f"{drafting} takes {takes}, counted here; bounds are without it"))
     if found.request.space is not None:
         return table([*rows, ("for the cache", f"{size(found.request.space)}, as asked")])
     if found.memory:
@@ -151,6 +159,7 @@ def as_data(found: Capacity) -> dict[str, Any]:
         "tp": asked.tp,
         "kv_cache": asked.kv_cache,
         "reduce": str(asked.reduce) if asked.reduce else None,
+        "speculative": _speculation(found),
         "memory": {
             "device": found.memory,
             "utilization": MEMORY_SHARE,
@@ -168,6 +177,18 @@ def as_data(found: Capacity) -> dict[str, Any]:
         "quantize": advice.command(found, best, advice.shown_model(found)) if best else None,
         "serve": [dataclasses.asdict(flag) for flag in flags],
         "notes": list(found.notes),
+    }
+
+
+def _speculation(found: Capacity) -> dict[str, Any] | None:
+    if found.speculation is None:
+        return None
+    about = found.speculation
+    return {
+        "method": about.method,
+        "tokens": about.tokens,
+        "weights": about.bytes,
+        "token_bytes": found.head_token_bytes,
     }
 
 

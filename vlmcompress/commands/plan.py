@@ -40,6 +40,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache", default="auto", metavar="TYPE", help="fp8, int8_per_token_head, ...; default: the model's"
     )
+    parser.add_argument(
+        "--speculative", metavar="METHOD[:N]", help="mtp, ngram or suffix, N tokens at once: what drafting takes"
+    )
     parser.add_argument("--memory", metavar="SIZE", help="of a device, like 80GB; default: the target's")
     parser.add_argument("--reserve", metavar="SIZE", help="for activations and the like; default: an estimate")
     parser.add_argument("--kv-cache-memory", metavar="SIZE", help="of the cache, instead of what memory leaves")
@@ -81,6 +84,7 @@ def _unknown(found: Capacity) -> bool:
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a `capacity.plan.Request` but its reducer, checked; `pictures` are images and video."""
     from vlmcompress import targets
+    from vlmcompress.capacity import speculation
 
     counts = {"--tp": (args.tp, 1), "--text": (args.text, 0), "--out": (args.out, 1), "--images": (args.images or 0, 0)}
     for flag, (value, least) in counts.items():
@@ -101,6 +105,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "target_name": args.target,
         "tp": args.tp,
         "kv_cache": args.kv_cache,
+        "speculative": speculation.parse(args.speculative) if args.speculative else None,
         **bytes_of,
     }
 

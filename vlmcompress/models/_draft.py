@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from vlmcompress.common.layer_names import Kept
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.models._spec import ModelSpec
@@ -67,6 +69,22 @@ def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]
         f"config.json says {spec.draft.blocks} {said}, but there is no tensor {spec.draft.prefix}.*: the head that drafts "
         "tokens was lost when this checkpoint was saved; copy these tensors from the original to speculate with them"
     )
+
+
+def asked_draft(spec: ModelSpec, config: Mapping[str, Any], skeleton: PreTrainedModel) -> dict[str, Spec]:
+    """The head's tensors that config.json asks for, where no weights are there: blocks like the decoder's with attention, a
+    matrix that joins hidden state and embedding, three norms."""
+    count, text = draft_blocks(spec, config), skeleton.config.get_text_config()
+    if not spec.draft or not count:
+        return {}
+    blocks: Any = skeleton.get_submodule(spec.layers)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(blocks)
+    block = blocks[kinds.index("full_attention") if "full_attention" in kinds else -1]
+    found = {f"layers.{i}.{name}": Spec.of(value) for i in range(count) for name, value in block.state_dict().items()}
+    norm = Spec(next(iter(found.values())).dtype, (text.hidden_size,))
+    found |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    found["fc.weight"] = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
+    return {f"{spec.draft.prefix}.{name}": value for name, value in found.items()}
 
 
 def found_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.models._draft import asked_draft
 from vlmcompress.models._load import VLM, skeleton, spec_for
 from vlmcompress.models._names import disk_names, tied_names, unfound, written_names
 from vlmcompress.models._read import read_config, stored_tensors, tensor_headers
@@ -56,7 +57,8 @@ class Source:
         model = skeleton(path, weights=False)
         tied = tied_names(model)
         stored = {name: Spec.of(tensor) for name, tensor in model.state_dict().items() if name not in tied}
-        return Source(path, config, spec, model, stored, {name: name for name in stored}, headers=False)
+        names = {name: name for name in stored}
+        return Source(path, config, spec, model, stored | asked_draft(spec, config, model), names, headers=False)
 
     @cached_property
     def blocks(self) -> list[list[Group]]:
