@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_a_script_starts_its_engine(name: str, tmp_path: Path) -> None:
     assert any(flag.startswith(("--tensor-parallel", "--tp")) for flag in flags)
     seen, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0")
     assert flags[len(start)] == "elsewhere" and "0.0.0.0" in flags
+
+
+def test_a_head_that_drafts_has_a_script(tmp_path: Path) -> None:
+    """It starts the plain one, with vLLM's own setting; without a head there is none."""
+    serving = written(tmp_path / "out", replace(facts("bf16"), draft="mtp"))
+    _, flags, _ = called(serving / "vllm-mtp.sh")
+    assert json.loads(flags[flags.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    assert "vllm-mtp.sh" in (serving / "README.md").read_text()
+    assert not (written(tmp_path / "none", facts("bf16")) / "vllm-mtp.sh").exists()
 
 
 def test_flags_are_those_of_serve(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import launch, targets
+from vlmcompress import launch, models, targets
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import json_files
+from vlmcompress.errors import UserError
 
 FOLDER = "serve"
 
@@ -37,7 +38,16 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> la
         machine = launch.Machine(target.title, target.memory, target.capability)
     weights = sizes.get("weights_after")
     weights = weights if isinstance(weights, int) else 0
-    return launch.read(config, name, weights=weights, machine=machine, reducer=reducer)
+    return launch.read(config, name, weights=weights, machine=machine, reducer=reducer, draft=_draft(config))
+
+
+def _draft(config: Mapping[str, Any]) -> str:
+    """Method of speculative decoding by the head that the checkpoint has by its config; empty: it has none."""
+    try:
+        spec = models.spec_for(dict(config))
+    except UserError:
+        return ""
+    return spec.draft.prefix if spec.draft and models.draft_blocks(spec, config) else ""
 
 
 def write(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:

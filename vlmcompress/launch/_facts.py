@@ -73,6 +73,7 @@ class Facts:
         max_len: tokens of context; heads: attention heads of the decoder; None where config.json has none.
         weights: bytes.
         code: whether the checkpoint brings Python code of its own.
+        draft: method of speculative decoding by a head that the checkpoint carries; empty: it carries none.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Facts:
     heads: int | None = None
     weights: int = 0
     code: bool = False
+    draft: str = ""
     machine: Machine | None = None
     reducer: Reducer | None = None
 
@@ -131,6 +133,7 @@ def read(
     weights: int = 0,
     machine: Machine | None = None,
     reducer: Reducer | None = None,
+    draft: str = "",
 ) -> Facts:
     """Gather the facts.
 
@@ -138,6 +141,7 @@ def read(
         config: content of config.json; what is not as it should be counts as absent.
         name: the checkpoint's name, of any characters.
         weights: bytes of all tensors.
+        draft: method of speculative decoding by a head that the checkpoint carries.
     """
     text = _mapping(config.get("text_config")) or config
     quantization = _mapping(config.get("quantization_config"))
@@ -153,6 +157,7 @@ def read(
         heads=_count(text.get("num_attention_heads")),
         weights=weights,
         code=bool(config.get("auto_map")),
+        draft=draft,
         machine=machine,
         reducer=reducer,
     )

@@ -1,4 +1,5 @@
-"""vLLM's OpenAI-compatible server, as a shell script, and a second one that adds speculative decoding by n-grams.
+"""vLLM's OpenAI-compatible server, as a shell script, and others that add speculative decoding: by n-grams, and by the head that
+a checkpoint carries.
 
 Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
 vLLM's own default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that
@@ -79,7 +80,7 @@ def environment(facts: Facts) -> dict[str, str]:
 
 
 def files(facts: Facts) -> Mapping[str, str]:
-    """`vllm.sh`, and `vllm-speculative.sh` that adds speculative decoding."""
+    """`vllm.sh`, `vllm-speculative.sh` that adds speculative decoding by n-grams, and one for a head that drafts."""
     lines = []
     if facts.reducer:
         lines += [
@@ -97,10 +98,18 @@ def files(facts: Facts) -> Mapping[str, str]:
         "# little elsewhere. Answers of temperature 0 stay the same but for rounding. Measure before you keep it.",
         execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
     ]
-    return {
+    found = {
         "vllm.sh": script(title, *lines),
         "vllm-speculative.sh": script(f"{title}, with speculative decoding by n-grams", *speculative),
     }
+    if facts.draft:
+        setting = {"method": facts.draft, "num_speculative_tokens": 1}
+        text = [
+            "# The checkpoint's own head drafts a token in each step. Needs a GPU. Measure more tokens, and no drafting.",
+            execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(setting)]),
+        ]
+        found[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
+    return found
 
 
 def command(facts: Facts) -> str:
