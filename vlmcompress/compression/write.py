@@ -16,7 +16,7 @@ from vlmcompress.checkpoint import manifest, vision_scales
 from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression import reducer as reducers
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.statistics import kv_range
@@ -52,9 +52,6 @@ def write_checkpoint(
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     source = work.source
-    noted = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
-    if lost := models.draft_lost(source.spec, source.config, source.stored):
-        noted.append(f"{lost}; the config written here says 0")
     return write(
         vlm.path,
         recipe.out,
@@ -71,7 +68,7 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[*_unread(work), *reducers.warnings(recipe.reduce, origin), *warnings(results), *noted],
+            warnings=[*_unread(work), *reducers.warnings(recipe.reduce, origin), *warnings(results), *_changed(source)],
             allocation=work.allocation,
             visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),
@@ -84,6 +81,13 @@ def write_checkpoint(
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),
     )
+
+
+def _changed(source: Source) -> list[str]:
+    """Lines about what is wrong with the source and put right in what is written."""
+    lost = models.draft_lost(source.spec, source.config, source.stored)
+    found = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    return [*found, f"{lost}; the config written here says 0"] if lost else found
 
 
 def _unread(work: Plan) -> list[str]:

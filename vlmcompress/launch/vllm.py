@@ -1,5 +1,5 @@
-"""vLLM's OpenAI-compatible server, as a shell script, and others that add speculative decoding: by n-grams, and by the head that
-a checkpoint carries.
+"""vLLM's OpenAI-compatible server, as a shell script, and others that add speculative decoding: by n-grams, and by the head
+that a checkpoint carries.
 
 Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
 vLLM's own default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that
