@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from vlmcompress import models
 from vlmcompress.errors import UserError
 from vlmcompress.models._unknown import engine_architectures
-from vlmcompress.models._unsupported import UNSUPPORTED
 
 WEIGHTS = "model.safetensors"
 
@@ -101,7 +100,7 @@ def test_an_architecture_of_another_release_or_model(folder):
 
 def test_what_is_said_to_be_unsupported_is(folder):
     known = {name for spec in models.all_specs() for name in spec.model_types}
-    assert not known & set(UNSUPPORTED)
+    assert not known & set(models.UNSUPPORTED)
     assert engine_architectures().isdisjoint({MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["glm46v"]})
 
 

@@ -51,9 +51,11 @@ from vlmcompress.models._read import (
 from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
+from vlmcompress.models._unsupported import UNSUPPORTED
 
 __all__ = [
     "REGISTRY",
+    "UNSUPPORTED",
     "VLM",
     "Draft",
     "Expert",
