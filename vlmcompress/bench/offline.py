@@ -93,6 +93,9 @@ def _run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[Loa
             f"{plan.paths[side]}: offline answers have {min(event['output_tokens'])} to {max(event['output_tokens'])} of "
             f"{plan.out_tokens} tokens, {event['cached_tokens']} prompt tokens came from a cache; raise --max-model-len"
         )
+    drafted: dict[str, Any] = {
+        key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name
+    }
     return LoadRun(
         side=side,
         mode="offline",
@@ -104,5 +107,5 @@ def _run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[Loa
         text_tokens=event["prompt_tokens"] - same.visual_tokens,
         visual_tokens=same.visual_tokens,
         output_tokens=sum(event["output_tokens"]),
-        **{key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name},
+        **drafted,
     )

@@ -153,14 +153,7 @@ def survey(
         models.check_shapes(source.path, source.skeleton, source.names)
     own = _own_others(recipe, source)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
-    problems = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
-    if method.by_block and any(group.expert is not None for block in source.blocks for group in block):
-        problems.append(
-            f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
-            "use --set options.objective=gram"
-        )
-    if fault := models.draft_fault(source.spec, source.config, source.stored):
-        problems.append(fault)
+    problems = _of_model(recipe, source, method, own)
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in source.blocks]
     for group in groups:
@@ -169,10 +162,9 @@ def survey(
             problems += fit.shape_problems(source, group, method.of(group).scheme, exporter, recipe.target)
     vision_method = _vision_method(recipe)
     vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
-
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    cached = bool(recipe.kv_cache)
-    layers = layers_of(schemes, source.skeleton, source.written, source.spec, stored=source.stored, kv_cache=cached)
+    about = source.skeleton, source.written, source.spec
+    layers = layers_of(schemes, *about, stored=source.stored, kv_cache=bool(recipe.kv_cache))
     problems += _unwritable(recipe, layers, blocks)
     kv_layers = len(models.attentions(source.skeleton, source.spec)) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
@@ -201,6 +193,18 @@ def survey(
         budget=budget,
         visual_tokens=reducer.visual_tokens(recipe, example=not problems),
     )
+
+
+def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> list[str]:
+    """Reasons why the recipe does not go with the model, whatever its layers' shapes."""
+    found = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
+    if method.by_block and any(group.expert is not None for block in source.blocks for group in block):
+        found.append(
+            f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
+            "use --set options.objective=gram"
+        )
+    fault = models.draft_fault(source.spec, source.config, source.stored)
+    return [*found, fault] if fault else found
 
 
 def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]:

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlmcompress.engines import process
 from vlmcompress.engines.vllm import environment, interpreter, serve
@@ -65,7 +66,7 @@ def server(
     """
     model, port = Path(model), port or _free_port()
     serve.check_port(HOST, port)
-    limits = {"images": images, "max_model_len": max_model_len}
+    limits: dict[str, Any] = {"images": images, "max_model_len": max_model_len}
     arguments = serve.flags(model, host=HOST, port=port, **limits, speculative=speculative, extra=flags)
     command = [interpreter(), str(serve.SERVER), "--end-with-parent", *arguments]
     began, url = time.monotonic(), f"http://{HOST}:{port}"

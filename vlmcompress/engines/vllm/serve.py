@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.checkpoint import vision_scales
 from vlmcompress.common import json_files
@@ -55,7 +55,7 @@ def serve(
     """
     model = Path(model)
     python = interpreter()
-    limits = {"images": images, "videos": videos, "max_model_len": max_model_len}
+    limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
     arguments = flags(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
     check_port(host, port)
     text = [f"vllm serve {shlex.join(arguments)}", *remarks(arguments), f"\n{example(model, host, port)}\n"]
