@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 
 from tests.kit.families import RECIPES
 from tests.kit.inputs import encode
@@ -19,9 +18,7 @@ def test_reloads_in_transformers_and_answers_alike(family, recipe, quantized, ch
     failed = [check for check in doctor.diagnose(out, source=checkpoint(family)) if not check.ok]
     assert not failed, failed
     with models.quiet():
-        model, info = transformers.AutoModelForImageTextToText.from_pretrained(
-            out, dtype="auto", output_loading_info=True
-        )
+        model, info = models.open_model(out, dtype="auto")
     assert not any(info.values()), info
     source = loaded(family)
     batch = encode(source, 1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import launch
+from vlmcompress import launch, models
 from vlmcompress.checkpoint import launch_files, reducer_block
 from vlmcompress.checkpoint._hub_metadata import front_matter, header, metadata
 from vlmcompress.checkpoint.manifest import MANIFEST
@@ -152,6 +152,12 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
     if reducer:
         use = "from vlmcompress.reduction import attach_carried\n"
         attach = f"\nattach_carried(model, processor, {place})  # transformers alone would keep all visual tokens"
+    opened = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
+    model = f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")'
+    if any(spec.experts and config.get("model_type") in spec.model_types for spec in models.all_specs()):
+        opened = ["from transformers import AutoProcessor", "from vlmcompress.models import open_model"]
+        model = f'model, _ = open_model({place}, dtype="auto")  # transformers alone has experts fused, unlike this file'
+    imports = "\n".join(opened)
     first = "From the folder that holds this one:"
     if repository:
         first = (
@@ -162,9 +168,9 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
 {serve}
 
 ```python
-from transformers import AutoModelForImageTextToText, AutoProcessor
+{imports}
 {use}
-model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")
+{model}
 processor = AutoProcessor.from_pretrained({place}){attach}
 ```
 
