@@ -148,6 +148,17 @@ def test_tables_are_the_measured_ones(script, section):
     assert between(section) == "\n".join(table), f"run scripts/measure/{script}.py --render and put it into docs"
 
 
+def test_the_page_of_models_has_all_of_them():
+    """Families with their model types, and those that are not supported with the reason."""
+    from vlmcompress.models import UNSUPPORTED, all_specs
+
+    page = TEXTS["docs/models.md"]
+    for spec in all_specs():
+        names = ", ".join(f"`{name}`" for name in spec.model_types)
+        assert f"\n| `{spec.family}` | {names} |" in page
+    assert all(f"\n| `{name}` | {why} |" in page for name, why in UNSUPPORTED.items())
+
+
 @pytest.mark.parametrize("section", ["statistics", "speed"])
 def test_other_tables_are_there(section):
     assert between(section)

@@ -1,24 +1,39 @@
 #!/usr/bin/env python
-"""Try every scheme with every family in every engine, on tiny checkpoints, and render the docs' table.
+"""Try every family with every scheme and reducer on tiny checkpoints, and render the docs' tables of what works.
 
-    scripts/measure/compatibility.py    quantize, check, reload in transformers, ask in vLLM; writes eval/compatibility.json
-    scripts/measure/compatibility.py --render    print the table from that file
+    scripts/measure/compatibility.py                    tries all families, but for what is in eval/compatibility.json
+    scripts/measure/compatibility.py --family qwen3-5   this family; with --again also what is in the file
+    scripts/measure/compatibility.py --tests            how many tests each family has; no family is tried
+    scripts/measure/compatibility.py --render           print the tables from that file
 
-A cell says where the checkpoint answered a question about an image: T transformers, V vLLM on this machine. The last stdout
-line is one JSON object.
+A family has two parts, schemes and reducers, of about a minute each. A part is added to the file when it is whole, so that a
+run that was ended goes on with the rest. Of a scheme, T says that transformers loaded the quantized checkpoint and answered
+a question about an image (t: with the loader of our engine `hf`, where experts are quantized), V that vLLM on this
+machine did. Of a reducer, V says that vLLM answered with it; where it takes a share the prompt must have become shorter.
+What `scripts/measure/equal_to_source.py` found is in the same file. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "compatibility.json"
 SCHEMES = ("awq", "gptq", "int8", "fp8", "fp8-static", "w8a16")
+# Those that vLLM's plugin serves for some family, with options that suit towers and decoders of two blocks.
+REDUCERS = (
+    *("random:0.5", "uniform:0.5", "dart:0.5", "divprune:0.5", "visionzip:0.5", "vscan:0.5,shallow=1", "tome:0.5"),
+    *("dymu:0.5", "relevance:0.5", "surrogate:0.5,layer=1", "pixelprune", "evs:0.5"),
+)
+NOT_SHORTER = ("pixelprune", "dymu", "evs")  # by what is in the images, or of videos alone
+Cell = dict[str, Any]
 
 
 def calibration(folder: Path) -> Path:
@@ -36,99 +51,188 @@ def calibration(folder: Path) -> Path:
     return file
 
 
-def compress(family: str, scheme: str, source: Path, data: Path, out: Path) -> str | None:
-    """Write one checkpoint, examine it and let transformers answer; returns what went wrong, or None."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    from tests.kit.inputs import images
-    from vlmcompress import models
+def compress(source: Path, data: Path, out: Path, **more: str) -> str | None:
+    """Write one checkpoint and examine it; returns what went wrong, or None."""
     from vlmcompress.compression.quantize import quantize
     from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
     from vlmcompress.recipe import resolve
 
     try:
-        recipe = resolve(
-            {"model": str(source), "out": str(out), "scheme": scheme, "calibrate": {"data": str(data)}}
-        ).recipe
-        quantize(recipe)
+        quantize(resolve({"model": str(source), "out": str(out), "calibrate": {"data": str(data)}} | more).recipe)
     except UserError as error:
         return str(error)
-    failed = [f"{check.name}: {check.detail}" for check in doctor.diagnose(out, source) if not check.ok]
-    if failed:
-        return failed[0]
+    return next((f"{check.name}: {check.detail}" for check in doctor.diagnose(out, source) if not check.ok), None)
+
+
+def in_transformers(out: Path) -> Cell:
+    """Load a checkpoint and let it answer: by transformers alone (`transformers`), or as the engine `hf` does (`loader`)."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from tests.kit.inputs import images
+    from vlmcompress import models
+
+    found: Cell = {"problem": None}
     with models.quiet():
-        model = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
+        try:
+            model = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
+            found["transformers"] = True
+        except (RuntimeError, ValueError) as error:
+            found |= {"transformers": False, "problem": str(error).splitlines()[0]}
+            model, _ = models.open_model(out, dtype="auto")
+            found["loader"] = True
         processor = AutoProcessor.from_pretrained(out)
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
         text = processor.apply_chat_template(messages, add_generation_prompt=True)
         inputs = processor(text=[text], images=images(1), return_tensors="pt").to(model.dtype)
-        model.generate(**inputs, max_new_tokens=2, do_sample=False)
-    return None
-
-
-def in_vllm(folders: list[Path]) -> dict[str, dict]:
-    """Folder -> what the engine said, all in one engine process."""
-    from tests.kit import vllm_answers
-    from tests.kit.engine import asked
-
-    return dict(zip(map(str, folders), asked("answers", vllm_answers.jobs(folders)), strict=True))
-
-
-def measure() -> dict:
-    """Try every family with every scheme."""
-    sys.path.insert(0, str(ROOT))
-    from tests.kit import tiny
-    from vlmcompress import models
-
-    found: dict[str, dict[str, dict]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        base = Path(place)
-        data, written = calibration(base), {}
-        for family in models.REGISTRY.names():
-            source = tiny.build(family, base / family)
-            found[family] = {}
-            for scheme in SCHEMES:
-                out = base / f"{family}-{scheme}"
-                problem = compress(family, scheme, source, data, out)
-                found[family][scheme] = {"transformers": problem is None, "problem": problem}
-                if problem is None:
-                    written[str(out)] = found[family][scheme]
-                print(family, scheme, problem or "ok", file=sys.stderr, flush=True)
-        for folder, result in in_vllm([Path(folder) for folder in written]).items():
-            written[folder] |= {"vllm": "error" not in result}
-            if "error" in result:
-                written[folder]["problem"] = result["error"].splitlines()[0][:200]
+        model.eval().generate(**inputs, max_new_tokens=2, do_sample=False)
     return found
 
 
-def render(found: dict) -> str:
-    """Render the results as a Markdown table."""
-    lines = [f"| family | {' | '.join(SCHEMES)} |", f"|---|{'---|' * len(SCHEMES)}"]
+def carried(spec, source: Path, out: Path) -> str | None:
+    """What became of the head that drafts tokens, byte for byte; None where the family has none."""
+    from safetensors.torch import load_file
+
+    if spec.draft is None:
+        return None
+    heads = []
+    for folder in (source, out):
+        tensors = load_file(folder / "model.safetensors")
+        heads.append({name: tensors[name] for name in tensors if name.startswith(f"{spec.draft.prefix}.")})
+    before, after = heads
+    if not before:
+        return "not tried"
+    same = before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+    return "carried" if same else "lost"
+
+
+def try_schemes(family: str, base: Path) -> dict[str, Any]:
+    """Quantize one family by every scheme, and ask both engines; with what its spec says."""
+    from tests.kit import tiny, vllm_answers
+    from tests.kit.engine import asked
+    from vlmcompress import models
+
+    spec = models.REGISTRY.get(family).SPEC
+    data, source = calibration(base), tiny.build(family, base / family)
+    cells: dict[str, Cell] = {}
+    for scheme in SCHEMES:
+        problem = compress(source, data, base / scheme, scheme=scheme)
+        cells[scheme] = in_transformers(base / scheme) if problem is None else {"problem": problem}
+    mtp = carried(spec, source, base / SCHEMES[0])
+    tried = [scheme for scheme, cell in cells.items() if "transformers" in cell]
+    found = asked("answers", vllm_answers.jobs(base / scheme for scheme in tried))
+    for scheme, result in zip(tried, found, strict=True):
+        cells[scheme] |= said(result)
+    about = {"model_types": list(spec.model_types), "experts": spec.experts is not None, "vllm_cpu": spec.vllm_cpu}
+    return about | {"mtp": mtp, "schemes": cells}
+
+
+def try_reducers(family: str, base: Path) -> dict[str, Any]:
+    """Give one family every reducer, and ask vLLM."""
+    from tests.kit import tiny, vllm_answers
+    from tests.kit.engine import asked
+
+    data, source = calibration(base), tiny.build(family, base / family)
+    cells: dict[str, Cell] = {}
+    for reducer in REDUCERS:
+        name = reducer.partition(":")[0]
+        cells[name] = {"problem": compress(source, data, base / name, scheme="none", reduce=reducer)}
+    tried = [name for name, cell in cells.items() if cell["problem"] is None]
+    if not tried:
+        return {"reducers": cells}
+    whole, *found = asked("answers", vllm_answers.jobs([source, *(base / name for name in tried)]))
+    for name, result in zip(tried, found, strict=True):
+        cells[name] |= said(result)
+        pairs = zip(result.get("answers", ()), whole.get("answers", ()), strict=False)
+        if name not in NOT_SHORTER and any(len(one["prompt"]) >= len(other["prompt"]) for one, other in pairs):
+            cells[name] = {"vllm": False, "problem": "the prompt is as long as without it"}
+    return {"reducers": cells}
+
+
+PARTS = {"schemes": try_schemes, "reducers": try_reducers}
+
+
+def said(result: dict[str, Any]) -> Cell:
+    """Whether vLLM answered, and if not, the first line of why."""
+    return {"vllm": False, "problem": result["error"].splitlines()[0][:200]} if "error" in result else {"vllm": True}
+
+
+def counted(families: list[str]) -> dict[str, int]:
+    """How many of the project's tests have a family in their parameters, `--slow` ones included."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q"]
+    listed = subprocess.run(
+        [*command, "-o", "addopts=--import-mode=importlib"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    longest = sorted(families, key=len, reverse=True)
+    pattern = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, longest))})(?![\w.])")
+    found = dict.fromkeys(families, 0)
+    for line in listed.stdout.splitlines():
+        for name in set(pattern.findall(line.partition("[")[2])):
+            found[name] += 1
+    return found
+
+
+def render(found: dict[str, dict]) -> str:
+    """Render the results as two Markdown tables."""
+    heads = [*SCHEMES, "experts", "MTP", "as its source", "tests"]
+    lines = [f"| family | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for family, row in found.items():
-        cells = []
-        for scheme in SCHEMES:
-            cell = row[scheme]
-            engines = [letter for letter, engine in (("T", "transformers"), ("V", "vllm")) if cell.get(engine)]
-            cells.append(" ".join(engines) or "–")
+        cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
+        equal = row.get("equal", {})
+        same = f"{equal['equal']} of {equal['prompts']}" if "prompts" in equal else "?"
+        cells += ["yes" if row["experts"] else "–", row["mtp"] or "–", same, str(row.get("tests", "?"))]
         lines.append(f"| {family} | {' | '.join(cells)} |")
+    names = [reducer.partition(":")[0] for reducer in REDUCERS]
+    lines += ["", f"| family | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    served = {family: [letters(row["reducers"][name]) for name in names] for family, row in found.items()}
+    lines += [f"| {family} | {' | '.join(cells)} |" for family, cells in served.items() if set(cells) != {"–"}]
+    lines += [
+        "",
+        f"With no reducer in vLLM: {', '.join(f for f, cells in served.items() if set(cells) == {'–'}) or 'none'}.",
+    ]
     return "\n".join(lines)
 
 
+def letters(cell: Cell) -> str:
+    """Where a checkpoint answered; a dash for nowhere."""
+    engines = (("T", "transformers"), ("t", "loader"), ("V", "vllm"))
+    return " ".join(letter for letter, engine in engines if cell.get(engine)) or "–"
+
+
+def keep(family: str, **more: Any) -> None:
+    """Add to what the file has of a family; the other script may have been at work meanwhile."""
+    known = json.loads(RESULTS.read_text())
+    known[family] = known.get(family, {}) | more
+    RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
 def main() -> None:
-    """Measure or render."""
+    """Measure, count or render."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
+    parser.add_argument("--family", nargs="+", help="try these; default: all")
+    parser.add_argument("--again", action="store_true", help="also what is in the file already")
+    parser.add_argument("--tests", action="store_true", help="count tests instead")
+    parser.add_argument("--render", action="store_true", help="print the tables of the last measurements")
     args = parser.parse_args()
     if not args.render:
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
-    found = json.loads(RESULTS.read_text())
+        sys.path.insert(0, str(ROOT))
+        from vlmcompress import models
+
+        every = models.REGISTRY.names()
+        for family, tests in (counted(every) if args.tests else {}).items():
+            keep(family, tests=tests)
+        for family in [] if args.tests else args.family or every:
+            known = json.loads(RESULTS.read_text()).get(family, {})
+            for name, attempt in PARTS.items():
+                if args.again or name not in known:
+                    with tempfile.TemporaryDirectory() as place:
+                        keep(family, **(found := attempt(family, Path(place))))
+                    print(family, found[name], file=sys.stderr, flush=True)
+    found = {name: row for name, row in json.loads(RESULTS.read_text()).items() if PARTS.keys() <= row.keys()}
     print(render(found))
-    counts = {
-        engine: sum(bool(c.get(engine)) for row in found.values() for c in row.values())
-        for engine in ("transformers", "vllm")
-    }
-    print(json.dumps({"combinations": sum(map(len, found.values())), **counts}))
+    cells = [cell for row in found.values() for part in ("schemes", "reducers") for cell in row[part].values()]
+    counts = {engine: sum(bool(cell.get(engine)) for cell in cells) for engine in ("transformers", "vllm")}
+    print(json.dumps({"families": len(found), "combinations": len(cells), **counts}))
 
 
 if __name__ == "__main__":

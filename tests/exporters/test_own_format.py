@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import Format, Scheme, round_to_nearest
@@ -73,7 +73,7 @@ def joined(tmp_path) -> dict[str, str]:
 
 def test_a_format_is_one_file(joined, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "vlmcompress", "quantize", str(DEMO_LLAVA), "-o", str(out), "--json"]
+    command = [forks.python(*forks.OURS), "-m", "vlmcompress", "quantize", str(DEMO_LLAVA), "-o", str(out), "--json"]
     command += ["--scheme", "rtn", "--set", "format=plain"]
     done = subprocess.run(command, env=joined, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,176 @@
+#!/usr/bin/env python
+"""Does a checkpoint that we write unquantized answer in vLLM as its source does, token by token?
+
+    scripts/measure/equal_to_source.py --family qwen3-5    asks both; adds what it found to eval/compatibility.json
+    scripts/measure/equal_to_source.py                     the same of all families that are not in there yet
+
+The source is the family's tiny checkpoint, with weights so large that answers depend on what is seen. Ours is what
+`quantize --scheme none --reduce uniform:1.0` writes, with the reducer that keeps all tokens in vLLM's plugin, or, of families
+that are not served reduced, what we write with nothing quantized. Asked are 50 prompts: 20 with one image, 15 with two and 15
+with none, of many sizes, greedily for 16 tokens each, in float32; in bfloat16 where vLLM's CPU build computes recurrent states,
+as it can't otherwise. One vLLM process a family. The last line is one JSON object; exit code 1 where a family's answers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "compatibility.json"
+KINDS = {"one image": 20, "two images": 15, "text only": 15}
+TOKENS = 16
+
+
+def ours(source: Path, out: Path) -> str:
+    """Write the unquantized checkpoint; return how, in words."""
+    from vlmcompress.compression.quantize import quantize
+    from vlmcompress.engines.vllm import plugin
+    from vlmcompress.recipe import resolve
+    from vlmcompress.recipe.reducer import parse
+
+    (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
+    if plugin.refusal(architecture, parse("uniform:1.0")) is None:
+        quantize(resolve({"model": str(source), "out": str(out), "scheme": "none", "reduce": "uniform:1.0"}).recipe)
+        return "reduce uniform:1.0"
+    _copy(source, out)
+    return "nothing quantized"
+
+
+def _copy(source: Path, out: Path) -> None:
+    """Have all of a checkpoint written, as it is."""
+    from vlmcompress import models
+    from vlmcompress.checkpoint import manifest
+    from vlmcompress.checkpoint.write import write
+    from vlmcompress.common.layer_names import Layers
+    from vlmcompress.exporters import compressed_tensors
+
+    about = models.Source.of(source)
+    built = manifest.build(source, family=about.spec.family, recipe={"seed": 0}, calibration=None, errors={})
+    write(
+        source,
+        out,
+        quantized={},
+        names=about.names,
+        written=about.written,
+        exporter=compressed_tensors,
+        layers=Layers([], [], {}),
+        manifest=built,
+    )
+
+
+def prompts(source: Path, folder: Path) -> list[dict[str, Any]]:
+    """The prompts as text, with the files of their images."""
+    from transformers import AutoProcessor
+
+    from tests.kit import reduced_cases as cases
+    from vlmcompress import models
+
+    class Processed:
+        processor = AutoProcessor.from_pretrained(source)
+
+    images = {"one image": 1, "two images": 2, "text only": 0}
+    found = []
+    with models.quiet():
+        for kind, count in KINDS.items():
+            for number in range(count):
+                seed = 100 * len(kind) + 2 * number
+                parts = [
+                    cases.noise(seed + each, 56 + 28 * (seed % 4), 56 + 28 * (number % 3))
+                    for each in range(images[kind])
+                ]
+                turn = cases.turn(*parts, f"what is number {number} of these {'?' * (number % 5 + 1)}")
+                found.append(cases.request(Processed, [turn], folder))  # type: ignore[arg-type]
+    return found
+
+
+def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[list[list[int]]]:
+    """Of each checkpoint, in vLLM in this process, each prompt's tokens with those of the answer behind them."""
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    given = []
+    for one in requests:
+        images = [Image.open(file).convert("RGB") for file in one["images"]]
+        given.append({"prompt": one["prompt"], **({"multi_modal_data": {"image": images}} if images else {})})
+    sampling, found = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True), []
+    for folder in folders:
+        llm = LLM(
+            folder,
+            dtype=dtype,
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=8,
+            limit_mm_per_prompt={"image": 2},
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
+        outs = llm.generate(given, sampling, use_tqdm=False)
+        found.append([[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outs])
+        del llm
+        cleanup_dist_env_and_memory()
+    return found
+
+
+def compared(family: str) -> dict[str, Any]:
+    """Write, ask and compare one family; `{"error": line}` where vLLM failed."""
+    from tests.kit import reduced_cases as cases
+    from tests.kit.engine import SETTINGS
+    from vlmcompress import models
+
+    if reason := models.REGISTRY.get(family).SPEC.vllm_cpu:
+        return {"error": reason}
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place)
+        source = cases.tiny(family, base / "source")
+        how = ours(source, base / "ours")
+        dtype = "bfloat16" if "linear_attention" in (source / "config.json").read_text() else "float32"
+        folders = [str(source), str(base / "ours")]
+        job = {"folders": folders, "requests": prompts(source, base / "images"), "dtype": dtype}
+        (base / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, __file__, "--ask", str(base / "job.json")]
+        environment = os.environ | SETTINGS | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1][:200]}
+        theirs, written = json.loads(done.stdout.splitlines()[-1])
+    same = [one == other for one, other in zip(theirs, written, strict=True)]
+    answers = {tuple(one[-TOKENS:]) for one in theirs}
+    return {"ours": how, "dtype": dtype, "prompts": len(same), "equal": sum(same), "answers": len(answers)}
+
+
+def main() -> int:
+    """Ask about the families that are named, or those that nothing is known of yet."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--family", nargs="+", help="these; default: all that are not in the file yet")
+    parser.add_argument("--ask", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.ask:
+        print(json.dumps(ask(**json.loads(Path(args.ask).read_text()))))
+        return 0
+    sys.path.insert(0, str(ROOT))
+    from vlmcompress import models
+
+    known = json.loads(RESULTS.read_text())
+    wanted = args.family or [name for name in models.REGISTRY.names() if "equal" not in known.get(name, {})]
+    found = {}
+    for family in wanted:
+        found[family] = compared(family)
+        known = json.loads(RESULTS.read_text())  # the table's script may have been at work
+        known.setdefault(family, {})["equal"] = found[family]
+        RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        print(family, found[family], file=sys.stderr, flush=True)
+    differ = [name for name, one in found.items() if "error" in one or one["equal"] < one["prompts"]]
+    print(json.dumps({"families": len(found), "differ": differ, **found}))
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
