@@ -156,7 +156,9 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
     model = f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")'
     if any(spec.experts and config.get("model_type") in spec.model_types for spec in models.all_specs()):
         opened = ["from transformers import AutoProcessor", "from vlmcompress.models import open_model"]
-        model = f'model, _ = open_model({place}, dtype="auto")  # transformers alone has experts fused, unlike this file'
+        model = (
+            f'model, _ = open_model({place}, dtype="auto")  # transformers alone has experts fused, unlike this file'
+        )
     imports = "\n".join(opened)
     first = "From the folder that holds this one:"
     if repository:
