@@ -7,8 +7,10 @@
 The source is the family's tiny checkpoint, with weights so large that answers depend on what is seen. Ours is what
 `quantize --scheme none --reduce uniform:1.0` writes, with the reducer that keeps all tokens in vLLM's plugin, or, of families
 that are not served reduced, what we write with nothing quantized. Asked are 50 prompts: 20 with one image, 15 with two and 15
-with none, of many sizes, greedily for 16 tokens each, in float32; in bfloat16 where vLLM's CPU build computes recurrent states,
-as it can't otherwise. One vLLM process a family. The last line is one JSON object; exit code 1 where a family's answers differ.
+with none, of many sizes, greedily for 16 tokens each, in float32; in bfloat16 where vLLM's CPU build computes recurrent
+states, as it can't otherwise. `nats_apart` is the largest difference of a token's log-probability, `different` how many of
+the source's answers differ from each other in tokens or log-probabilities. One vLLM process a family. The last line is one
+JSON object; exit code 1 where a family's answers differ.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def prompts(source: Path, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[list[list[int]]]:
-    """Of each checkpoint, in vLLM in this process, each prompt's tokens with those of the answer behind them."""
+def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[list[dict[str, Any]]]:
+    """Of each checkpoint, in vLLM in this process: of each prompt its tokens, the answer's and their log-probabilities."""
     from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -100,7 +102,7 @@ def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[
     for one in requests:
         images = [Image.open(file).convert("RGB") for file in one["images"]]
         given.append({"prompt": one["prompt"], **({"multi_modal_data": {"image": images}} if images else {})})
-    sampling, found = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True), []
+    sampling, found = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=1), []
     for folder in folders:
         llm = LLM(
             folder,
@@ -112,8 +114,17 @@ def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[
             enable_prefix_caching=False,
             disable_log_stats=True,
         )
-        outs = llm.generate(given, sampling, use_tqdm=False)
-        found.append([[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outs])
+        answers = [(out, out.outputs[0]) for out in llm.generate(given, sampling, use_tqdm=False)]
+        found.append(
+            [
+                {
+                    "prompt": list(out.prompt_token_ids),
+                    "tokens": list(best.token_ids),
+                    "likely": [at[token].logprob for at, token in zip(best.logprobs, best.token_ids, strict=True)],
+                }
+                for out, best in answers
+            ]
+        )
         del llm
         cleanup_dist_env_and_memory()
     return found
@@ -141,9 +152,18 @@ def compared(family: str) -> dict[str, Any]:
         if done.returncode:
             return {"error": done.stderr.strip().splitlines()[-1][:200]}
         theirs, written = json.loads(done.stdout.splitlines()[-1])
-    same = [one == other for one, other in zip(theirs, written, strict=True)]
-    answers = {tuple(one[-TOKENS:]) for one in theirs}
-    return {"ours": how, "dtype": dtype, "prompts": len(same), "equal": sum(same), "answers": len(answers)}
+    pairs = list(zip(theirs, written, strict=True))
+    same = [all(one[key] == other[key] for key in ("prompt", "tokens")) for one, other in pairs]
+    apart = max(abs(a - b) for one, other in pairs for a, b in zip(one["likely"], other["likely"], strict=True))
+    different = {(*one["tokens"], *(round(each, 3) for each in one["likely"])) for one in theirs}
+    return {
+        "ours": how,
+        "dtype": dtype,
+        "prompts": len(same),
+        "equal": sum(same),
+        "nats_apart": round(apart, 6),
+        "different": len(different),
+    }
 
 
 def main() -> int:
