@@ -9,7 +9,11 @@ CPU attention runs. One module per family, named like its spec in `vlmcompress.m
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,8 +28,17 @@ def build(family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = T
     Args:
         hub_names: tensors as on the hub; False: as transformers 5 saves them, so without those that it drops.
     """
-    module = importlib.import_module(f"tests.kit.tiny.{family.replace('-', '_')}")
-    folder = Path(folder)
+    made, state = _made(family.replace("-", "_"), seed, hub_names)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    torch.set_rng_state(state)
+    return Path(folder)
+
+
+@cache
+def _made(family: str, seed: int, hub_names: bool) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of this process, to be copied, and the state of torch's random numbers behind it."""
+    module, folder = importlib.import_module(f"tests.kit.tiny.{family}"), Path(tempfile.mkdtemp(prefix="tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(seed)
     with quiet():
         model = module.model().to(torch.bfloat16).eval()
@@ -37,7 +50,7 @@ def build(family: str, folder: str | Path, *, seed: int = 0, hub_names: bool = T
         if hasattr(module, "hub"):
             tensors = module.hub(load_file(folder / "model.safetensors"))
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return folder, torch.get_rng_state()
 
 
 def _as_on_hub(file: Path, prefixes: dict[str, str], extra: dict[str, torch.Tensor]) -> None:
