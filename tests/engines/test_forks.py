@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import forks
+from tests.kit.places import ROOT
 from tests.kit.processes import wait_until_gone
 
 SHOW = """
@@ -68,3 +70,17 @@ def test_signals(quick: str, how: signal.Signals) -> None:
         _, said = program.communicate()
     assert program.returncode == -how and wait_until_gone(fork) and time.monotonic() - began < 30
     assert ("KeyboardInterrupt" in said) is (how == signal.SIGINT)
+
+
+def test_without_its_parent_it_ends(tmp_path: Path) -> None:
+    """As when the tests were killed while it was importing; the folder of the parent's socket is still there."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.kit import forks; print(forks.python('decimal'))"
+    own = subprocess.run([sys.executable, "-c", code + "; import os; os._exit(0)"], capture_output=True, text=True)
+    done = subprocess.run([own.stdout.strip(), "-c", "pass"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "the process that was to be forked is gone" in done.stderr
+    shutil.rmtree(Path(own.stdout.strip()).parent)
+
+
+def test_a_module_that_can_not_be_imported() -> None:
+    done = subprocess.run([forks.python("no_such_module"), "-c", "pass"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "No module named 'no_such_module'" in done.stderr

@@ -37,7 +37,7 @@ VLLM = (
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 PROGRAM = """#!/bin/sh
 case "$1" in
-  -m | -c | *.py) exec "{python}" -IS "{caller}" "{address}" "$@" ;;
+  -m | -c | *.py) exec "{python}" -IS "{caller}" "{address}" {parent} "$@" ;;
   *) exec "{python}" "$@" ;;
 esac
 """
@@ -54,7 +54,7 @@ def python(*modules: str) -> str:
         parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
     atexit.register(_end, parent, folder)
     caller = Path(__file__).with_name("forks_caller.py")
-    program.write_text(PROGRAM.format(python=sys.executable, caller=caller, address=address))
+    program.write_text(PROGRAM.format(python=sys.executable, caller=caller, address=address, parent=parent.pid))
     program.chmod(0o755)
     return str(program)
 

@@ -10,9 +10,8 @@ import sys
 import time
 
 
-def connected(address: str, seconds: float = 300.0) -> socket.socket:
-    """The parent's socket, which is there when it has imported its modules."""
-    end = time.monotonic() + seconds
+def connected(address: str, parent: int) -> socket.socket:
+    """The parent's socket, which is there when it has imported its modules; the end of this process when the parent is gone."""
     while True:
         link = socket.socket(socket.AF_UNIX)
         try:
@@ -20,20 +19,26 @@ def connected(address: str, seconds: float = 300.0) -> socket.socket:
             return link
         except OSError:
             link.close()
-            if time.monotonic() > end or not os.path.isdir(os.path.dirname(address)):
-                raise
+            try:
+                with open(f"/proc/{parent}/stat") as file:
+                    gone = file.read().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                gone = True
+            if gone:
+                with open(os.path.join(os.path.dirname(address), "log")) as file:
+                    sys.exit(f"the process that was to be forked is gone: {file.read()[-2000:]}")
             time.sleep(0.05)
 
 
 def main() -> None:
-    address, *arguments = sys.argv[1:]
+    address, parent, *arguments = sys.argv[1:]
     order = {
         "arguments": arguments,
         "folder": os.getcwd(),
         "environment": dict(os.environ),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
-    link = connected(address)
+    link = connected(address, int(parent))
     body = json.dumps(order).encode()
     socket.send_fds(link, [len(body).to_bytes(8, "big")], [0, 1, 2])
     link.sendall(body)
