@@ -61,7 +61,7 @@ def tower_problems(recipe: Recipe, source: Source) -> Iterator[str]:
         able = [name for name in FAMILIES.names() if models.REGISTRY.get(name).SPEC.vision_attention]
         yield (
             f"vision_attention: vLLM has no FP8 attention for the vision tower of {source.spec.family}, only for "
-            f"{' and '.join(able)}; leave it out"
+            f"{', '.join(able)}; leave it out"
         )
     if recipe.engine != "vllm":
         yield f"vision_attention: {recipe.engine} does not read its scales, vLLM alone does; leave it out"
