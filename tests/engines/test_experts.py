@@ -5,22 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.kit import reduced_cases, vllm_answers
 from tests.kit.engine import asked
 from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.compression.quantize import quantize
+from vlmcompress.models._experts import Experts
 from vlmcompress.recipe import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
-MIXTURES = ("qwen3-vl-moe", "qwen3-5-moe")
-KINDS = {
-    "one by one": {"scheme": "none", "reduce": "uniform:1.0", "engine": "transformers"},
-    "4 bits": {"scheme": "rtn"},
-    "4 bits asymmetric": {"scheme": "rtn", "options": {"group_size": 64, "symmetric": False}},
-    "4 bits but one block": {"scheme": "rtn", "skip": ["layers.0.mlp.experts."]},
+ONE_BY_ONE = {"scheme": "none", "reduce": "uniform:1.0", "engine": "transformers"}
+REST = [r"self_attn|\.0\.mlp\."]  # stays as it is: 4-bit kernels of linear layers take no float32
+# Family -> type, how far a token may be from transformers' best in log-probability, recipes. In float32 engines agree; in BF16,
+# the only type of the Gated DeltaNet's kernel, there are near-ties, and one of the router's sends a token elsewhere.
+CASES = {
+    "qwen3-vl-moe": (
+        torch.float32,
+        1e-3,
+        {
+            "one by one": ONE_BY_ONE,
+            "4 bits": {"scheme": "rtn", "skip": REST},
+            "asymmetric": {"scheme": "rtn", "options": {"group_size": 64, "symmetric": False}, "skip": REST},
+        },
+    ),
+    "qwen3-5-moe": (torch.bfloat16, 0.1, {"one by one": ONE_BY_ONE, "4 bits": {"scheme": "rtn"}}),
 }
 
 
@@ -28,18 +40,16 @@ KINDS = {
 def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
     """(family, kind) -> folder. Weights are large, so that what experts compute shows in the answers."""
     found = {}
-    for family in MIXTURES:
+    for family, (_, _, recipes) in CASES.items():
         root = tmp_path_factory.mktemp(family)
         source = reduced_cases.tiny(family, root / "source")
         tensors = {
-            name: tensor.mul(5) if tensor.ndim == 3 and ".experts." in name else tensor
+            name: tensor.mul(10) if tensor.ndim == 3 and ".experts." in name else tensor
             for name, tensor in load_file(source / "model.safetensors").items()
         }
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
         found[family, "published"] = source
-        for index, (kind, given) in enumerate(KINDS.items()):
-            if "but one" in kind and family == "qwen3-vl-moe":  # whose first block has no experts
-                continue
+        for index, (kind, given) in enumerate(recipes.items()):
             out = root / str(index)
             quantize(resolve({"model": str(source), "out": str(out), **given}).recipe)
             found[family, kind] = out
@@ -47,17 +57,32 @@ def folders(tmp_path_factory) -> dict[tuple[str, str], Path]:
 
 
 def test_answers_are_those_of_transformers(folders):
-    """Oracle: transformers, with the experts' dequantized weights one by one. Each token is one of its best."""
-    results = asked("answers", vllm_answers.jobs(folders.values(), max_tokens=8))
-    said = set()
+    """Oracle: transformers, with the experts' dequantized weights one by one. Each token is its best, and is not when
+    the experts are exchanged, so that one read into another's place would show."""
+    jobs = vllm_answers.jobs(folders.values(), max_tokens=8)
+    types = [str(CASES[family][0]).removeprefix("torch.") for family, _ in folders]
+    results = asked("answers", [job | {"dtype": dtype} for job, dtype in zip(jobs, types, strict=True)])
     for ((family, kind), folder), found in zip(folders.items(), results, strict=True):
         assert "error" not in found, (family, kind, found)
-        vlm = models.load(folders[family, "published"])
+        dtype, margin, _ = CASES[family]
+        vlm = models.load(folders[family, "published"], dtype=dtype)
         with models.quiet():
-            model = models.open_model(folder, dtype="auto")[0].eval()
-        for count, got in enumerate(found["answers"], start=1):
-            batch = encode(vlm, count)
+            model = models.open_model(folder, dtype=dtype)[0].eval()
+        batches = [encode(vlm, count) for count in (1, 2)]
+        for batch, got in zip(batches, found["answers"], strict=True):
             assert got["prompt"] == batch["input_ids"][0].tolist()
-            assert vllm_answers.gap(model, batch, got["answer"]) < 0.1, (family, kind)
-            said.add((family, kind, tuple(got["answer"])))
-    assert len({answer for *_, answer in said}) > len(folders)  # they depend on the images and on the weights
+            assert vllm_answers.gap(model, batch, got["answer"]) < margin, (family, kind)
+        _exchange(model)
+        gaps = [
+            vllm_answers.gap(model, batch, got["answer"]) for batch, got in zip(batches, found["answers"], strict=True)
+        ]
+        assert min(gaps) > 0.1, (family, kind)
+
+
+def _exchange(model: nn.Module) -> None:
+    """Put each expert into the place of the one before it."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            experts = list(module)
+            for index in range(len(experts)):
+                module[index] = experts[(index + 1) % len(experts)]

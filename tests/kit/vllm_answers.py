@@ -22,6 +22,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     llm = LLM(
         job["folder"],
+        dtype=job.get("dtype", "auto"),
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=2,
