@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.kit.inputs import encode
 from vlmcompress import models
@@ -40,7 +41,10 @@ def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
         quantize(planned.recipe)
         assert planned.bytes_after == sum(entry.spec.nbytes for entry in models.stored_tensors(out).values())
         assert all(finding.ok for finding in diagnose(out, source))
-    assert outs[0].joinpath("model.safetensors").read_bytes() == outs[1].joinpath("model.safetensors").read_bytes()
+    first, second = (load_file(out / "model.safetensors") for out in outs)
+    heads = models.draft_tensors(models.REGISTRY.get(mixture).SPEC, first)  # transformers saves none
+    assert first.keys() - second.keys() == set(heads) and not second.keys() - first.keys()
+    assert all(value.equal(first[name]) for name, value in second.items())
     _computes(outs[0], sources[0])
 
 

@@ -12,6 +12,9 @@ def head(model: T.PreTrainedModel, layer: int) -> dict[str, torch.Tensor]:
     """Random tensors of a head of one decoder block that is like block `layer` of the model, one with attention."""
     config = model.config.get_text_config()
     block = type(model.model.language_model.layers[layer])(config, layer).to(model.dtype)
+    for parameter in block.parameters():
+        if parameter.dim() > 2:  # fused experts, which come without values
+            torch.nn.init.normal_(parameter, std=0.02)
     tensors = {f"layers.0.{name}": value for name, value in block.state_dict().items()}
     hidden = config.hidden_size
     for name, shape in {
