@@ -30,6 +30,7 @@ SIZES = {"baseline": 9_000_000, "candidate": 4_100_000}
         ({"data": "/nowhere/images"}, "/nowhere/images does not exist"),
         ({"candidate": "/nowhere"}, "/nowhere: no such checkpoint folder"),
         ({"baseline": "eval/demo"}, "eval/demo: not a checkpoint"),
+        ({"speculative": {"candidate": "ngram"}}, "--speculative-config ngram is no JSON object"),
     ],
 )
 def test_refused(changes: dict, message: str) -> None:
@@ -95,3 +96,18 @@ def make_bench() -> Bench:
         summary=summarise(runs),
         memory={side: memory(size, 2048, 96.0, cache) for side, size in SIZES.items()},
     )
+
+
+def test_what_was_drafted_is_shown_by_side() -> None:
+    """Twelve tokens drafted in four steps, six accepted: half of them, and 1 + 6 / 4 tokens a step."""
+    bench = make_bench()
+    assert "drafted" not in text(bench)
+    counts = {"drafts": 2, "drafted": 6, "accepted": 3}
+    drafting = [
+        run.model_copy(update=counts) for run in bench.runs if (run.side, run.state) == ("candidate", "cold")
+    ] * 2
+    changed = [run for run in bench.runs if (run.side, run.state) != ("candidate", "cold")] + drafting
+    shown = text(bench.model_copy(update={"runs": changed}))
+    (line,) = [line.split() for line in shown.splitlines() if line.strip().startswith("candidate, serve, no caches")]
+    assert line[-4:] == ["12", "6", "50.0%", "2.50"]
+    assert "baseline, serve" not in shown
