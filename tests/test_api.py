@@ -13,6 +13,8 @@ from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 
+PYTHON = sys.executable  # a new one, not a fork (`quick_engines`) that has imported everything
+
 
 def test_the_examples_run(tmp_path, monkeypatch, quick_engines):
     """All examples of the page, one after the other, as a reader would paste them; folders and the model are put in."""
@@ -49,6 +51,6 @@ def test_a_reducer_needs_transformers():
 def test_importing_the_package_imports_no_library():
     """vLLM imports the package in every process, and `--help` should be quick."""
     code = "import sys, vlmcompress; assert not {'torch', 'transformers', 'pydantic'} & sys.modules.keys(); vlmcompress.Recipe"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([PYTHON, "-c", code], check=True, cwd=ROOT)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vlmcompress.nothing  # noqa: B018
