@@ -75,7 +75,10 @@ def in_transformers(out: Path) -> Cell:
     found: Cell = {"problem": None}
     with models.quiet():
         try:
-            model = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(out, dtype="auto", output_loading_info=True)
+            model, info = loaded
+            if lacking := info["missing_keys"]:  # filled with random numbers
+                raise ValueError(f"transformers finds no tensor for {min(lacking)}")
             found["transformers"] = True
         except (RuntimeError, ValueError) as error:
             found |= {"transformers": False, "problem": str(error).splitlines()[0]}
