@@ -133,7 +133,7 @@ class _Run:
             name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)
         }
         width = next((one.width for one in mixtures(vlm.model)), 0)
-        self.layer_draw = LayerDraw(masks, rows, width, wanted.seed) if width else None
+        self.layer_draw = LayerDraw(self.counts, masks, rows, width, wanted.seed) if width else None
         self.done = self.total = 0
 
     def pass_on(self, layer: int, block: nn.Module) -> None:

@@ -46,14 +46,21 @@ class LayerDraw:
     """Which tokens of a run stand for all of them: `width` at most, each modality with its share.
 
     Args:
+        counts: modality -> its tokens in all samples.
         masks: modality of each sample's tokens.
         batches: the samples of each batch.
         width: channels of a layer's input.
         seed: of the draw.
     """
 
-    def __init__(self, masks: Sequence[Tensor], batches: Sequence[Sequence[int]], width: int, seed: int):
-        counts = {name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)}
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        masks: Sequence[Tensor],
+        batches: Sequence[Sequence[int]],
+        width: int,
+        seed: int,
+    ):
         self.tokens, self.width, self.seed = sum(counts.values()), width, seed
         self.room = {name: min(count, -(-width * count // self.tokens)) for name, count in counts.items() if count}
         self.splits = splits(masks, batches, self.room, seed)
@@ -80,15 +87,13 @@ class Routed:
     @staticmethod
     def of(model: nn.Module, groups: Sequence[Group], draw: LayerDraw, device: torch.device) -> Routed | None:
         """The experts that hold some of a block's groups; None where none does."""
-        parents = [group.linears[0].rpartition(".")[0] for group in groups]
-        owners = {
-            index: expert
-            for index, path in enumerate(parents)
-            if isinstance(expert := model.get_submodule(path), Expert)
+        paths = {
+            index: group.linears[0].rpartition(".")[0] for index, group in enumerate(groups) if group.expert is not None
         }
-        if not owners:
+        if not paths:
             return None
-        mixture: Any = model.get_submodule(parents[next(iter(owners))].rpartition(".")[0])
+        owners: dict[int, Any] = {index: model.get_submodule(path) for index, path in paths.items()}
+        mixture: Any = model.get_submodule(next(iter(paths.values())).rpartition(".")[0])
         return Routed(mixture, owners, draw, device)
 
     def begin(self, number: int, modality: Tensor) -> None:

@@ -159,6 +159,13 @@ def tp_problem(decoder: Decoder, tp: int) -> str | None:
     return next((f"an intermediate size of {size}" for size in sizes if size % tp), None)
 
 
+def tp_refusal(decoder: Decoder, tp: int) -> str | None:
+    """`tp_problem` as a line for users, with the numbers of devices that do; None where there is no problem."""
+    problem = tp_problem(decoder, tp)
+    fine = ", ".join(map(str, tp_choices(decoder))) if problem else ""
+    return f"--tp {tp} does not go with {problem}; use one of {fine}" if problem else None
+
+
 def group_problem(decoder: Decoder, tp: int, scheme: Scheme | None) -> str | None:
     """Why experts in a scheme cannot be split over `tp` devices: vLLM splits each of them, and a group must not be torn.
 

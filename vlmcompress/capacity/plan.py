@@ -149,9 +149,8 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
         rows: False: loads alone, without formats.
     """
     described = model.decoder
-    if problem := decoder.tp_problem(described, asked.tp):
-        fine = ", ".join(map(str, decoder.tp_choices(described)))
-        raise UserError(f"--tp {asked.tp} does not go with {problem}; use one of {fine}")
+    if problem := decoder.tp_refusal(described, asked.tp):
+        raise UserError(problem)
     notes: list[str] = []
     if model.spec is None and model.pictures and (asked.pictures.images or asked.pictures.video):
         notes.append(f"images are counted by the rule of {model.pictures.family}, whose tower the model has")

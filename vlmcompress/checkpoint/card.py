@@ -154,7 +154,7 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
         attach = f"\nattach_carried(model, processor, {place})  # transformers alone would keep all visual tokens"
     opened = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
     model = f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")'
-    if any(spec.experts and config.get("model_type") in spec.model_types for spec in models.all_specs()):
+    if models.mixture(config):
         opened = ["from transformers import AutoProcessor", "from vlmcompress.models import open_model"]
         model = (
             f'model, _ = open_model({place}, dtype="auto")  # transformers alone has experts fused, unlike this file'

@@ -66,8 +66,7 @@ def convert(
     config = models.found_draft(stored.spec, stored.spec.completed(stored.config), tensors)
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
-    if lost := models.draft_lost(stored.spec, stored.config, tensors):
-        record["warnings"] = [*record["warnings"], f"{lost}; the config written here says 0"]
+    record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, tensors)]
     plan = _pieces(stored, written, writer)
     content = Content(plan, stored, writer, layers, config, record, before)
     return write_folder(source, out, content, shard_size=shard_size, progress=progress)

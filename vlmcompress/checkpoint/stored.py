@@ -30,7 +30,6 @@ from vlmcompress.models import ModelSpec
 from vlmcompress.numerics import Scheme
 
 _OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
-_FLOATS = ("F16", "BF16", "F32")
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
 
 
@@ -128,7 +127,7 @@ class Stored(Mapping[str, Quantized]):
         """safetensors' name of the type that a layer's scales have once they are read; known from headers."""
         entries = self.layers[name].entries
         stored = next(entries[local].spec.dtype for local in _SCALES if local in entries)
-        if self.scale_dtype is None or stored not in _FLOATS:
+        if self.scale_dtype is None or stored not in tensor_files.FLOATS:
             return stored
         return Spec.of(torch.empty(0, dtype=self.scale_dtype)).dtype
 
@@ -237,7 +236,7 @@ def _check_layer(prefix: str, own: Mapping[str, Entry], needed: Mapping[str, Spe
                 continue
             raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
         got = own[local].spec
-        same = got.dtype == spec.dtype or (got.dtype in _FLOATS and spec.dtype in _FLOATS)
+        same = got.dtype == spec.dtype or (got.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS)
         if not same or [n for n in got.shape if n != 1] != [n for n in spec.shape if n != 1]:
             found, right = (f"{one.dtype} {list(one.shape)}" for one in (got, spec))
             raise UserError(
@@ -258,4 +257,6 @@ def _check_plain(stored: Stored) -> None:
 
 
 def _is_scale(local: str, layer: StoredLayer) -> bool:
-    return layer.entries[local].spec.dtype in _FLOATS and "global" not in local and local != "weight_scale_2"
+    return (
+        layer.entries[local].spec.dtype in tensor_files.FLOATS and "global" not in local and local != "weight_scale_2"
+    )

@@ -76,11 +76,11 @@ def write(
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     config = json_files.read(source / "config.json")
     refuse_quantized(config)
-    config = spec_for(config).completed(config)
+    spec = spec_for(config)
     entries = list(stored_tensors(source).values())
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     before = sum(entry.spec.nbytes for entry in entries)
-    config = found_draft(spec_for(config), config, [entry.name for entry in entries])
+    config = found_draft(spec, spec.completed(config), [entry.name for entry in entries])
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     content = Content(plan, quantized, exporter, layers, config, manifest, before, beside or {})

@@ -55,8 +55,5 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
         described = decoder.describe(models.skeleton(recipe.model))
     except UserError as error:
         return Finding("devices", False, str(error))
-    if problem := decoder.tp_problem(described, tp):
-        fine = ", ".join(map(str, decoder.tp_choices(described)))
-        return Finding("devices", False, f"--tp {tp} does not go with {problem}; use one of {fine}")
-    torn = decoder.group_problem(described, tp, recipe.number_formats)
-    return Finding("devices", torn is None, torn or f"the decoder can be split over {tp}")
+    problem = decoder.tp_refusal(described, tp) or decoder.group_problem(described, tp, recipe.number_formats)
+    return Finding("devices", problem is None, problem or f"the decoder can be split over {tp}")

@@ -45,6 +45,8 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
+FLOATS = ("F16", "BF16", "F32")
+"""Types of weights that are not quantized."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _MAX_HEADER = 100_000_000  # the official reader's limit

@@ -123,9 +123,17 @@ def _calibrated(
         if "gradient" in needs:
             with phase("gradients"):
                 kept_gradients(store, vlm, inputs.batches, progress)
-        how: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "seed": recipe.seed}
-        how["all_experts"] = recipe.calibrate.all_experts
-        collect(vlm, blocks, inputs.batches, store, needs, **how, progress=progress)
+        collect(
+            vlm,
+            blocks,
+            inputs.batches,
+            store,
+            needs,
+            kv_cache=bool(recipe.kv_cache),
+            seed=recipe.seed,
+            all_experts=recipe.calibrate.all_experts,
+            progress=progress,
+        )
     described = _description(recipe, whole.vlm, weights, blocks) | {
         "calibration": origin | {"prefix": "float"},
         "needs": sorted(needs),

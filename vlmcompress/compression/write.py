@@ -85,9 +85,8 @@ def write_checkpoint(
 
 def _changed(source: Source) -> list[str]:
     """Lines about what is wrong with the source and put right in what is written."""
-    lost = models.draft_lost(source.spec, source.config, source.stored)
     found = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
-    return [*found, f"{lost}; the config written here says 0"] if lost else found
+    return [*found, *models.draft_dropped(source.spec, source.config, source.stored)]
 
 
 def _unread(work: Plan) -> list[str]:

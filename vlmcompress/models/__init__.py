@@ -5,6 +5,7 @@ Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests
 
 from vlmcompress.models._draft import (
     draft_blocks,
+    draft_dropped,
     draft_fault,
     draft_lost,
     draft_modules,
@@ -42,6 +43,7 @@ from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
     check_files,
+    mixture,
     read_config,
     read_json,
     shards,
@@ -76,6 +78,7 @@ __all__ = [
     "disk_module",
     "disk_names",
     "draft_blocks",
+    "draft_dropped",
     "draft_fault",
     "draft_lost",
     "draft_modules",
@@ -90,6 +93,7 @@ __all__ = [
     "load",
     "load_processor",
     "memory_names",
+    "mixture",
     "module_names",
     "open_model",
     "quiet",

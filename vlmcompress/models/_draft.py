@@ -13,10 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from vlmcompress.common.layer_names import Kept
-from vlmcompress.common.tensor_files import Spec
+from vlmcompress.common.tensor_files import FLOATS, Spec
 from vlmcompress.models._spec import ModelSpec
-
-_FLOATS = ("F16", "BF16", "F32")
 
 
 def draft_tensors(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
@@ -54,7 +52,7 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
         return f'{what}, but config.json has no such head; add "{key}": {found} to its text_config, or remove them'
     if found != said:
         return f"{what}, of {found} blocks, but config.json says {key} {said}; download the checkpoint again"
-    if other := next((name for name in names if stored[name].dtype not in _FLOATS), None):
+    if other := next((name for name in names if stored[name].dtype not in FLOATS), None):
         where = f"'{other}' is {stored[other].dtype}"
         return f"the head that drafts tokens is quantized ({where}), and is carried in 16 bits only; take the original"
     return None
@@ -69,6 +67,12 @@ def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]
         f"config.json says {spec.draft.blocks} {said}, but there is no tensor {spec.draft.prefix}.*: the head that drafts "
         "tokens was lost when this checkpoint was saved; copy these tensors from the original to speculate with them"
     )
+
+
+def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> list[str]:
+    """The warning about a checkpoint that is made of one whose head is lost; none where that is not so."""
+    lost = draft_lost(spec, config, stored)
+    return [f"{lost}; the config written here says 0"] if lost else []
 
 
 def asked_draft(spec: ModelSpec, config: Mapping[str, Any], skeleton: PreTrainedModel) -> dict[str, Spec]:

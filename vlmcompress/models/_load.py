@@ -26,7 +26,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._bounds import check_processor, check_total
 from vlmcompress.models._names import disk_names
-from vlmcompress.models._read import all_specs, read_config, stored_tensors, tensor_headers
+from vlmcompress.models._read import all_specs, mixture, read_config, stored_tensors, tensor_headers
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.models._template import endless
 from vlmcompress.models._unknown import check_architecture, check_experts, unknown
@@ -140,7 +140,7 @@ def open_model(
         options: further arguments of `from_pretrained`.
     """
     config = read_config(path)
-    spec = next((one for one in all_specs() if one.experts and config.get("model_type") in one.model_types), None)
+    spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
     if spec is None:
         found: Any = AutoModelForImageTextToText.from_pretrained(path, **options)

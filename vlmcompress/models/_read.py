@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vlmcompress.common import json_files
 from vlmcompress.common.registry import FAMILIES as REGISTRY
@@ -19,6 +21,12 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def all_specs() -> list[ModelSpec]:
     """The specs of all families, sorted by name."""
     return [REGISTRY.get(name).SPEC for name in REGISTRY.names()]
+
+
+def mixture(config: Mapping[str, Any]) -> ModelSpec | None:
+    """The family of a config.json whose decoder may be a mixture of experts; None: it is of another family, or of none."""
+    family = config.get("model_type")
+    return next((spec for spec in all_specs() if spec.experts and family in spec.model_types), None)
 
 
 def read_json(path: Path, what: str) -> dict:
@@ -89,31 +97,36 @@ def tensor_headers(path: str | Path) -> dict[str, dict]:
     Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
     """
     path = Path(path)
-    found: dict[str, str] = {}
+    found: dict[str, Entry] = {}
     for file in shards(path):
         if not file.is_file():
             raise UserError(f"weight file {file} is missing; download it again")
         for entry in read_entries(file):
             if entry.name in found:
-                raise UserError(f"tensor '{entry.name}' is in {found[entry.name]} and in {file.name}; download again")
-            found[entry.name] = file.name
+                raise UserError(
+                    f"tensor '{entry.name}' is in {found[entry.name].file.name} and in {file.name}; download again"
+                )
+            found[entry.name] = entry
     index = path / INDEX
     if index.is_file():
         for name, shard in _weight_map(index).items():
-            if found.get(name) != shard:
+            if name not in found or found[name].file.name != shard:
                 raise UserError(f"{index} puts tensor '{name}' into {shard}, which lacks it; download again")
     return {
         name: {"dtype": entry.spec.dtype, "shape": list(entry.spec.shape), "file": entry.file.name}
-        for name, entry in stored_tensors(path).items()
+        for name, entry in _one_by_one(path, list(found.values())).items()
     }
 
 
 def stored_tensors(path: str | Path) -> dict[str, Entry]:
     """Name of every tensor -> where its bytes are, in order. Fused experts of our families stand there one by one."""
-    entries = [entry for file in shards(path) for entry in read_entries(file)]
-    config = Path(path) / "config.json"
-    family = read_json(config, "config").get("model_type") if config.is_file() else None
-    spec = next((spec for spec in all_specs() if spec.experts and family in spec.model_types), None)
+    return _one_by_one(Path(path), [entry for file in shards(path) for entry in read_entries(file)])
+
+
+def _one_by_one(path: Path, entries: list[Entry]) -> dict[str, Entry]:
+    """The stored tensors of a folder by name, fused experts one by one."""
+    config = path / "config.json"
+    spec = mixture(read_json(config, "config")) if config.is_file() else None
     return {entry.name: entry for entry in (one_by_one(entries, spec) if spec else entries)}
 
 

@@ -9,27 +9,17 @@ writes none that does.
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import EXPERTS, LLAMA, QWEN3_TOWER, QWEN_ENGINE
-from vlmcompress.models._layout import native
-from vlmcompress.models._spec import ModelSpec
+from dataclasses import replace
 
-SPEC = ModelSpec(
+from vlmcompress.models import qwen3_vl
+from vlmcompress.models._blocks import EXPERTS, LLAMA
+
+SPEC = replace(
+    qwen3_vl.SPEC,
     family="qwen3-vl-moe",
     model_types=("qwen3_vl_moe",),
-    layers="model.language_model.layers",
     experts="mlp.experts",
     router="mlp.gate",
     groups=(*LLAMA, *EXPERTS),
-    vision=("model.visual",),
-    projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
-    vision_layers="model.visual.blocks",
-    vision_groups=QWEN3_TOWER,
-    vision_attention="attn",
-    image_token="image_token_id",
-    layout=native,
-    positions="mrope",
-    visual_grid="thw",
-    engine_prefixes=QWEN_ENGINE,
-    engine_mapper=QWEN_ENGINE,
     text_defaults=(("norm_topk_prob", True),),
 )

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common import tensor_files
 from vlmcompress.engines.vllm import interpreter
 from vlmcompress.errors import UserError, did_you_mean
 
@@ -102,7 +101,7 @@ def _check_model(model: Path, method: str, cpu: bool) -> None:
     except UserError:
         return  # a family that is not ours: vLLM says what it can do with it
     if method == "mtp":
-        specs = {e.name: e.spec for file in models.shards(model) for e in tensor_files.read_entries(file)}
+        specs = {name: entry.spec for name, entry in models.stored_tensors(model).items()}
         problem = models.draft_fault(spec, config, specs) or models.draft_lost(spec, config, specs)
         if not problem and not models.draft_tensors(spec, specs):
             problem = f"{model} has no head that drafts tokens (mtp.*); use ngram, or a draft model's folder"
