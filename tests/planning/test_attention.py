@@ -58,4 +58,4 @@ def test_the_towers_attention(folders):
     ok, detail = said(folders["qwen3-vl"], "vllm: vision attention", target="h100", **more)
     assert not ok and "leave --vision-attention out" in detail
     ok, detail = said(folders["llava"], "shapes", target="b200", **more)
-    assert not ok and "only for qwen2-5-vl and " in detail
+    assert not ok and "no FP8 attention for the vision tower of llava, only for qwen2-5-vl, qwen3-5, " in detail
