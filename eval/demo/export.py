@@ -36,6 +36,8 @@ def export(kind: str, model: nn.Module, tokenizer, folder: Path, card: str) -> N
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     tensors = {disk_name(kind, k): v.detach().to(torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors[disk_name(kind, "lm_head.weight")]
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     (temporary / "model.safetensors").chmod(0o644)
     config = json.loads(model.config.to_json_string(use_diff=False))

@@ -1,0 +1,87 @@
+"""Put demo-smol together: the package's language model, demo-llava's tower, and what was trained for the two to meet."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoProcessor,
+    GenerationConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from eval.demo.export import disk_name
+
+from . import package
+from .off_grid import leave_grid
+
+HERE = Path(__file__).parent
+DONOR = HERE.parent / "demo-llava"
+TRAINED = HERE / "trained.safetensors"
+IMAGE = "<image>"
+TEMPLATE = """{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] in ('image', 'image_url') -%}{{- '<image>' -}}{%- endif -%}
+{%- endfor -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def tokenizer_of(original: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The package's tokenizer with a placeholder for images in place of a token that chats don't use."""
+    inner = json.loads(original.backend_tokenizer.to_str())
+    spare = inner["model"]["vocab"].pop(package.SPECIAL)
+    inner["model"]["vocab"][IMAGE] = spare
+    entry = {"id": spare, "content": IMAGE, "special": True, "normalized": False, "single_word": False}
+    added = [token for token in inner["added_tokens"] if token["id"] != spare]
+    inner["added_tokens"] = sorted([*added, entry | {"lstrip": False, "rstrip": False}], key=lambda token: token["id"])
+    from tokenizers import Tokenizer
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(inner)), eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        bos_token=None, unk_token=None, chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
+        padding_side="left", model_max_length=8192,
+    )  # fmt: skip
+
+
+def untrained(language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlavaForConditionalGeneration:
+    """Join `language` to demo-llava's tower by a random projector; float32. `tokenizer`: that of `tokenizer_of`."""
+    donor = LlavaConfig.from_pretrained(DONOR)
+    text = language.config.to_dict()
+    for key in ("_name_or_path", "quantization_config", "architectures", "transformers_version", "torch_dtype", "dtype"):
+        text.pop(key, None)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = LlavaConfig(
+        text_config=text | ends, vision_config=donor.vision_config.to_dict(), tie_word_embeddings=True,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE), image_seq_length=donor.image_seq_length,
+        vision_feature_layer=donor.vision_feature_layer, vision_feature_select_strategy="default",
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(language.model.state_dict())
+    model.tie_weights()
+    tower = {name.removeprefix("vision_tower.vision_model."): value for name, value in _donated("vision_tower.").items()}
+    model.model.vision_tower.load_state_dict({name: value.float() for name, value in tower.items()})
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, max_new_tokens=64
+    )
+    return model.eval()
+
+
+def _donated(prefix: str) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in load_file(DONOR / "model.safetensors").items() if k.startswith(prefix)}
