@@ -23,7 +23,9 @@ PACKAGES = {  # all are pinned in scripts/requirements
 LONGEST = 1200  # characters of a text
 SHORTEST = 300
 WORDS = 25  # least number of words of a paragraph
-_MARKUP = re.compile(r":\w+:`~?\.?([^`<]+?)(?:\s*<[^>]*>)?`|``([^`]+)``|`([^`]+?)(?:\s*<[^>]*>)?`_*|\*\*?(\w[^*]*)\*\*?")
+_MARKUP = re.compile(
+    r":\w+:`~?\.?([^`<]+?)(?:\s*<[^>]*>)?`|``([^`]+)``|`([^`]+?)(?:\s*<[^>]*>)?`_*|\*\*?(\w[^*]*)\*\*?"
+)
 _PLAIN = re.compile(r"[A-Za-z ,.;:'\"()?!-]")
 
 

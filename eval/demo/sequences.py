@@ -120,7 +120,7 @@ def form_of(question: str) -> str:
     return words[0] if words[0] in ("The", "Copy", "Reverse", "Sort") else " ".join(words[:2])
 
 
-def _turns(rng: Random, kind: str, view: View | None, weights: dict[str, float]) -> list[tuple[str, str]]:
+def turns_about(rng: Random, kind: str, view: View | None, weights: dict[str, float]) -> list[tuple[str, str]]:
     """Draw turns: families by weight; a form that has a weight of its own is kept with that probability."""
     wanted = 1 if rng.random() < SINGLE_TURN_SHARE else TURNS[kind]
     turns: list[tuple[str, str]] = []
@@ -158,7 +158,7 @@ def training_batch(writer: Writer, rng: Random, size: int, weights: dict[str, fl
         kind = rng.choices(list(shares), list(shares.values()))[0]
         family = "object_at" if kind == "scene" else kind
         view = None if kind == "text" else sample_view(rng, family, grid, "train")
-        if turns := _turns(rng, kind, view, weights):
+        if turns := turns_about(rng, kind, view, weights):
             sequences.append(writer.write(token_grids(view), turns))
             views.append(view)
     return collate(writer, sequences, views)

