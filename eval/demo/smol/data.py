@@ -1,0 +1,29 @@
+"""The data beside demo-smol: the world's questions as demo-llava has them, and English prose to calibrate on as well."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eval.english import paragraphs
+
+WORLD = Path(__file__).parents[1] / "data" / "llava"
+PROSE = 150  # calibration samples
+
+
+def write_data(folder: Path, families: tuple[str, ...]) -> None:
+    """Write calibration, validation and test rows to `folder`, the world's of `families` alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("calibration", "validation", "test"):
+        table = pq.read_table(WORLD / f"{split}.parquet")
+        rows = [row for row in table.to_pylist() if row["family"] in families]
+        if split == "calibration":
+            rows += [_prose(number, text) for number, text in enumerate(paragraphs(split)[:PROSE])]
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), folder / f"{split}.parquet")
+
+
+def _prose(number: int, text: str) -> dict:
+    """A sample without an image: the first sentence as a user's message, the rest as the answer."""
+    first, _, rest = text.partition(". ")
+    name = f"calibration-english-{number:04d}"
+    return {"id": name, "image": [], "question": f"{first}.", "answer": rest, "family": "english"}
