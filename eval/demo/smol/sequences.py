@@ -23,8 +23,8 @@ from eval.world.vocab import FAMILIES, SCENE_FAMILIES
 BEFORE, BETWEEN, STOP = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 GRID = (3, 3)
 VISUAL = 81  # tokens of an image
-VIEWS = {"scene": 2, "chart": 2, "two_images": 2, "text": 1}  # in a batch
-TEXTS = 24  # questions without an image in a batch
+VIEWS = {"scene": 1, "chart": 1, "two_images": 1, "text": 1}  # in a batch
+TEXTS = 16  # questions without an image in a batch
 
 
 @dataclass

@@ -26,8 +26,8 @@ from eval.world.vocab import FAMILIES
 from .learner import Learner, accuracy
 from .sequences import BEFORE, BETWEEN, Writer, training_batch, validation_batches
 
-EMA = 0.98
-PROSE_EVERY = 6  # steps
+EMA = 0.99
+PROSE_EVERY = 12  # steps
 PROSE = (2, 160)  # texts and tokens of each
 PROSE_WEIGHT = 2.0
 
