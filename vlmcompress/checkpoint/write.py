@@ -30,7 +30,7 @@ from vlmcompress.reducers import TokenCounter
 
 # Where formats keep their config besides config.json; a folder has those of its own format only.
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _WRITTEN = ("config.json", card.CARD, MANIFEST, *CONFIG_FILES)  # written anew, not copied
 
 
@@ -163,7 +163,7 @@ def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(files):
             place = Path(folder, name).relative_to(source)
-            if name.startswith(".") or name.endswith(_WEIGHTS):
+            if name.startswith(".") or name.endswith(WEIGHTS):
                 continue
             if str(place) == card.CARD:
                 yield Path(folder, name), Path(card.SOURCE_CARD)

@@ -53,6 +53,7 @@ from vlmcompress.models._read import (
 from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
+from vlmcompress.models._stream import Stream, Values, stream, untied
 from vlmcompress.models._unsupported import UNSUPPORTED
 
 __all__ = [
@@ -68,6 +69,8 @@ __all__ = [
     "ModelSpec",
     "Piece",
     "Source",
+    "Stream",
+    "Values",
     "all_specs",
     "attentions",
     "check_files",
@@ -106,10 +109,12 @@ __all__ = [
     "skeleton",
     "spec_for",
     "stored_tensors",
+    "stream",
     "tensor_headers",
     "tied_names",
     "unfound",
     "unfound_text",
+    "untied",
     "values_name",
     "vision_linears",
     "written_names",
