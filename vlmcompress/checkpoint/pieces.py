@@ -137,10 +137,8 @@ def _write_piece(piece: Piece, file: int, position: int, parts: Callable[[str], 
     if isinstance(origin, Entry):
         tensor_files.copy_at(origin, file, position)
         return
-    if isinstance(origin, tuple):
-        tensor = parts(origin[0])[origin[1]]
-    else:
-        tensor = origin if isinstance(origin, Tensor) else origin()
+    made = origin() if callable(origin) else origin
+    tensor = parts(made[0])[made[1]] if isinstance(made, tuple) else made
     if Spec.of(tensor) != piece.spec:
         raise ValueError(f"{piece.name}: planned as {piece.spec}, made as {Spec.of(tensor)}")
     tensor_files.write_at(file, tensor_files.to_bytes(tensor), position)

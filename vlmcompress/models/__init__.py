@@ -47,6 +47,7 @@ from vlmcompress.models._read import (
     read_config,
     read_json,
     shards,
+    stored_bytes,
     stored_tensors,
     tensor_headers,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "shards",
     "skeleton",
     "spec_for",
+    "stored_bytes",
     "stored_tensors",
     "stream",
     "tensor_headers",
