@@ -86,6 +86,7 @@ def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
             UserError, match=r"are of the model rotated \(hadamard, seed 0\); use --rotate hadamard --seed 0"
         ):
             plan.build(recipe(model, tmp_path / "x", **stats, **other))
+    assert cli.main(["sweep", str(tmp_path / "stats"), str(model)]) == 2
     assert (
         cli.main(["report-error", str(tmp_path / "out"), "--stats", str(tmp_path / "stats"), "--model", str(model)])
         == 2

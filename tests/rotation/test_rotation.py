@@ -51,6 +51,8 @@ def test_fast_is_the_dense_product(kind):
     w = torch.randn(576, 5, dtype=torch.float64)
     assert torch.allclose(rotation.columns(w), rotation.matrix().T @ w, atol=1e-10)
     assert torch.allclose(rotation.rows(x.float()).double(), rotation.rows(x), atol=1e-5)
+    many = torch.randn(10_000, 8, dtype=torch.float64)  # in two parts
+    assert torch.allclose(Rotation(kind, 8, seed=5).rows(many), many @ Rotation(kind, 8, seed=5).matrix(), atol=1e-10)
 
 
 def test_sylvester_is_the_recursion():

@@ -32,8 +32,6 @@ from vlmcompress.models import Source, Stream, Values, stream, untied
 from vlmcompress.rotation.rotation import Kind, Rotation
 
 RECORD = ".rotation.json"
-_ROWS = 8192
-"""Rows of a matrix that are multiplied at once."""
 _HEADS = 1 << 12
 """More than a block has heads of values: rotation `1 + block * _HEADS + head` is that head's."""
 

@@ -22,6 +22,8 @@ from vlmcompress.rotation import hadamard
 Kind = Literal["hadamard", "random"]
 KINDS: tuple[Kind, ...] = ("hadamard", "random")
 _SEEDS = 2**63
+_ROWS = 8192
+"""Rows that are multiplied at once: an embedding is large, and its intermediate values are as large again."""
 
 
 class Rotation:
@@ -49,10 +51,14 @@ class Rotation:
 
     def rows(self, x: Tensor) -> Tensor:
         """Multiply rows `[..., n]` by R, in the type of `x` and where it is."""
-        x = x * self.signs.to(x)
-        parts = x.reshape(*x.shape[:-1], self.power, x.shape[-1] // self.power) @ self.factor.to(x)
-        spread = hadamard.transform(parts.transpose(-1, -2)).transpose(-1, -2) / math.sqrt(self.power)
-        return spread.reshape(x.shape)
+        flat, signs, factor = x.reshape(-1, self.n), self.signs.to(x), self.factor.to(x)
+        made = torch.empty_like(flat)
+        for first in range(0, len(flat), _ROWS):
+            some = flat[first : first + _ROWS] * signs
+            parts = some.reshape(len(some), self.power, -1) @ factor
+            spread = hadamard.transform(parts.transpose(1, 2)).transpose(1, 2) / math.sqrt(self.power)
+            made[first : first + _ROWS] = spread.reshape(some.shape)
+        return made.reshape(x.shape)
 
     def columns(self, x: Tensor) -> Tensor:
         """Multiply a matrix `[n, columns]` by R transposed from the left: what writes `y` then writes `y R`."""
