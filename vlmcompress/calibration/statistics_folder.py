@@ -13,6 +13,7 @@ they depend on no scheme and serve all of them. `statistics.json`, schema 2, is 
 | processor | file of the tokenizer or processor -> sha256 |
 | calibration | the data (hash, counts, tokens by modality), `reduce` (the reducer in front of the blocks), and prefix |
 | settings | samples, max_length, all_experts and seed as asked for |
+| rotate | optional: kind and seed of the rotation of the model that they are of |
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |
 | entropy | optional: measure (`calibration.entropy`) -> bits for each decoder block |
@@ -137,6 +138,12 @@ class Statistics:
             f"statistics {self.folder} are of another model: sha256 of {what} is {short(was)} for '{source}' and "
             f"{short(now)} for {model}; calibrate {model}"
         )
+
+    @property
+    def rotation(self) -> dict[str, Any] | None:
+        """The rotation of the model that they are of, as `Recipe.rotation` gives it; None for none."""
+        found: dict[str, Any] | None = self.facts.get("rotate")
+        return found
 
     @property
     def reducer(self) -> ReducerChoice | None:

@@ -23,12 +23,12 @@ Quantized = tuple[QTensor, Scheme, Tensor | None]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to write and where its bytes come from: a stored entry, a tensor, or a part of a quantized layer, given as
-    (module, local name)."""
+    """One tensor to write and where its bytes come from: a stored entry, a tensor, a function that makes one, or a part of a
+    quantized layer, given as (module, local name)."""
 
     name: str
     spec: Spec
-    origin: Entry | Tensor | tuple[str, str]
+    origin: Entry | Tensor | Callable[[], Tensor] | tuple[str, str]
 
 
 def of_original(
@@ -137,7 +137,8 @@ def _write_piece(piece: Piece, file: int, position: int, parts: Callable[[str], 
     if isinstance(origin, Entry):
         tensor_files.copy_at(origin, file, position)
         return
-    tensor = parts(origin[0])[origin[1]] if isinstance(origin, tuple) else origin
+    made = origin() if callable(origin) else origin
+    tensor = parts(made[0])[made[1]] if isinstance(made, tuple) else made
     if Spec.of(tensor) != piece.spec:
         raise ValueError(f"{piece.name}: planned as {piece.spec}, made as {Spec.of(tensor)}")
     tensor_files.write_at(file, tensor_files.to_bytes(tensor), position)

@@ -24,13 +24,13 @@ from vlmcompress.common import folders, json_files, phases
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
-from vlmcompress.models import found_draft, refuse_quantized, spec_for, stored_tensors
+from vlmcompress.models import found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
 # Where formats keep their config besides config.json; a folder has those of its own format only.
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _WRITTEN = ("config.json", card.CARD, MANIFEST, *CONFIG_FILES)  # written anew, not copied
 
 
@@ -43,6 +43,7 @@ def write(
     exporter: ModuleType,
     layers: Layers,
     manifest: dict,
+    original: Path | None = None,
     written: Mapping[str, str] | None = None,
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
@@ -56,13 +57,14 @@ def write(
     """Write `out` and return its manifest.
 
     Args:
-        source: folder of the original checkpoint.
+        source: folder of the checkpoint whose tensors are written where nothing else is said.
         out: folder to write; it appears whole or not at all.
         quantized: linear layer (memory name) -> weight, scheme, input scale. Looked up twice, so it may be lazy.
         names: memory name of a parameter -> its name on disk, as `models.disk_names` gives it.
         exporter: the format that is written, a module of `vlmcompress.exporters`.
         layers: which layers are quantized, for the config block.
         manifest: what `manifest.build` returned; files and sizes are added here.
+        original: folder of the checkpoint that the source was made of, whose other files are copied; None: the source.
         written: memory name of a parameter -> its name in `out`; None: `names`.
         changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
@@ -79,12 +81,12 @@ def write(
     spec = spec_for(config)
     entries = list(stored_tensors(source).values())
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
-    before = sum(entry.spec.nbytes for entry in entries)
+    before = stored_bytes(original or source)
     config = found_draft(spec, spec.completed(config), [entry.name for entry in entries])
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     content = Content(plan, quantized, exporter, layers, config, manifest, before, beside or {})
-    return write_folder(source, out, content, shard_size=shard_size, progress=progress)
+    return write_folder(original or source, out, content, shard_size=shard_size, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(files):
             place = Path(folder, name).relative_to(source)
-            if name.startswith(".") or name.endswith(_WEIGHTS):
+            if name.startswith(".") or name.endswith(WEIGHTS):
                 continue
             if str(place) == card.CARD:
                 yield Path(folder, name), Path(card.SOURCE_CARD)

@@ -16,6 +16,7 @@ RECIPE_KEYS = {
     "vision": "vision",
     "vision_attention": "vision_attention",
     "kv_cache": "kv_cache",
+    "rotate": "rotate",
     "reduce": "reduce",
     "calib": "calibrate.data",
     "text": "calibrate.text",
@@ -46,6 +47,7 @@ def recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
+    rotation(parser)
     reducer(parser, "what the checkpoint carries: a visual-token reducer")
     data(parser)
     parser.add_argument(
@@ -66,6 +68,13 @@ def data(parser: argparse.ArgumentParser) -> None:
         "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
     )
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+
+
+def rotation(parser: argparse.ArgumentParser) -> None:
+    """The flag of a rotation."""
+    parser.add_argument(
+        "--rotate", default=argparse.SUPPRESS, help="hadamard or random: rotate the decoder's hidden states first"
+    )
 
 
 def reducer(parser: argparse.ArgumentParser, about: str) -> None:

@@ -29,6 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
     _flags.data(parser)
     parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
+    _flags.rotation(parser)
     _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -88,7 +89,7 @@ def _needs(text: str) -> frozenset[str]:
 
 def _refuse_foreign(values: dict[str, Any]) -> None:
     """Raise `UserError` for recipe keys that mean nothing to a calibration."""
-    known = ("model", "out", "kv_cache", "reduce", "calibrate", "trust_remote_code", "seed")
+    known = ("model", "out", "kv_cache", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
     foreign = [key for key in values if key not in known]
     foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:

@@ -72,7 +72,7 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None) -> 
 
     plan = build(resolved.recipe)
     refuse_without_data(plan)
-    if plan.budget and plan.statistics:
+    if plan.budget and plan.statistics and not plan.recipe.rotate:
         from vlmcompress.common.progress import silent
         from vlmcompress.compression import allocate
         from vlmcompress.recipe import resolve

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> Outcome:
     given = _flags.given(args)
     if foreign := [key for key in given if key in ("scheme", "options", "bits")]:
         raise UserError(f"--set {foreign[0]}: a sweep tries these itself; leave it out")
+    if given.get("rotate"):
+        raise UserError("--set rotate: a sweep predicts errors of the model as it is; leave it out")
     base = {"scheme": "rtn", "options": {"group_size": -1, "bits": 8}}
     target = given.pop("target", None)
     recipe = resolve(given | base).recipe.model_copy(update={"target": target})

@@ -199,5 +199,6 @@ def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
     needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs for method in methods))
     own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
-        calibrate(own, needs=needs, likes={"gradient"}, resume=resume, overwrite=True, progress=progress)
+        read = work.source.path if recipe.rotate else None
+        calibrate(own, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress)
     return statistics_folder.read(folder)

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.registry import RULES, SCHEMES
 from vlmcompress.common.text import size
+from vlmcompress.compression import rotated
 from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
 from vlmcompress.compression.reducer import settled
 from vlmcompress.errors import UserError, did_you_mean
@@ -71,6 +73,7 @@ def calibrate(
     *,
     needs: Collection[str] = NEEDS,
     likes: Collection[str] = (),
+    read: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -82,6 +85,7 @@ def calibrate(
         needs: the statistics to collect, a subset of `KINDS`; by default those that every scheme can do with, without
             options. `entropy` needs scikit-learn, `gradient` answers and a backward pass.
         likes: more of `KINDS`, which are collected only if the data allow it.
+        read: folder of the rotated model, if there is one already; None: it is made if the recipe asks for a rotation.
         resume: go on after an interrupted run with the same model, data and settings.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
@@ -90,19 +94,27 @@ def calibrate(
         UserError: bad input; nothing was written.
     """
     with phases.measured(), team.met():
-        return _calibrated(recipe, needs, likes, resume, overwrite, progress)
+        return _calibrated(recipe, needs, likes, read, resume, overwrite, progress)
 
 
 def _calibrated(
-    recipe: Recipe, needs: Collection[str], likes: Collection[str], resume: bool, overwrite: bool, progress: Progress
+    recipe: Recipe,
+    needs: Collection[str],
+    likes: Collection[str],
+    read: Path | None,
+    resume: bool,
+    overwrite: bool,
+    progress: Progress,
 ) -> Result:
     assert recipe.out is not None
     source, out = recipe.model, recipe.out
     folders.check(source, out, overwrite=overwrite, mark=NAME)
     if "entropy" in needs:
         _need_sklearn()
+    made = rotated.made(recipe, progress).path if recipe.rotate and not read else None
     with phase("loading"):
-        vlm = models.load(source, trust_remote_code=recipe.trust_remote_code)
+        vlm = models.load(read or made or source, trust_remote_code=recipe.trust_remote_code)
+        vlm = replace(vlm, path=source)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
     reducer = settled(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer})
@@ -146,6 +158,7 @@ def _calibrated(
     if team.first():
         described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
         store.remove()
+        rotated.clean(out)
     team.wait()
     return Result(out, described)
 
@@ -214,6 +227,7 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
             "seed": recipe.seed,
         },
         "kv_cache": bool(recipe.kv_cache),
+        **({"rotate": recipe.rotation} if recipe.rotation else {}),
     }
 
 

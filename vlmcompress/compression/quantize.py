@@ -19,7 +19,7 @@ from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders, phases, team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.compression import allocate
+from vlmcompress.compression import allocate, rotated
 from vlmcompress.compression.blocks import compress, solve_blocks
 from vlmcompress.compression.inputs import (
     Inputs,
@@ -65,6 +65,8 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
         folders.check_apart(work.statistics.folder, out, "statistics")
         reuse.verify(work.statistics, recipe)
     with team.met():
+        if recipe.rotate:
+            work = plan.build(recipe, source=rotated.made(recipe, progress))
         if work.budget:
             work = allocate.planned(work, resume=resume, progress=progress)
         inputs = _inputs(work)
@@ -87,6 +89,7 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
     )
     store.remove()
     allocate.clean(out)
+    rotated.clean(out)
     return Result(out, written)
 
 
@@ -94,7 +97,8 @@ def _inputs(work: Plan) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
     with phase("loading"):
-        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+        vlm = models.load(work.source.path, trust_remote_code=recipe.trust_remote_code)
+        vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
     if work.statistics:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         wanted = recipe.vision_attention or (tokens and tokens.counted)

@@ -104,6 +104,8 @@ def run(
     """
     assert recipe.calibrate.stats is not None
     known = statistics_folder.read(Path(recipe.calibrate.stats))
+    if known.rotation:
+        raise UserError(f"statistics {known.folder} are of a rotated model, and a sweep looks at the model as it is")
     facts, recipe = known.facts, recipe.model_copy(update={"reduce": known.reducer})
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]

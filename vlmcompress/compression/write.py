@@ -15,6 +15,7 @@ from vlmcompress.blocks.store import BlockStore, StoredWeights
 from vlmcompress.checkpoint import manifest, vision_scales
 from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
+from vlmcompress.common.text import size
 from vlmcompress.compression import reducer as reducers
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
@@ -53,8 +54,9 @@ def write_checkpoint(
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     source = work.source
     return write(
-        vlm.path,
+        source.path,
         recipe.out,
+        original=recipe.model,
         quantized=quantized,
         names=source.names,
         written=source.written,
@@ -68,7 +70,13 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[*_unread(work), *reducers.warnings(recipe.reduce, origin), *warnings(results), *_changed(source)],
+            warnings=[
+                *_untied(work),
+                *_unread(work),
+                *reducers.warnings(recipe.reduce, origin),
+                *warnings(results),
+                *_changed(source),
+            ],
             allocation=work.allocation,
             visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),
@@ -87,6 +95,16 @@ def _changed(source: Source) -> list[str]:
     """Lines about what is wrong with the source and put right in what is written."""
     found = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     return [*found, *models.draft_dropped(source.spec, source.config, source.stored)]
+
+
+def _untied(work: Plan) -> list[str]:
+    """A line about an output head that a rotation made a matrix of its own."""
+    if not work.recipe.rotate:
+        return []
+    now = work.source.stored
+    more = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(work.recipe.model)
+    what = "the output head shared the embedding's weights and is a matrix of its own now"
+    return [f"rotate: {what}, {size(more)} more"] if more > 0 else []
 
 
 def _unread(work: Plan) -> list[str]:

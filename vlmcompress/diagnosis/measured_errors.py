@@ -46,6 +46,8 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     made_of, now = manifest.read(folder).get("model") or {}, identity.source_identity(model)
     if any(made_of.get(key) != now[key] for key in _KEYS):
         raise UserError(f"{folder} was made of another model than {model}; give the one it was made of with --model")
+    if (manifest.read(folder)["recipe"].get("rotate")) or statistics.rotation:
+        raise UserError(f"{folder}: layers of a rotated model can't be compared with the original's; leave out --stats")
     if problems := statistics.other_model(model):
         raise UserError(problems[0])
     if "gram" not in statistics.facts["needs"]:

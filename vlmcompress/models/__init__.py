@@ -47,12 +47,14 @@ from vlmcompress.models._read import (
     read_config,
     read_json,
     shards,
+    stored_bytes,
     stored_tensors,
     tensor_headers,
 )
 from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
+from vlmcompress.models._stream import Stream, Values, stream, untied
 from vlmcompress.models._unsupported import UNSUPPORTED
 
 __all__ = [
@@ -68,6 +70,8 @@ __all__ = [
     "ModelSpec",
     "Piece",
     "Source",
+    "Stream",
+    "Values",
     "all_specs",
     "attentions",
     "check_files",
@@ -105,11 +109,14 @@ __all__ = [
     "shards",
     "skeleton",
     "spec_for",
+    "stored_bytes",
     "stored_tensors",
+    "stream",
     "tensor_headers",
     "tied_names",
     "unfound",
     "unfound_text",
+    "untied",
     "values_name",
     "vision_linears",
     "written_names",

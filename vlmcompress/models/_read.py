@@ -123,6 +123,11 @@ def stored_tensors(path: str | Path) -> dict[str, Entry]:
     return _one_by_one(Path(path), [entry for file in shards(path) for entry in read_entries(file)])
 
 
+def stored_bytes(path: str | Path) -> int:
+    """Bytes of all tensors of the checkpoint in `path`."""
+    return sum(entry.spec.nbytes for entry in stored_tensors(path).values())
+
+
 def _one_by_one(path: Path, entries: list[Entry]) -> dict[str, Entry]:
     """The stored tensors of a folder by name, fused experts one by one."""
     config = path / "config.json"

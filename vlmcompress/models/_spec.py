@@ -102,6 +102,9 @@ class ModelSpec:
             asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` behind; None where it can't.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         layout: function that computes which part of an image, of some size, each visual token shows.
+        inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
+            that read the residual stream and those that write it.
+        newlines: parameters besides the projector whose rows lie between visual tokens.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
             `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
@@ -134,6 +137,8 @@ class ModelSpec:
     experts: str | None = None
     router: str | None = None
     vision_attention: str | None = None
+    inner: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
+    newlines: tuple[str, ...] = ()
     positions: Literal["1d", "mrope"] = "1d"
     visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
     mixed_blocks: str | None = None

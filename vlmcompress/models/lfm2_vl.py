@@ -29,6 +29,7 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_id",
+    inner=("conv.conv", "self_attn.q_layernorm", "self_attn.k_layernorm"),
     layout=adaptive,
     visual_grid="shapes",
     mixed_blocks="short convolutions",

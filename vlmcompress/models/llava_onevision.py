@@ -16,6 +16,7 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     image_token="image_token_index",
+    newlines=("model.image_newline",),
     layout=anyres,
     visual_grid="anyres",
     vision_units="resized",

@@ -19,7 +19,7 @@ from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme
-from vlmcompress.planning import attention, fit, memory, reducer, reuse
+from vlmcompress.planning import attention, fit, memory, reducer, reuse, rotation
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe import Recipe
@@ -151,6 +151,8 @@ def survey(
     if source.headers:
         models.check_files(source.path)
         models.check_shapes(source.path, source.skeleton, source.names)
+    before = sum(spec.nbytes for spec in source.stored.values())
+    source = rotation.outlined(recipe, source)
     own = _own_others(recipe, source)
     exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
     problems = _of_model(recipe, source, method, own)
@@ -168,7 +170,7 @@ def survey(
     problems += _unwritable(recipe, layers, blocks)
     kv_layers = len(models.attentions(source.skeleton, source.spec)) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
-    before, after = (sum(spec.nbytes for spec in specs.values()) for specs in (source.stored, written))
+    after = sum(spec.nbytes for spec in written.values())
     budget = None
     if (recipe.bits and not others) or table is not None:
         budget = _budget(recipe, problems, source, groups, written, table)
@@ -197,7 +199,8 @@ def survey(
 
 def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> list[str]:
     """Reasons why the recipe does not go with the model, whatever its layers' shapes."""
-    found = [*reducer.problems(recipe, source), *attention.tower_problems(recipe, source), *_refusals(recipe, own)]
+    found = [*rotation.problems(recipe, source), *reducer.problems(recipe, source)]
+    found += [*attention.tower_problems(recipe, source), *_refusals(recipe, own)]
     if method.by_block and any(group.expert is not None for block in source.blocks for group in block):
         found.append(
             f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
@@ -243,7 +246,8 @@ def _unwritable(recipe: Recipe, layers: Layers, blocks: list[list[Group]]) -> It
     yield from recipe.exporter.problems(layers)
     if recipe.kv_cache and not all(blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none"
-    if not layers.quantized and recipe.reduce is None and recipe.vision_attention is None:
+    others = (recipe.reduce, recipe.vision_attention, recipe.rotate)
+    if not layers.quantized and not any(others):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 

@@ -27,6 +27,7 @@ def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence
         *_absent(known, method, bool(recipe.kv_cache), blocks),
         *_other_settings(known, recipe.calibrate),
         *_other_reducer(known, recipe),
+        *_other_rotation(known, recipe),
     ]
 
 
@@ -89,6 +90,16 @@ def _other_reducer(known: Statistics, recipe: Recipe) -> list[str]:
     remedy = f"add --reduce {was}" if was else "leave out --reduce"
     again = f"calibrate with --reduce {now}" if now else "calibrate without one"
     return [f"statistics {known.folder} are {seen}; {again}, or {remedy}"]
+
+
+def _other_rotation(known: Statistics, recipe: Recipe) -> list[str]:
+    """Find a difference of the rotation, as the decoder's layers have other inputs behind another one, or none."""
+    was, now = known.rotation, recipe.rotation
+    if was == now:
+        return []
+    seen = f"rotated ({was['kind']}, seed {was['seed']})" if was else "not rotated"
+    add = f"--rotate {was['kind']} --seed {was['seed']}" if was else "no --rotate"
+    return [f"statistics {known.folder} are of the model {seen}; use {add}, or calibrate again as you quantize"]
 
 
 def verify(known: Statistics, recipe: Recipe) -> None:

@@ -77,6 +77,8 @@ class Recipe(_Frozen):
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
         vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
+        rotate: the kind of orthogonal matrix (`vlmcompress.rotation`) by which the decoder's hidden states are rotated before
+            anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
         trust_remote_code: run Python code that the model's folder brings along.
@@ -97,6 +99,7 @@ class Recipe(_Frozen):
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
     vision_attention: Literal["fp8"] | None = None
     kv_cache: Literal["fp8"] | None = None
+    rotate: Literal["hadamard", "random"] | None = None
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
     bits: Bits | None = None
@@ -155,6 +158,11 @@ class Recipe(_Frozen):
             return None
         module = SCHEMES.get(self.vision)
         return module.scheme(module.Options())
+
+    @property
+    def rotation(self) -> dict[str, Any] | None:
+        """What decides the rotation, as statistics note it; None for none."""
+        return {"kind": self.rotate, "seed": self.seed} if self.rotate else None
 
     @property
     def exporter(self) -> ModuleType:

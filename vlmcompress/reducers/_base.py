@@ -255,6 +255,11 @@ class ReducerOptions:
         return False
 
     @property
+    def by_channel(self) -> bool:
+        """Whether the choice depends on single channels of the projected rows, so that a rotation of them would change it."""
+        return False
+
+    @property
     def learns(self) -> bool:
         """Whether the method goes by thresholds that are learnt from images; `thresholds` then is one of its options."""
         return False

@@ -53,6 +53,11 @@ class Options(ReducerOptions):
         check_whole("pivots", self.pivots, least=1)
         check_whole("text_pivots", self.text_pivots)
 
+    @property
+    def by_channel(self) -> bool:
+        """The L1 norm of a row is another one after a rotation, unlike its length and its angles."""
+        return True
+
 
 def budget(grid: Grid, options: Options) -> int:
     """Number of tokens to keep: the share `keep`."""

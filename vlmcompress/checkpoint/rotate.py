@@ -1,0 +1,193 @@
+"""Write a checkpoint with a rotated residual stream: another model by its weights, the same by its answers.
+
+QuaRot's and SpinQuant's R1 and R2 (arXiv 2404.00456, section 4; arXiv 2405.16406, section 3.2), for vision-language models:
+with gains `g` of the norm before it, each layer that reads the stream becomes `W diag(g) R`, each that writes it `R^T W`, and
+the norm's gains 1; the embedding's rows are multiplied by R, and so is what the projector puts out. In each attention the rows
+of a value head are multiplied by an R2 of that head's own, and the columns of `o` that read it by the same: attention mixes
+tokens and no channels, so that this, too, changes nothing but rounding. Tensors are read, multiplied and written one by one.
+
+An output head that shares the embedding's weights can't share them any more: it takes in the final norm's gains, which the
+embedding must not have. So it becomes a matrix of its own, and config.json says that it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vlmcompress.checkpoint.pieces import Piece, write_json, write_weights
+from vlmcompress.checkpoint.write import WEIGHTS
+from vlmcompress.common import folders, tensor_files
+from vlmcompress.common.registry import FORMATS
+from vlmcompress.common.tensor_files import Entry, Spec
+from vlmcompress.common.text import parse_size
+from vlmcompress.models import Source, Stream, Values, stream, untied
+from vlmcompress.rotation.rotation import Kind, Rotation
+
+RECORD = ".rotation.json"
+_HEADS = 1 << 12
+"""More than a block has heads of values: rotation `1 + block * _HEADS + head` is that head's."""
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """The matrices of one run: `kind` and `seed` decide them all."""
+
+    kind: Kind
+    seed: int
+
+    def stream(self, width: int) -> Rotation:
+        """The residual stream's, R1."""
+        return Rotation(self.kind, width, self.seed)
+
+    def head(self, block: int, head: int, width: int) -> Rotation:
+        """The one of a head of values, R2."""
+        return Rotation(self.kind, width, self.seed, 1 + block * _HEADS + head)
+
+
+def changes(found: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) -> dict[str, Change]:
+    """What becomes of each parameter that a rotation changes, by memory name: functions of its value in float32 or float64.
+
+    Args:
+        found: who reads and writes the stream; layers may have a bias or not.
+        gains: reads the weight of a norm.
+    """
+    r1 = rotations.stream(found.width)
+    made: dict[str, Change] = dict.fromkeys(found.rows, r1.rows)
+    made |= {f"{norm}.weight": torch.ones_like for norm in found.norms}
+    for linear, norm in found.readers.items():
+        made[f"{linear}.weight"] = functools.partial(_read, r1, functools.partial(gains, f"{norm}.weight"))
+    for linear in found.writers:
+        made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows
+    for block, values in enumerate(found.values):
+        own = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
+        for name, change in _of_values(values, own).items():
+            made[name] = _both(made.get(name), change)
+    return made
+
+
+def _read(r1: Rotation, gains: Callable[[], Tensor], weight: Tensor) -> Tensor:
+    """A layer `[out, in]` that read `g rms(x)`, and is to read `rms(x R)`."""
+    return r1.rows(weight * gains().to(weight))
+
+
+def _both(first: Change | None, then: Change) -> Change:
+    return then if first is None else lambda value: then(first(value))
+
+
+def _of_values(values: Values, own: list[Rotation]) -> dict[str, Change]:
+    """What becomes of the layers of values and output for the rotations of each head of values."""
+    shared = values.heads // values.kv_heads
+
+    def rows(value: Tensor) -> Tensor:
+        parts = value.reshape(values.kv_heads, values.width, -1)
+        return torch.stack([r.columns(part) for r, part in zip(own, parts, strict=True)]).reshape(value.shape)
+
+    def columns(value: Tensor) -> Tensor:
+        parts = value.reshape(len(value), values.kv_heads, shared, values.width)
+        return torch.stack([r.rows(parts[:, i]) for i, r in enumerate(own)], 1).reshape(value.shape)
+
+    return {f"{values.v}.weight": rows, f"{values.v}.bias": rows, f"{values.o}.weight": columns}
+
+
+def write(
+    source: Source,
+    out: Path,
+    rotations: Rotations,
+    *,
+    shard_size: str = "5GB",
+    device: str | torch.device = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the rotated checkpoint of `source` into the folder `out`, which appears whole or not at all.
+
+    Other files are copied. A folder there that `write` made for the same source and rotation is left as it is.
+
+    Args:
+        device: where matrices are multiplied.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: the model can't be rotated, or `out` can't be written.
+    """
+    mark = record(source, rotations)
+    if (out / RECORD).is_file() and (out / RECORD).read_text(encoding="utf-8") == mark:
+        return
+    folders.check(source.path, out, overwrite=True, mark=RECORD)
+    found = stream(source.skeleton, source.spec, source.stored)
+    entries = source.entries
+    made = changes(found, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
+    plan = _pieces(source, found, made, torch.device(device))
+    config = untied(source.config) if found.tied else source.config
+    with folders.new_folder(out) as tree:
+        write_weights(tree, plan, parse_size(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
+        write_json(tree / "config.json", dict(config))
+        for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
+            place = file.relative_to(source.path)
+            hidden = any(part.startswith(".") for part in place.parts)
+            if not hidden and not file.name.endswith(WEIGHTS) and str(place) != "config.json":
+                (tree / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, tree / place)
+        (tree / RECORD).write_text(mark, encoding="utf-8")
+
+
+def record(source: Source, rotations: Rotations) -> str:
+    """What a rotated checkpoint is made of, as text."""
+    files = {entry.file for entry in source.entries.values()}
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    return json.dumps([source.config, stats, rotations.kind, rotations.seed], sort_keys=True)
+
+
+def head_name(source: Source) -> str:
+    """The name on disk of an output head that becomes a matrix of its own: as the embedding's, the hub's or transformers'."""
+    found = stream(source.skeleton, source.spec, source.stored)
+    hub = source.names[found.embedding] == source.spec.hub_name(found.embedding)
+    name = f"{found.head}.weight"
+    return source.spec.hub_name(name) if hub else name
+
+
+def _pieces(source: Source, found: Stream, made: Mapping[str, Change], device: torch.device) -> list[Piece]:
+    """The tensors to write: those that change are made when their turn comes."""
+    memory = {disk: name for name, disk in source.names.items()}
+    head, embedding = f"{found.head}.weight", source.entries[source.names[found.embedding]]
+    plan = []
+    for entry in source.entries.values():
+        name = memory.get(entry.name, "")
+        if found.tied and name == head:
+            continue  # stored twice
+        change = made.get(name)
+        plan.append(Piece(entry.name, entry.spec, entry if change is None else _later(entry, change, device)))
+    if found.tied:
+        plan.append(Piece(head_name(source), embedding.spec, _later(embedding, made[head], device)))
+    return plan
+
+
+def _later(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
+    """A function that reads a tensor and changes it, in float64 where it is stored in 32 bits and else in float32."""
+
+    def make() -> Tensor:
+        stored = tensor_files.read_tensor(entry)
+        wide = torch.float64 if stored.dtype == torch.float32 and device.type != "mps" else torch.float32
+        return change(stored.to(device, wide)).to("cpu", stored.dtype).contiguous()
+
+    return make
+
+
+def outline(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
+    """Tensor name on disk -> type and shape, and memory name -> name on disk, of the rotated checkpoint, nothing written."""
+    found, head = stream(source.skeleton, source.spec, source.stored), head_name(source)
+    if not found.tied:
+        return source.stored, source.names
+    name = f"{found.head}.weight"
+    stored = {key: value for key, value in source.stored.items() if key != source.names.get(name)}
+    spec = source.stored[source.names[found.embedding]]
+    return stored | {head: spec}, source.names | {name: head}

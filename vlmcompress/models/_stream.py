@@ -1,0 +1,232 @@
+"""Who reads and who writes a decoder's residual stream, found in a model's skeleton: what a rotation has to change.
+
+Embedding, attention's `o`, the MLP's `down` and what turns the tower's output into visual tokens write rows into the stream;
+`qkv`, `gate_up` and the output head read them behind an RMSNorm. If every writer writes `y R` instead of `y` and every reader
+expects that, nothing else changes, as `rms(y R) = rms(y)` for an orthogonal R. A norm's gains have to be in its readers then.
+
+Which is which follows from the family's groups: one with a norm to smooth reads, one that gives rows as wide as the stream
+writes. Every tensor of the checkpoint must have found its part, and each norm is tried out, so that an architecture which adds
+something (a norm on a branch's output, a convolution, a router, a mean that is subtracted) is refused and not broken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmcompress.errors import UserError
+from vlmcompress.models._draft import draft_tensors
+from vlmcompress.models._names import tied_names
+from vlmcompress.models._resolve import decoder_blocks, decoder_layers
+from vlmcompress.models._spec import Group, ModelSpec
+
+
+@dataclass(frozen=True)
+class Values:
+    """The value heads of one attention: rows of `v` and columns of `o` that belong together.
+
+    Attributes:
+        v, o: memory names of the linear layers.
+        heads: how many heads of queries there are; `kv_heads`: of values, each shared by as many of queries.
+        width: channels of a head.
+    """
+
+    v: str
+    o: str
+    heads: int
+    kv_heads: int
+    width: int
+
+
+@dataclass
+class Stream:
+    """The residual stream of a decoder, by memory names.
+
+    Attributes:
+        width: its channels.
+        embedding: the parameter of the token embedding.
+        head: the output head's linear layer; `tied`: it shares the embedding's weight.
+        rows: parameters whose last dimension is the stream's: the embedding and, in LLaVA-NeXT, the newline.
+        readers: linear layer -> the norm before it.
+        writers: linear layers.
+        values: the value heads of each attention.
+    """
+
+    width: int
+    embedding: str
+    head: str
+    tied: bool
+    rows: list[str] = field(default_factory=list)
+    readers: dict[str, str] = field(default_factory=dict)
+    writers: list[str] = field(default_factory=list)
+    values: list[Values] = field(default_factory=list)
+
+    @property
+    def norms(self) -> list[str]:
+        """The norms whose gains the readers take in."""
+        return list(dict.fromkeys(self.readers.values()))
+
+
+def stream(skeleton: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] = ()) -> Stream:
+    """Describe the residual stream of a model.
+
+    Args:
+        skeleton: the model on the meta device.
+        stored: tensor names of its checkpoint.
+
+    Raises:
+        UserError: a rotation of the stream would not leave this model's answers as they are; why.
+    """
+    _refuse_known(spec, stored)
+    config = skeleton.config.get_text_config()
+    embedding = skeleton.get_input_embeddings()
+    name = next(key for key, value in skeleton.named_parameters() if value is embedding.weight)
+    head, width = f"{spec.lm_head}.weight", int(embedding.weight.shape[1])
+    found = Stream(width, name, spec.lm_head, head in tied_names(skeleton), rows=[name, *_newlines(skeleton, spec)])
+    templates = {template.name: template for template in spec.groups}
+    for path, groups in zip(decoder_layers(skeleton, spec), decoder_blocks(skeleton, spec), strict=True):
+        for group in groups:
+            if group.name not in templates:
+                raise _refused(spec, f"nothing is known about {group.linears[0]}")
+            if group.smooth and group.smooth_kind == "norm":
+                found.readers |= dict.fromkeys(group.linears, group.smooth)
+            elif all(skeleton.get_submodule(linear).out_features == width for linear in group.linears):
+                found.writers += group.linears
+            else:
+                raise _refused(spec, f"{group.linears[0]} reads the stream without a norm that is known")
+            template = templates[group.name]
+            if group.name == "o" and template.smooth_kind == "linear":
+                found.values += _values(skeleton, f"{path}.{template.smooth[0]}", group, config)
+    _check_blocks(skeleton, spec, found)
+    found.writers += [_last_linear(skeleton, root, spec, width) for root in _projectors(skeleton, spec)]
+    found.readers[spec.lm_head] = _final_norm(skeleton, spec, embedding)
+    _check_rest(skeleton, spec, found)
+    for norm in found.norms:
+        _check_norm(skeleton.get_submodule(norm), norm, spec)
+    return found
+
+
+def _refuse_known(spec: ModelSpec, stored: Iterable[str]) -> None:
+    """Refuse what a family's data say already."""
+    if spec.norm_offset:
+        more = "and its blocks have more that acts on the stream than attention and MLP behind a norm each"
+        raise _refused(spec, f"its norms compute x * (1 + weight), {more}")
+    if spec.experts:
+        raise _refused(spec, "its router and its experts read the stream by a norm that none of them can take in alone")
+    if draft_tensors(spec, stored):
+        raise _refused(spec, "its head that drafts tokens reads the stream, too")
+
+
+def _refused(spec: ModelSpec, why: str) -> UserError:
+    return UserError(f"a rotation does not leave {spec.family} as it is: {why}; leave out --rotate")
+
+
+def _newlines(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
+    """Parameters besides embedding and projector whose rows enter the stream."""
+    names = {name for name, _ in skeleton.named_parameters()}
+    return [name for name in spec.newlines if name in names]
+
+
+def _values(skeleton: nn.Module, v: str, group: Group, config: object) -> Iterator[Values]:
+    """The value heads of a block's attention, if it has a layer of its own for them."""
+    modules = dict(skeleton.named_modules())
+    heads, o = getattr(config, "num_attention_heads", 0), group.linears[0]
+    if v not in modules or not heads or modules[o].in_features % heads:
+        return
+    width = modules[o].in_features // heads
+    kv_heads, rest = divmod(modules[v].out_features, width)
+    if not rest and kv_heads and heads % kv_heads == 0:
+        yield Values(v, o, heads, kv_heads, width)
+
+
+def _projectors(skeleton: nn.Module, spec: ModelSpec) -> Iterator[str]:
+    """The projectors one by one: each of a list is one."""
+    for root in spec.projector:
+        module = skeleton.get_submodule(root)
+        yield from (f"{root}.{i}" for i in range(len(module))) if isinstance(module, nn.ModuleList) else (root,)
+
+
+def _last_linear(skeleton: nn.Module, root: str, spec: ModelSpec, width: int) -> str:
+    """The layer of a projector that gives visual tokens: the last one with parameters, which has to be linear."""
+    owners = [
+        (name, module)
+        for name, module in skeleton.get_submodule(root).named_modules(prefix=root)
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    if not owners or not isinstance(owners[-1][1], nn.Linear) or owners[-1][1].out_features != width:
+        raise _refused(spec, f"{root} does not end in a linear layer that gives visual tokens")
+    return owners[-1][0]
+
+
+def _final_norm(skeleton: nn.Module, spec: ModelSpec, embedding: nn.Module) -> str:
+    """The norm before the output head: what the decoder's stem has besides blocks and embedding."""
+    stem, _, layers = spec.layers.rpartition(".")
+    others = [
+        name
+        for name, module in skeleton.get_submodule(stem).named_children()
+        if name != layers and module is not embedding and any(True for _ in module.parameters())
+    ]
+    if len(others) != 1:
+        raise _refused(spec, f"its decoder has {', '.join(others) or 'no norm'} behind its blocks")
+    return f"{stem}.{others[0]}"
+
+
+def _known(found: Stream) -> set[str]:
+    """The parameters whose part in the stream is known."""
+    linears = {f"{name}.{leaf}" for name in (*found.readers, *found.writers) for leaf in ("weight", "bias")}
+    return {*found.rows, *linears, *(f"{name}.weight" for name in found.norms)}
+
+
+def _check_blocks(skeleton: nn.Module, spec: ModelSpec, found: Stream) -> None:
+    """Refuse blocks with a parameter that neither reads nor writes the stream nor acts within a branch."""
+    known = _known(found)
+    for name, _ in skeleton.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
+        module = name.rpartition(".")[0]
+        if name in known or module.endswith(spec.inner):
+            continue
+        if "norm" in module.rpartition(".")[2]:
+            raise _refused(spec, f"{module} normalizes what a branch puts out")
+        raise _refused(spec, f"nothing is known about what {name} does to the stream")
+
+
+def _check_rest(skeleton: nn.Module, spec: ModelSpec, found: Stream) -> None:
+    """Refuse a model with a parameter beside blocks, tower and projector that has no known part."""
+    known, roots = _known(found), (*spec.vision, *spec.projector, spec.layers)
+    for name, _ in skeleton.named_parameters(remove_duplicate=False):
+        if name not in known and not name.startswith(tuple(f"{root}." for root in roots)):
+            raise _refused(spec, f"nothing is known about what {name} does to the stream")
+
+
+def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
+    """Refuse a norm that is not RMSNorm: it must give `g rms(x)`, and rotated rows for rotated ones, as is tried out."""
+    norm = copy.deepcopy(module).to_empty(device="cpu").float()
+    draw = torch.Generator().manual_seed(0)
+    width = norm.weight.shape[0]
+    x, v = torch.randn(3, width, generator=draw) + 1, torch.randn(width, generator=draw)
+    with torch.no_grad():
+        norm.weight.fill_(2.0)
+        twice = norm(x)
+        norm.weight.fill_(1.0)
+        plain = norm(x)
+        mirrored = norm(_mirrored(x, v))
+    if not torch.allclose(twice, 2 * plain, atol=1e-4):
+        raise _refused(spec, f"{name} does not multiply by its weight")
+    if not torch.allclose(mirrored, _mirrored(plain, v), atol=1e-4):
+        raise _refused(spec, f"{name} does more than divide by the root mean square, such as subtract the mean")
+
+
+def _mirrored(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Rows reflected at the plane that is orthogonal to `v`."""
+    return x - 2 * (x @ v)[:, None] * v / v.square().sum()
+
+
+def untied(config: Mapping[str, object]) -> dict[str, object]:
+    """The content of a config.json whose model has an output head of its own."""
+    text = config.get("text_config")
+    changed: dict[str, object] = {**config, "tie_word_embeddings": False}
+    return changed | ({"text_config": {**text, "tie_word_embeddings": False}} if isinstance(text, Mapping) else {})
