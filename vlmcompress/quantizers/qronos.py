@@ -1,32 +1,35 @@
 """Qronos (arXiv 2505.11695): GPTQ that also corrects for what the quantized blocks before do to a layer's input.
 
-Behind quantized blocks a layer is given inputs `X` where the 16-bit model has `X'`. GPTQ keeps `X Q^T` near `X W^T`; Qronos keeps
-it near the 16-bit model's `X' W^T`. For a row w it minimizes, with `H = X^T X` damped by d as in GPTQ,
+Behind quantized blocks a layer is given inputs `X` where the 16-bit model has `X'`. GPTQ keeps `X Q^T` near `X W^T`;
+Qronos keeps it near the 16-bit model's `X' W^T`. For a row w, with damping d relative to `H = X^T X` as in GPTQ, it
+minimizes
 
-    |X' w - X q|^2 + d |w - q|^2                                                                     (the paper's eq. 1)
+    |X' w - X q|^2 + d |w - q|^2
 
-column by column (its eqs. 3 to 6, there with d = 0 and X~ for X). The first column is rounded as if the others stayed as they are;
-then, and after each column that is fixed, those still to come become the least-squares continuation of what is fixed:
+(the paper has X~ for X, and X for X') column by column. The first is rounded as if the others stayed as they are.
+Then, and after each column that is fixed, those still to come become the least-squares continuation of what is fixed:
 
     q_1 = Q(t_1),  t_1 = argmin_p |X' w - p X_1 - sum_{j>1} w_j X_j|^2 + d (w_1 - p)^2
     q_i = Q(v_i),  v = argmin_v   |X' w - sum_{j<i} q_j X_j - sum_{j>=i} v_j X_j|^2 + d (...)        for i > 1
 
-In the form of LDLQ (`quantizers.gptq`): with the cross-Gram `C = X^T (X' - X)` (`statistics.inputs`) the first line is
+In the form of LDLQ (`quantizers.gptq`): with the cross-Gram matrix `C = X^T (X' - X)` (`statistics.inputs`) the first
+line is
 
     |(w* - q) R|^2 + const,   H + d = R R^T,   w* = w + w C^T (H + d)^-1
 
-so from the second column on Qronos *is* GPTQ on `w*`, as both take the best continuation of a fixed prefix. Only `t_1 = w_1 + (w
-C^T)_1 / (H_11 + d)` differs from `w*_1`. GPTQ on `w' = w* + (t_1 - w*_1) u` has the first column of the one and the rest of
-the other, where `u = e_1 R^-1 R_11` is the way in which the best continuation follows the first column: `(w' - w*) R` is zero
-but for its first entry. So everything GPTQ has (ranges, order of columns, blocks) serves here, on `w'` in the place of w. The
-paper's authors come to GPTQ's updates from the second column on, too (their theorem on equivalence), by the inverse of H.
+so from the second column on Qronos *is* GPTQ on `w*`, as both take the best continuation of a fixed prefix. The first
+alone differs, by `t_1 = w_1 + (w C^T)_1 / (H_11 + d)` instead of `w*_1`. Both are had by GPTQ on `w' = w* + (t_1 -
+w*_1) u`, where `u = R_11 e_1 R^-1` is how the best continuation follows the first column: `(w' - w*) R` is zero but
+for its first entry. So all that GPTQ has (ranges, order of columns, blocks) serves here, on w' in the place of w.
 
-`correct` takes a share of the way from w to w'; at 0 it is GPTQ behind quantized blocks. `behind: groups` quantizes the groups of
-a block one after another, each behind those before it, as the paper does; `blocks` sees a block before any of it is quantized.
+`correct` takes a share of the way from w to w'; at 0 it is GPTQ behind what is quantized. `behind: groups` quantizes
+the groups of a block one after another, each behind those before it, as the paper does; `blocks` sees a block before
+any of it is quantized.
 
-Costs: one more matrix `[in, in]` for each modality, a second stream of hidden states and a second run of each block, and for
-each layer `out * in^2` twice. Loses: w' is fitted to the calibration tokens with `out * in` free numbers, so it wants more tokens
-and damping than GPTQ does. Errors that are reported for a layer are of `X (Q - W)^T`: they are larger than GPTQ's, on purpose.
+Costs: a matrix `[in, in]` more for each modality, a second stream of hidden states, further runs of each block, and
+for each layer `out * in^2` twice. Loses: w' is fitted to the calibration tokens with as many free numbers as the
+weights, so it wants more tokens and damping than GPTQ. The errors reported for a layer are of `X (Q - W)^T`: larger
+than GPTQ's, on purpose.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ NEEDS = frozenset({"gram", CROSS})
 
 @dataclass(frozen=True)
 class Options(gptq.Options):
-    """Those of gptq; `correct`: share of the correction that is made, from 0 (gptq's weights) to 1 (the paper); `behind`: "groups"
-    or "blocks", what is quantized already where a group's input is observed."""
+    """Those of gptq; `correct`: share of the correction that is made, from 0 (GPTQ's weights) to 1 (the paper); `behind`:
+    "groups" or "blocks", what is quantized already where a group's input is observed."""
 
     correct: float = 1.0
     behind: str = "groups"

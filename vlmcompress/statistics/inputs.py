@@ -19,10 +19,11 @@ pooled). A maximum counts no tokens, and pooled it belongs to one modality; no p
 is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most
 `p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that pooling gives.
 
-Behind quantized blocks a layer is given other inputs than in the 16-bit model. Where X are those that it is given and `X'` those
-of the 16-bit model at the same tokens, the *cross-Gram matrix* `X^T X'` says what became of them. It is kept as its difference
-to the Gram matrix, `C = X^T (X' - X)`, as that of two large sums would be lost in their rounding. It is weighed and rescaled as
-G is, has no symmetry, and is never stored, as it hangs on what the blocks before were quantized to.
+Behind quantized blocks a layer is given other inputs than in the 16-bit model. Where X are those that it is given and
+`X'` those of the 16-bit model at the same tokens, the *cross-Gram matrix* `X^T X'` says what became of them. It is
+kept less the Gram matrix, `C = X^T (X' - X)`, as a small difference of two large sums would be lost in their
+rounding. It is weighed and rescaled as G is, has no symmetry, and is never stored, as it hangs on what the blocks
+before were quantized to.
 """
 
 from __future__ import annotations
