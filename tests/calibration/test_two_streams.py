@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.kit.batched_samples import samples, wide
+from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.calibration.observe import Wanted, observe
 from vlmcompress.data import encode
 from vlmcompress.models import VLM, decoder_blocks
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.statistics.inputs import MODALITIES
 
 WANTED = frozenset({"gram", "cross"})
@@ -36,13 +38,22 @@ def given(vlm: VLM, batches, names: list[str]) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("model_name", "stepwise"),
-    [("llava", True), ("qwen3_vl", False), ("gemma4", False), pytest.param("gemma4", True, marks=pytest.mark.slow)],
+    ("model_name", "stepwise", "reducer"),
+    [
+        ("llava", True, "uniform:0.5"),
+        ("qwen3_vl", False, None),
+        ("gemma4", False, None),
+        pytest.param("gemma4", True, None, marks=pytest.mark.slow),
+    ],
 )
-def test_cross_grams_are_those_of_two_whole_models(model_name, stepwise, loaded):
-    """Padding, several sizes, deepstack features and shared keys and values included; also past a block known already."""
+def test_cross_grams_are_those_of_two_whole_models(model_name, stepwise, reducer, loaded):
+    """Padding, several sizes, deepstack features and shared keys and values included; also past a block known already, and
+    behind a reducer."""
     vlm = wide(loaded(model_name))
-    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    batches = encode(samples(), vlm)
+    if reducer:
+        batches, vlm = reduced(vlm, batches, parse(reducer)), decoder(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
     original = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     first, moved = next(layer for layer, groups in enumerate(blocks) if groups), 0
