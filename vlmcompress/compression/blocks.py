@@ -43,22 +43,15 @@ def compress(
     """
     if not batches:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
-    from vlmcompress.calibration import block_clip
-    from vlmcompress.calibration.block_search import search_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
     from vlmcompress.calibration.observe import Wanted, observe
-    from vlmcompress.calibration.token_weights import token_weights
 
     with phase("gradients"):
         known = kept_sensitivities(store, vlm, blocks, batches, progress) if "gradient" in method.needs else {}
     with phase("searching"):
-        scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
-        if method.joint:
-            method = block_clip.search(vlm, blocks, batches, method, progress)
-        weights = token_weights(vlm, blocks, method, batches, progress) if method.by_token else []
-    needs = method.needs & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    stepwise = method.stepwise
-    wanted = Wanted(needs, kv_cache=kv_cache, weights=weights, all_experts=all_experts, stepwise=stepwise)
+        method, scales, weights = _searched(vlm, blocks, batches, method, known, progress)
+    more = {"weights": weights, "all_experts": all_experts, "stepwise": method.stepwise}
+    wanted = Wanted(_needs(method), kv_cache=kv_cache, **more)
     offset = vlm.spec.norm_offset
     finished: dict[str, Any] = {}
     whole = BlockResult()
@@ -84,6 +77,36 @@ def compress(
             whole = BlockResult()
     if lean:
         _let_go(finished)
+
+
+def _searched(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    batches: list[dict[str, Tensor]],
+    method: Method,
+    known: Mapping[tuple[int, str], Any],
+    progress: Progress,
+) -> tuple[Method, dict[tuple[int, str], Tensor], Any]:
+    """The method with its clipped ranges, scales by block and group, and weights of tokens, where they come of the model."""
+    scales: dict[tuple[int, str], Tensor] = {}
+    if method.by_block:
+        from vlmcompress.calibration.block_search import search_blocks
+
+        scales = search_blocks(vlm, blocks, batches, method, known)
+    if method.joint:
+        from vlmcompress.calibration import block_clip
+
+        method = block_clip.search(vlm, blocks, batches, method, progress)
+    if not method.by_token:
+        return method, scales, []
+    from vlmcompress.calibration.token_weights import token_weights
+
+    return method, scales, token_weights(vlm, blocks, method, batches, progress)
+
+
+def _needs(method: Method) -> frozenset[str]:
+    """The statistics that are collected for a method: those that it reads, and what errors are reported by."""
+    return frozenset(method.needs & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set()))
 
 
 def solve_blocks(
