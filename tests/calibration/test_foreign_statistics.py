@@ -143,6 +143,10 @@ def by_block(folder: Path) -> list[str]:
     return ["--set", "options.objective=block"]
 
 
+def another_prefix(folder: Path) -> list[str]:
+    return ["--scheme", "qronos"]
+
+
 REFUSED = {
     other_weights: r"another model: sha256 of weights is \w{12} for 'llava' and \w{12} for .*llava; calibrate",
     other_config: r"sha256 of config is \w{12} for 'llava' and \w{12} for",
@@ -159,6 +163,7 @@ REFUSED = {
     no_ranges: r"no ranges of keys and values; calibrate with --kv-cache fp8",
     other_samples: r"calibrate.samples is 4 and statistics .* with 5; leave it out",
     by_block: r"objective 'block' searches with the model itself",
+    another_prefix: r"statistics .*llava-stats were collected without the cross-Gram matrix, .* leave out the statistics",
 }
 
 
@@ -259,3 +264,7 @@ def test_statistics_for_what_will_read_them(world, tmp_path):
     assert statistics_folder.read(tmp_path / "stats").facts["needs"] == ["absmax", "gradient"]
     assert needed(["gptq"]) == {"gram"} and needed(["error", "fp8"]) == {"gram"}
     assert needed(["gptq", "mbq", "luq"]) == {"gram", "absmean", "gradient", "entropy"}
+    with pytest.raises(
+        UserError, match="--for gptq,qronos: the cross-Gram matrix hangs on the blocks quantized before"
+    ):
+        needed(["gptq", "qronos"])

@@ -206,6 +206,7 @@ def test_interrupted_and_resumed(world, tmp_path):
             {"options": {"objective": "block"}, "scheme": "awq"},
             "searches that re-run blocks",
         ),
+        ({"budget": 4}, {"scheme": "qronos"}, "statistics of the 16-bit model, which know no quantized blocks before"),
     ],
 )
 def test_refusals_of_a_plan(world, bits, more, message):

@@ -25,6 +25,7 @@ from vlmcompress.recipe import resolve
 SCHEMES = {
     "rtn": {},
     "gptq": {"group_size": 64},
+    "qronos": {"group_size": 64},
     "awq": {"group_size": 32},
     "mbq": {"group_size": 32},
     "int8": {},
@@ -97,20 +98,22 @@ def test_layers_that_stay_as_they_are_take_part_in_smoothing(world, tmp_path):
     assert [name for name in new if name.endswith("k_scale")] == ["model.language_model.layers.1.self_attn.k_scale"]
 
 
-def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path):
+@pytest.mark.parametrize("scheme", ["awq", "qronos"])
+def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, scheme):
     """Stop in the middle of the second block, go on with `resume`: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
-    quantize(recipe(world, whole, "awq"))
+    options = {"options": {"group_size": 64}}
+    quantize(recipe(world, whole, scheme, **options))
 
     def stop(label: str, done: int, total: int) -> None:
         if label == "calibrating" and done > total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize(recipe(world, halved, "awq"), progress=stop)
+        quantize(recipe(world, halved, scheme, **options), progress=stop)
     assert not halved.exists()
     assert len(list((tmp_path / ".halved.resume").glob("layer-*.safetensors"))) == 1
-    quantize(recipe(world, halved, "awq"), resume=True)
+    quantize(recipe(world, halved, scheme, **options), resume=True)
     assert weights(halved) == weights(whole)
     assert not (tmp_path / ".halved.resume").exists()
 

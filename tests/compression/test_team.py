@@ -58,9 +58,10 @@ def asked(world: Path, out: Path, *more: str) -> list[str]:
     return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *more]
 
 
-def test_weights_are_those_of_one_worker(world, tmp_path):
-    """AWQ, balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip."""
-    call = asked(world, tmp_path / "two", "--scheme", "awq", "--set", "options.balance=auto", "--json")
+@pytest.mark.parametrize("scheme", ["awq", pytest.param("qronos", marks=pytest.mark.slow)])
+def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
+    """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip."""
+    call = asked(world, tmp_path / "two", "--scheme", scheme, "--set", "options.balance=auto", "--json")
     (code, out, err), (other, silent, nothing) = ended(start(world, "quantize", *call))
     assert (code, other) == (0, 0), err + nothing
     assert json.loads(out)["ok"] and not silent and not nothing.strip()

@@ -8,7 +8,7 @@ from torch import Tensor
 from vlmcompress.numerics import decode, encode, find_params
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import MODALITIES, NEEDS, GroupStats
+from vlmcompress.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
 
 WIDTH = 128
 COUNTS = {"text": 120, "vision": 360, "answer": 60}
@@ -30,12 +30,12 @@ def weight(rows: int, width: int, seed: int = 0) -> Tensor:
 
 
 def statistics(x: Tensor) -> GroupStats:
-    """Everything about `x`, the second half of it called vision and the end of that answer."""
-    collector = Collector(x.shape[1], NEEDS)
+    """Everything about `x`, the second half of it called vision and the end of that answer; the 16-bit model has the same."""
+    collector = Collector(x.shape[1], {*NEEDS, CROSS})
     mask = torch.ones(len(x), dtype=torch.uint8)
     mask[len(x) // 2 :] = 2
     mask[-len(x) // 8 :] = 3
-    collector.add(x, mask)
+    collector.add(x, mask, x)
     stats = collector.finish()
     stats.sensitivity = Sensitivity({"text": 1.0, "vision": 0.5, "answer": 2.0}, rho=0.5)
     return stats

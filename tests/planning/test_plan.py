@@ -162,6 +162,10 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     source = tiny.build("qwen3-vl-moe", tmp_path / "source")
     with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
         plan.build(recipe(source, scheme="awq", options={"objective": "block"}))
+    with pytest.raises(
+        UserError, match="scheme 'qronos' compares tokens .* which route them to different experts; use gptq"
+    ):
+        plan.build(recipe(source, scheme="qronos"))
     assert plan.build(recipe(source, scheme="awq")).needs_data
 
 
@@ -176,6 +180,7 @@ def test_calibration_need_and_memory(models):
     more = plan.build(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
     assert not free.needs_data and calibrated.needs_data
     assert free.peak_bytes < calibrated.peak_bytes < more.peak_bytes
+    assert calibrated.peak_bytes < plan.build(recipe(models["llava"], scheme="qronos")).peak_bytes
     assert plan.build(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
 
 

@@ -26,7 +26,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
 from vlmcompress.quantizers import Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
-from vlmcompress.statistics.inputs import GroupStats
+from vlmcompress.statistics.inputs import CROSS, GroupStats
 
 FEW = "experts that few tokens were routed to were shown others of their layer as well (--all-experts shows all of them all)"
 _ROWS = 256  # most rows of a weight in a layer's reported error
@@ -70,6 +70,16 @@ class Method:
     def joint(self) -> bool:
         """Whether ranges are searched beforehand, by the output of runs of blocks (`calibration.block_clip`)."""
         return getattr(self.module, "JOINT", False)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it reads the cross-Gram matrix, which only a run behind quantized blocks has."""
+        return CROSS in self.needs
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether each group of a block is observed behind those before it, quantized."""
+        return self.options.behind == "groups"
 
     @property
     def by_token(self) -> bool:

@@ -10,9 +10,10 @@ Samples of like length run together (`calibration.batching`).
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ class Batch:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
     calls: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     added: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
+
+    def twin(self) -> Batch:
+        """The same tokens on a way of their own: through blocks with other weights, beside this batch.
+
+        What blocks hand on to later ones (keys and values, in Gemma 4 by a `UserDict` that they share) is its own, too.
+        """
+        own: dict[int, Any] = {}
+        return replace(
+            self, calls=tree_map_only(UserDict, lambda one: own.setdefault(id(one), UserDict(one)), self.calls)
+        )
 
     def take(self, hidden: Tensor) -> None:
         """Keep the input of the next block."""

@@ -4,10 +4,17 @@
 next one. With the *float prefix* nothing is changed and a block runs once. With the *quantized prefix* it is changed, and runs
 again to pass on what it puts out now, which is the next one's input; its first run ends where the last layer is reached whose
 input is wanted. Memory holds one block's statistics, and on an accelerator one block's weights.
+
+Where the cross-Gram matrix is wanted (`statistics.inputs`), the samples go two ways side by side: through the blocks
+as they were, a copy of one at a time, and through the changed ones. A batch goes the first way through a block just
+before it goes the second, so that the inputs of both are in memory for one batch only; hidden states between two
+blocks are, twice. With `stepwise` a block is seen group by group, each behind those that its taker has changed
+already, and runs as often.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -28,7 +35,7 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.statistics.balance import MODALITIES
 from vlmcompress.statistics.collect import Collector
-from vlmcompress.statistics.inputs import SAMPLE, GroupStats
+from vlmcompress.statistics.inputs import CROSS, SAMPLE, GroupStats
 from vlmcompress.statistics.kv_range import KVRange
 from vlmcompress.statistics.tokens import Split, splits
 
@@ -47,6 +54,7 @@ class Wanted:
         seed: of that draw.
         weights: factors of the rows of a group's input, where single tokens are weighed.
         all_experts: every expert of a mixture is given all tokens, not those alone that the router sends it.
+        stepwise: each group of a block is seen by itself, behind those before it as they are changed by then.
     """
 
     needs: frozenset[str]
@@ -55,6 +63,7 @@ class Wanted:
     seed: int = 0
     weights: TokenWeights = ()
     all_experts: bool = False
+    stepwise: bool = False
 
 
 @dataclass
@@ -83,7 +92,7 @@ def observe(
     known: Callable[[int], bool] = lambda _layer: False,
     progress: Progress = silent,
 ) -> Iterator[tuple[int, Seen | None]]:
-    """Yield each block that has groups, with what it was seen to get.
+    """Yield each block that has groups, with what it was seen to get; stepwise as often as it has groups.
 
     Args:
         blocks: the groups to observe of each decoder block.
@@ -97,21 +106,29 @@ def observe(
     """
     run = _Run(vlm, samples, wanted, progress)
     last = max((layer for layer, groups in enumerate(blocks) if groups and not known(layer)), default=-1)
-    run.total = len(run.batches) * sum(bool(groups) and not known(layer) for layer, groups in enumerate(blocks))
+    parts = [[[one] for one in groups] if wanted.stepwise else [groups] for groups in blocks]
+    run.total = len(run.batches) * sum(
+        len(parts[layer]) for layer, groups in enumerate(blocks) if groups and not known(layer)
+    )
     for layer, groups in enumerate(blocks):
         block = vlm.model.get_submodule(run.paths[layer])
         with resident(block, run.device), routed_to_all(block) if wanted.all_experts else nullcontext():
             if groups and known(layer):
+                run.pass_on(layer, block, run.twins, last)
                 yield layer, None
             elif groups:
-                with phase("observing"):
-                    seen = run.watch(layer, block, groups, passes_on=not twice and layer < last)
-                yield layer, seen
+                original = copy.deepcopy(block) if run.twins else None
+                for number, part in enumerate(parts[layer], start=1):
+                    ends = layer < last and number == len(parts[layer])
+                    with phase("observing"):
+                        seen = run.watch(layer, block, part, original, passes_on=not twice and ends, leads_on=ends)
+                    yield layer, seen
+                del original
                 if not twice:
                     continue
-            if layer < last:
-                with phase("passing on"):
-                    run.pass_on(layer, block)
+            else:
+                run.pass_on(layer, block, run.twins, last)
+            run.pass_on(layer, block, run.batches, last)
 
 
 class _Run:
@@ -122,6 +139,8 @@ class _Run:
         self.paths = models.decoder_layers(vlm.model, vlm.spec)
         with phase("reading images"):
             self.batches: list[Batch] = record(vlm, samples, progress)
+        # The same samples on their way through the blocks as they were; empty where that is not asked for.
+        self.twins = [batch.twin() for batch in self.batches] if CROSS in wanted.needs else []
         self.device = accelerator() or vlm.model.device
         masks = [one["modality"] for one in samples]
         rows = [batch.samples for batch in self.batches]
@@ -136,18 +155,39 @@ class _Run:
         self.layer_draw = LayerDraw(self.counts, masks, rows, width, wanted.seed) if width else None
         self.done = self.total = 0
 
-    def pass_on(self, layer: int, block: nn.Module) -> None:
-        """Take all samples through a block."""
-        run = widened(block)
-        for batch in self.batches:
-            batch.take(batch.through(run, layer, self.device))
+    def pass_on(self, layer: int, block: nn.Module, batches: Sequence[Batch], last: int) -> None:
+        """Take batches through a block, unless nothing behind it is wanted."""
+        if layer >= last or not batches:
+            return
+        with phase("passing on"):
+            run = widened(block)
+            for batch in batches:
+                batch.take(batch.through(run, layer, self.device))
 
-    def watch(self, layer: int, block: nn.Module, groups: Sequence[Group], *, passes_on: bool) -> Seen:
-        """Take all samples through a block, or as far as there is something to see, and tell what was seen."""
-        eye, run = _Eye(self, layer, groups, stops=not passes_on and not self.wanted.kv_cache), widened(block)
+    def watch(
+        self,
+        layer: int,
+        block: nn.Module,
+        groups: Sequence[Group],
+        original: nn.Module | None,
+        *,
+        passes_on: bool,
+        leads_on: bool,
+    ) -> Seen:
+        """Take all samples through a block, or as far as there is something to see, and tell what was seen.
+
+        Args:
+            original: the block as it was, through which their twins are taken; None: there are none.
+            passes_on: samples go on to the next block; `leads_on`: their twins do.
+        """
+        run = widened(block)
+        eye = _Eye(self, layer, groups, stops=not passes_on and not self.wanted.kv_cache)
+        other = _Other(self, layer, groups, original, leads_on) if original is not None else None
         with eye:
             for number, batch in enumerate(self.batches):
                 eye.begin(number)
+                if other:
+                    eye.originals = other.inputs(self.twins[number])
                 with suppress(_Enough):
                     if passes_on:
                         batch.take(batch.through(run, layer, self.device))
@@ -156,7 +196,9 @@ class _Run:
                 self.done += 1
                 self.progress("calibrating", self.done, self.total)
             eye.fill()
-        del run  # float32 copies of the block's weights
+        if other:
+            other.close()
+        del run, other  # float32 copies of the block's weights
         seen = eye.seen(lambda: self._culprit(layer, block))
         trim()
         return seen
@@ -176,6 +218,43 @@ class _Enough(Exception):
     """There is nothing more to see in this block."""
 
 
+class _Other:
+    """A block as it was, which tells what its layers get; `leads_on`: and passes on what it puts out."""
+
+    def __init__(self, run: _Run, layer: int, groups: Sequence[Group], block: nn.Module, leads_on: bool):
+        self.layer, self.device, self.leads_on = layer, run.device, leads_on
+        self.found: dict[int, Tensor] = {}
+        self.wanted = len(groups)
+        start = f"{run.paths[layer]}."
+        self.hooks = [
+            block.get_submodule(group.linears[0].removeprefix(start)).register_forward_pre_hook(self._keeps(index))
+            for index, group in enumerate(groups)
+        ]
+        self.run = widened(block)
+
+    def inputs(self, batch: Batch) -> dict[int, Tensor]:
+        """What the groups' layers get of a batch, by the group's index."""
+        self.found = {}
+        with suppress(_Enough):
+            hidden = batch.through(self.run, self.layer, self.device)
+            if self.leads_on:
+                batch.take(hidden)
+        return self.found
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _keeps(self, index: int) -> Callable:
+        def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.found[index] = args[0]
+            if not self.leads_on and len(self.found) == self.wanted:
+                raise _Enough
+
+        return keep
+
+
 class _Eye:
     """Hooks on a block that see what its layers get, while it is a context."""
 
@@ -188,6 +267,7 @@ class _Eye:
         self.stops = stops
         self.number = 0
         self.passed: set[int] = set()  # groups whose input was seen of the present batch
+        self.originals: dict[int, Tensor] = {}  # what the groups get of it in the block as it was
         self.hooks = ExitStack()
         self.routed = Routed.of(run.vlm.model, groups, run.layer_draw, run.device) if run.layer_draw else None
 
@@ -254,7 +334,10 @@ class _Eye:
                 split: Split | None = self.routed.split(index)
             else:
                 split = self._split(x)
-            self.collectors[index].add(self._weighed(index, x), split)
+            original = self.originals.pop(index, None)
+            if original is not None:
+                original = self._weighed(index, original)
+            self.collectors[index].add(self._weighed(index, x), split, original)
             if index == 0 and self.wanted.tokens:
                 self._draw(x)
             self.passed.add(index)

@@ -16,7 +16,7 @@ from vlmcompress.common import team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
-from vlmcompress.statistics.inputs import NEEDS, GroupStats
+from vlmcompress.statistics.inputs import CROSS, NEEDS, GroupStats
 
 
 def compress(
@@ -33,7 +33,8 @@ def compress(
 ) -> None:
     """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
 
-    With calibration data each block is observed behind those that are quantized already; without, each stands alone.
+    With calibration data each block is observed behind those that are quantized already, where the method is stepwise
+    even each group; without, each block stands alone.
 
     Args:
         all_experts: every expert of a mixture is shown all tokens.
@@ -42,40 +43,70 @@ def compress(
     """
     if not batches:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
-    from vlmcompress.calibration import block_clip
-    from vlmcompress.calibration.block_search import search_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
     from vlmcompress.calibration.observe import Wanted, observe
-    from vlmcompress.calibration.token_weights import token_weights
 
     with phase("gradients"):
         known = kept_sensitivities(store, vlm, blocks, batches, progress) if "gradient" in method.needs else {}
     with phase("searching"):
-        scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
-        if method.joint:
-            method = block_clip.search(vlm, blocks, batches, method, progress)
-        weights = token_weights(vlm, blocks, method, batches, progress) if method.by_token else []
-    needs = method.needs & NEEDS | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    wanted = Wanted(needs, kv_cache=kv_cache, weights=weights, all_experts=all_experts)
+        method, scales, weights = _searched(vlm, blocks, batches, method, known, progress)
+    more = {"weights": weights, "all_experts": all_experts, "stepwise": method.stepwise}
+    wanted = Wanted(_needs(method), kv_cache=kv_cache, **more)
     offset = vlm.spec.norm_offset
     finished: dict[str, Any] = {}
+    whole = BlockResult()
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=store.has, progress=progress):
-        if lean:
-            _let_go(finished)
         modules = _modules(vlm.model, blocks[layer])
-        finished = {name: modules[name] for group in blocks[layer] for name in group.linears}
+        linears = {name: modules[name] for group in blocks[layer] for name in group.linears}
+        if lean and linears.keys() != finished.keys():
+            _let_go(finished)
+        finished = linears
         if seen is None:
             apply(store.load(layer), modules, offset)
             continue
         for group, one in seen.stats.items():
             one.sensitivity = known.get((layer, group))
         own = {name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer}
-        result = _solved(blocks[layer], modules, seen.stats, method, own, offset)
+        groups = [group for group in blocks[layer] if group.name in seen.stats]
+        result = _solved(groups, modules, seen.stats, method, own, offset)
         result.kv_ranges |= seen.kv_ranges
-        _save(store, layer, result)
         apply(result, modules, offset)
+        whole.add(result)
+        if groups[-1] is blocks[layer][-1]:
+            _save(store, layer, whole)
+            whole = BlockResult()
     if lean:
         _let_go(finished)
+
+
+def _searched(
+    vlm: VLM,
+    blocks: list[list[Group]],
+    batches: list[dict[str, Tensor]],
+    method: Method,
+    known: Mapping[tuple[int, str], Any],
+    progress: Progress,
+) -> tuple[Method, dict[tuple[int, str], Tensor], Any]:
+    """The method with its clipped ranges, scales by block and group, and weights of tokens, where they come of the model."""
+    scales: dict[tuple[int, str], Tensor] = {}
+    if method.by_block:
+        from vlmcompress.calibration.block_search import search_blocks
+
+        scales = search_blocks(vlm, blocks, batches, method, known)
+    if method.joint:
+        from vlmcompress.calibration import block_clip
+
+        method = block_clip.search(vlm, blocks, batches, method, progress)
+    if not method.by_token:
+        return method, scales, []
+    from vlmcompress.calibration.token_weights import token_weights
+
+    return method, scales, token_weights(vlm, blocks, method, batches, progress)
+
+
+def _needs(method: Method) -> frozenset[str]:
+    """The statistics that are collected for a method: those that it reads, and what errors are reported by."""
+    return frozenset(method.needs & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set()))
 
 
 def solve_blocks(

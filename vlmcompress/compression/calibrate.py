@@ -35,7 +35,7 @@ from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks
 from vlmcompress.recipe import Recipe
 from vlmcompress.statistics.balance import BY_GRADIENT
-from vlmcompress.statistics.inputs import NEEDS
+from vlmcompress.statistics.inputs import CROSS, NEEDS
 
 KINDS = NEEDS | {"entropy", "gradient"}
 """What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
@@ -63,6 +63,11 @@ def needed(names: Collection[str]) -> frozenset[str]:
             found |= {"gram", *RULES.get(name).NEEDS}
         if name in BY_GRADIENT:
             found.add("gradient")
+    if CROSS in found:
+        raise UserError(
+            f"--for {','.join(names)}: the cross-Gram matrix hangs on the blocks quantized before and cannot be collected "
+            "once for all; quantize with --calib instead"
+        )
     if not found:
         raise UserError(f"--for {','.join(names)}: needs no statistics; quantize without --stats")
     return frozenset(found)

@@ -121,6 +121,10 @@ def budget_of(
         )
     if any(method.by_token for method in table.values()):
         raise UserError("bits is shared out by statistics, which know no single tokens; use options.tokens off")
+    if any(method.corrects for method in table.values()):
+        raise UserError(
+            "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"
+        )
     exporter, target = recipe.exporter, recipe.target
     found: dict[Key, dict[str, int]] = {}
     for group in groups:

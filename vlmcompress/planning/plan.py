@@ -206,6 +206,11 @@ def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> li
             f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
             "use --set options.objective=gram"
         )
+    if method.corrects and any(group.expert is not None for block in source.blocks for group in block):
+        found.append(
+            f"scheme '{recipe.scheme}' compares tokens in the quantized and in the 16-bit model, which route them to different "
+            "experts; use gptq"
+        )
     fault = models.draft_fault(source.spec, source.config, source.stored)
     return [*found, fault] if fault else found
 
@@ -267,6 +272,7 @@ def _peak(
         samples=recipe.calibrate.samples if runs else 0,
         tokens=recipe.calibrate.max_length or memory.TOKENS,
         grams="gram" in stats.facts["needs"] if stats else None,
+        streams=2 if method.corrects else 1,
     )
 
 

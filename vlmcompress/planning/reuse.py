@@ -13,6 +13,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.recipe import Calibrate, Recipe
 from vlmcompress.recipe.reducer import calibrated, same
+from vlmcompress.statistics.inputs import CROSS
 
 
 def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
@@ -50,7 +51,12 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
         )
     if method.joint:
         found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
-    if lacking := sorted(method.needs - set(known.facts["needs"])):
+    if method.corrects:
+        found.append(
+            f"statistics {known.folder} were collected without the cross-Gram matrix, which hangs on the blocks quantized "
+            "before; leave out the statistics and name --calib"
+        )
+    if lacking := sorted(method.needs - {CROSS} - set(known.facts["needs"])):
         have = ", ".join(known.facts["needs"])
         found.append(
             f"statistics {known.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; "

@@ -40,6 +40,11 @@ class QuantizerOptions:
         return "off"
 
     @property
+    def behind(self) -> str:
+        """What is quantized already where a group's input is observed: the "blocks" before, or the "groups" before it, too."""
+        return "blocks"
+
+    @property
     def objective(self) -> str | None:
         """What smoothing scales are searched by: "gram", the statistics alone; another one, the model itself (see
         `calibration.block_search`); None where there is no such choice."""

@@ -77,11 +77,12 @@ class Options(QuantizerOptions):
 @dataclass(frozen=True)
 class Feedback:
     """Error feedback of a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column
-    j < i, whose rest is not read. `warnings`: defects of the Gram matrix, with details."""
+    j < i, whose rest is not read. `warnings`: defects of the Gram matrix, with details. `pivots`: `R_ii`, `[in]`."""
 
     order: Tensor
     matrix: Tensor
     warnings: tuple[tuple[str, str], ...] = ()
+    pivots: Tensor | None = None
 
 
 def scheme(options: Options) -> Scheme:
@@ -105,7 +106,8 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
         h.diagonal().copy_(diagonal[order])
         if _factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
-            return Feedback(order, h.div_(h.diagonal().clone()[:, None]), warnings)
+            pivots = h.diagonal().clone()
+            return Feedback(order, h.div_(pivots[:, None]), warnings, pivots)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from vlmcompress.statistics.inputs import SAMPLE, GroupStats, add_product
+from vlmcompress.statistics.inputs import CROSS, SAMPLE, GroupStats, add_cross, add_product
 from vlmcompress.statistics.tokens import Split
 from vlmcompress.statistics.tokens import split as split_by
 
@@ -29,22 +29,24 @@ class Collector:
 
     Args:
         width: input features `in`.
-        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean"}.
+        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean", "cross"}.
     """
 
     def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
         self._stats = GroupStats(width, needs)
-        self._waiting: dict[str, Tensor] = {}  # [ROWS, in] of each modality, in the dtype of the inputs
+        # [ROWS, in] of each modality, in the dtype of the inputs; [ROWS, 2 in] with how far they are from the 16-bit model's
+        self._waiting: dict[str, Tensor] = {}
         self._filled: dict[str, int] = {}
 
     @torch.no_grad()
-    def add(self, x: Tensor, split: Split | Tensor | None = None) -> None:
+    def add(self, x: Tensor, split: Split | Tensor | None = None, original: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
             x: `[..., in]` inputs, any float dtype.
             split: which rows are of which modality, on the device of `x`, and which are kept; or, with none kept, the modality
                 of each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
+            original: for the cross-Gram matrix, what the 16-bit model has in the place of `x`, of its shape.
         """
         width = self._stats.width
         if x.shape[-1] != width:
@@ -54,13 +56,18 @@ class Collector:
             split = split_by(torch.ones(len(x)) if split is None else split).to(x.device)
         if split.tokens != len(x):
             raise ValueError(f"the modality mask has {split.tokens} entries for {len(x)} tokens")
+        rows = x
+        if CROSS in self._stats.needs:
+            if original is None or original.numel() != x.numel():
+                raise ValueError("the cross-Gram matrix needs the 16-bit model's inputs at the same tokens")
+            rows = torch.cat([x, original.view_as(x) - x], 1)
         for name, index in split.rows.items():
             self._stats.count[name] += split.count[name]
-            self._gather(name, x, index)
+            self._gather(name, rows, index)
             if "absmax" in self._stats.needs and name in split.drawn:
                 places, chosen = split.drawn[name]
-                rows = self._stats._rows.setdefault(name, x.new_zeros(SAMPLE, width))
-                rows.index_copy_(0, places, x.index_select(0, chosen))
+                kept = self._stats._rows.setdefault(name, x.new_zeros(SAMPLE, width))
+                kept.index_copy_(0, places, x.index_select(0, chosen))
 
     @property
     def count(self) -> Mapping[str, int]:
@@ -88,6 +95,8 @@ class Collector:
         for name in (name for name, count in counts.items() if count):
             if "gram" in needs:
                 stats._gram[name] = total(own(stats._gram, name, width, width))
+            if CROSS in needs:
+                stats._cross[name] = total(own(stats._cross, name, width, width))
             if "absmean" in needs:
                 stats._abssum[name] = total(own(stats._abssum, name, width))
             if "absmax" in needs:
@@ -103,6 +112,7 @@ class Collector:
         self._waiting, self._filled = {}, {}
         sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
         sums += [gram.diagonal() for gram in stats._gram.values()]
+        sums += [cross.sum(0) for cross in stats._cross.values()]
         if sums and not torch.stack([value.sum() for value in sums]).isfinite().all():
             raise ValueError("the activations hold NaN or Inf")
 
@@ -133,22 +143,26 @@ class Collector:
         self._filled[name] = filled
 
     def _visit(self, name: str, rows: Tensor) -> None:
-        """Add `rows [n, in]` of a modality to its statistics."""
+        """Add `rows [n, in]` of a modality, or `[n, 2 in]` with their differences, to its statistics."""
         stats, width = self._stats, self._stats.width
         if not len(rows):
             return
         direct = rows.dtype != torch.float32 and wide_products(rows.device, rows.dtype)
         wide = rows if direct or rows.dtype == torch.float32 else rows.new_empty(rows.shape, dtype=torch.float32)
-        step = max(16, _CACHE // width) if rows.device.type == "cpu" else len(rows)
+        step = max(16, _CACHE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
         for part, target in zip(rows.split(step), wide.split(step), strict=True):
             if wide is not rows:
                 target.copy_(part)
             if stats.needs & {"absmax", "absmean"}:
-                self._magnitudes(name, target.abs())
+                self._magnitudes(name, target[:, :width].abs())
         if "gram" in stats.needs:
             if name not in stats._gram:
                 stats._gram[name] = torch.zeros(width, width, device=rows.device)
-            add_product(stats._gram[name], wide)
+            add_product(stats._gram[name], wide[:, :width])
+        if CROSS in stats.needs:
+            if name not in stats._cross:
+                stats._cross[name] = torch.zeros(width, width, device=rows.device)
+            add_cross(stats._cross[name], wide[:, :width], wide[:, width:])
 
     def _magnitudes(self, name: str, size: Tensor) -> None:
         """Add magnitudes `size [n, in]` to their sum and maxima."""

@@ -18,6 +18,12 @@ The mean in AWQ's scales is weighted like the losses, so that candidates and the
 pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weighs it, and the weighted mean of maxima
 is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves its channel at most
 `p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that pooling gives.
+
+Behind quantized blocks a layer is given other inputs than in the 16-bit model. Where X are those that it is given and
+`X'` those of the 16-bit model at the same tokens, the *cross-Gram matrix* `X^T X'` says what became of them. It is
+kept less the Gram matrix, `C = X^T (X' - X)`, as a small difference of two large sums would be lost in their
+rounding. It is weighed and rescaled as G is, has no symmetry, and is never stored, as it hangs on what the blocks
+before were quantized to.
 """
 
 from __future__ import annotations
@@ -33,7 +39,8 @@ from vlmcompress.numerics import row_chunks
 from vlmcompress.statistics.balance import MODALITIES, Sensitivity, shares
 
 SAMPLE = 64  # rows of each modality that are kept
-NEEDS = frozenset({"gram", "absmax", "absmean"})
+NEEDS = frozenset({"gram", "absmax", "absmean"})  # what can be stored
+CROSS = "cross"
 _BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
 
 
@@ -42,16 +49,17 @@ class GroupStats:
 
     Args:
         width: input features `in`.
-        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean"}.
+        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean", "cross"}.
     """
 
     def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
         self.width = width
         self.needs = frozenset(needs)
-        if not self.needs <= NEEDS:
-            raise ValueError(f"unknown statistics {sorted(self.needs - NEEDS)}; known are {sorted(NEEDS)}")
+        if unknown := self.needs - NEEDS - {CROSS}:
+            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {sorted({*NEEDS, CROSS})}")
         self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
+        self._cross: dict[str, Tensor] = {}  # [in, in]
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
@@ -75,6 +83,23 @@ class GroupStats:
                 total.add_(self._gram[name], alpha=weight)
             _finite(_mirror(total))
         return total if self._scale is None else (total / self._scale).div_(self._scale[:, None])
+
+    def cross(self, weights: Mapping[str, float] | None = None) -> Tensor:
+        """The cross-Gram matrix less the Gram matrix, `sum_m w_m X_m^T (X'_m - X_m)`, float32 `[in, in]`; see the module.
+
+        `X'` are the inputs in the 16-bit model. Weights as in `gram`. Raises ValueError if it was not collected, or holds NaN
+        or Inf.
+        """
+        if CROSS not in self.needs:
+            raise ValueError(
+                "the statistics were collected without the cross-Gram matrix, which hangs on the quantized blocks before; "
+                "leave them out and name calibration data"
+            )
+        (first, weight), *others = self._weighed(weights).items()
+        total = self._cross[first] * weight
+        for name, weight in others:
+            total.add_(self._cross[name], alpha=weight)
+        return _finite(total if self._scale is None else (total / self._scale).div_(self._scale[:, None]))
 
     def importance(self) -> Tensor | None:
         """The diagonal of `gram()`, float32 `[in]`, computed alone; None where no Gram matrix was kept."""
@@ -151,7 +176,8 @@ class GroupStats:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All statistics as named tensors that safetensors can store; of a Gram matrix only the block upper triangle."""
+        """All statistics but the cross-Gram matrix as named tensors that safetensors can store; of a Gram matrix only the
+        block upper triangle."""
         state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
         state["block"] = torch.tensor(_BLOCK)
         if self._scale is not None:
@@ -277,6 +303,14 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
     if blocks > 1:
         add_product(gram, rows, start, middle)
         add_product(gram, rows, middle, end)
+
+
+def add_cross(cross: Tensor, rows: Tensor, others: Tensor) -> None:
+    """Add `rows^T others` to `cross [in, in]`, in place; dtypes as in `add_product`."""
+    if rows.dtype == cross.dtype:
+        cross.addmm_(rows.T, others)
+    else:
+        cross.add_(torch.mm(rows.T, others, out_dtype=cross.dtype))
 
 
 def _mirror(gram: Tensor, block: int | None = None) -> Tensor:

@@ -1,0 +1,88 @@
+"""Two streams of hidden states: what layers are given behind changed blocks, and in the model as it was, token by token."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.kit.batched_samples import samples, wide
+from vlmcompress.calibration.behind_reducer import decoder, reduced
+from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.data import encode
+from vlmcompress.models import VLM, decoder_blocks
+from vlmcompress.recipe.reducer import parse
+from vlmcompress.statistics.inputs import MODALITIES
+
+WANTED = frozenset({"gram", "cross"})
+
+
+def given(vlm: VLM, batches, names: list[str]) -> list[dict[str, torch.Tensor]]:
+    """The oracle: the whole model runs over one sample after another. For each layer, modality -> its inputs, float64
+    `[tokens, in]`."""
+    found, hooks = [[] for _ in names], []
+    for name, rows in zip(names, found, strict=True):
+        keep = lambda _module, args, rows=rows: rows.append(args[0].flatten(0, -2))  # noqa: E731
+        hooks.append(vlm.model.get_submodule(name).register_forward_pre_hook(keep))
+    for batch in batches:
+        with torch.no_grad():
+            vlm.model(**{key: value for key, value in batch.items() if key != "modality"}, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    mask = torch.cat([batch["modality"].flatten() for batch in batches])
+    return [
+        {kind: torch.cat(rows).double()[mask == code] for code, kind in enumerate(MODALITIES, start=1)}
+        for rows in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_name", "stepwise", "reducer"),
+    [
+        ("llava", True, "uniform:0.5"),
+        ("qwen3_vl", False, None),
+        ("gemma4", False, None),
+        pytest.param("gemma4", True, None, marks=pytest.mark.slow),
+    ],
+)
+def test_cross_grams_are_those_of_two_whole_models(model_name, stepwise, reducer, loaded):
+    """Padding, several sizes, deepstack features and shared keys and values included; also past a block known already, and
+    behind a reducer."""
+    vlm = wide(loaded(model_name))
+    batches = encode(samples(), vlm)
+    if reducer:
+        batches, vlm = reduced(vlm, batches, parse(reducer)), decoder(vlm)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    original = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
+    changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
+    first, moved = next(layer for layer, groups in enumerate(blocks) if groups), 0
+    seen_groups: list[str] = []
+    wanted = Wanted(WANTED, stepwise=stepwise)
+    for layer, seen in observe(vlm, blocks, batches, wanted, twice=True, known=lambda layer: layer == first):
+        groups = [group for group in blocks[layer] if seen is None or group.name in seen.stats]
+        names = [] if seen is None else [group.linears[0] for group in groups]
+        seen_groups += names
+        both = (
+            zip(groups, *(given(which, batches, names) for which in (changed, original)), strict=True) if names else ()
+        )
+        for group, xs, ys in both:
+            for kind, x in xs.items():
+                expected = x.T @ (ys[kind] - x)
+                found = seen.stats[group.name].cross({kind: 1.0}).double()
+                scale = x.norm() * (ys[kind] - x).norm()
+                assert scale > 0 and (found - expected).norm() <= 1e-4 * scale, (group.linears[0], kind)
+                moved += float(expected.norm() > 0.01 * (x.T @ x).norm())
+        for model in (vlm.model, changed.model):
+            for group in groups:
+                for name in group.linears:
+                    model.get_submodule(name).weight.data.mul_(1.25)
+    assert moved
+    assert seen_groups == [group.linears[0] for groups in blocks[first + 1 :] for group in groups]
+
+
+def test_nothing_changed_nothing_differs(loaded):
+    vlm = wide(loaded("qwen2_vl"))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    found = [seen.stats for _, seen in observe(vlm, blocks, batches, Wanted(WANTED), twice=True) if seen]
+    assert len(found) == len(blocks) and not any(one.cross().any() for stats in found for one in stats.values())
