@@ -10,14 +10,17 @@ makes the i-th term of that norm as small as rounding allows. It is GPTQ exactly
 theorem 6) and Babai's nearest plane (arXiv 2507.18553), and needs neither the inverse of H nor its factor: one
 Cholesky factorization per group instead of two and an inversion, shared by all layers with the same input.
 
-Scales are found on the original weights: of plain ranges, or with `clip` of those whose squared error, each column weighed by
-`R_ii^2` as the norm above weighs it, is least (`_ranges`). `smooth: awq` scales input channels by AWQ's search first, and
-`sweeps` of local search change single codes and scales once all are known (`_descent`). `actorder: static` visits columns by
-falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as accurate and costs
-nothing at serving time. Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration
-tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens don't tell apart share
-corrections as damping alone says. That and damping beyond `damp` (ten times more until H can be factorized) are warned of; the
-larger the damping, the closer to rounding to nearest.
+Scales are found on the original weights: of plain ranges, or with `clip` of those whose squared error, each column
+weighed by `R_ii^2` as the norm above weighs it, is least (`_ranges`). `smooth: awq` scales input channels by AWQ's
+search first; `smooth: feedback` compares AWQ's candidates by that same norm instead, which knows what feedback will do.
+`sweeps` of local search change single codes and scales once all are known (`_descent`). `actorder: static` visits
+columns by falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as
+accurate and costs nothing at serving time.
+
+Cost: `in^3 / 3` once per group (twice with `smooth: feedback`) and `out * in^2` for each layer. Loses: it may overfit
+few calibration tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens
+don't tell apart share corrections as damping alone says. That and damping beyond `damp` (ten times more until H can be
+factorized) are warned of; the larger the damping, the closer to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`statistics.balance`).
 `tokens: vlmq` weighs single tokens instead, in attention's layers (`calibration.token_weights`): H is then the Gram matrix of
@@ -51,7 +54,8 @@ _FACTORED = 256  # columns of H factorized at a time
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
-    update; `actorder`: "static" or null; `smooth`: "off", or "awq" for its channel scales first; `clip`: search the ranges,
+    update; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or "feedback" for those of them
+    that leave GPTQ least; `clip`: search the ranges,
     in `clip_grid` steps; `sweeps` of local search afterwards, which with `refit` moves scales, too; `balance`: see
     `statistics.balance`; `tokens`: "off" or "vlmq"."""
 
@@ -89,13 +93,13 @@ class Options(QuantizerOptions):
     @property
     def needs(self) -> frozenset[str]:
         """The Gram matrix, and what smoothing reads."""
-        return awq.NEEDS if self.smooth == "awq" else NEEDS
+        return NEEDS if self.smooth == "off" else awq.NEEDS
 
 
 def check_steps(options: Any) -> None:
     """Check the options of the steps around feedback, which other schemes have as well. Raises ValueError."""
-    if getattr(options, "smooth", "off") not in ("off", "awq"):
-        raise ValueError(f"smooth must be 'off' or 'awq', got {options.smooth!r}")
+    if getattr(options, "smooth", "off") not in ("off", "awq", "feedback"):
+        raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {options.smooth!r}")
     for name in ("clip", "refit"):
         if not isinstance(getattr(options, name), bool):
             raise ValueError(f"{name} must be true or false, got {getattr(options, name)!r}")
@@ -125,11 +129,39 @@ def scheme(options: Options) -> Scheme:
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor | None:
-    """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; None where the options ask for none."""
-    if options.smooth != "awq":
+    """The scale `[in]` for the weights `[out_i, in]` that share an input; None where none is asked for, or none helps."""
+    if options.smooth == "off":
         return None
     given = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
-    return awq.smooth(weights, stats, given, scale_dtype)
+    if options.smooth == "awq":
+        return awq.smooth(weights, stats, given, scale_dtype)
+    residues = prepare(weights, stats, options).residues
+    return least_left(weights, awq.candidates(weights, stats, given), residues, scheme(options).weights, scale_dtype)
+
+
+def least_left(
+    weights: list[Tensor],
+    scales: list[Tensor],
+    residues: Tensor,
+    fmt: Format,
+    scale_dtype: torch.dtype,
+    edge: float | None = None,
+) -> Tensor | None:
+    """Choose from `scales`, each `[in]`, the one after which feedback leaves least for the weights `[out_i, in]`.
+
+    With inputs divided by s the factor of H is `S^-1 R`, so that column j counts `residues_j / s_j^2` there, in the same
+    order of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
+    than AWQ's own search, which does not know of feedback. `edge`: as of `numerics.find_params`. None: 1 leaves least.
+    """
+    rows = torch.cat(awq.sample(weights))
+    best, least = None, torch.inf
+    for s in (None, *scales):
+        scaled, counts = (rows, residues) if s is None else (rows * s, residues / s.square())
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, edge=edge)
+        left = float((residual(scaled, *params, fmt).square_() @ counts).sum(dtype=torch.float64))
+        if left < least:
+            best, least = s, left
+    return best
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:

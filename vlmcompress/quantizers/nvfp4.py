@@ -91,7 +91,7 @@ class Options(QuantizerOptions):
     @property
     def needs(self) -> frozenset[str]:
         """What the rounding reads, and the maxima of inputs where these are rounded."""
-        return frozenset(_READ["awq" if self.smooth == "awq" else self.rounding]) | (
+        return frozenset(_READ[self.rounding if self.smooth == "off" else "awq"]) | (
             {"absmax"} if self.activations == 4 else set()
         )
 
@@ -131,9 +131,12 @@ def smooth(
     weights: list[Tensor], stats: GroupStats | None, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor | None:
     """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; None where the options ask for none."""
-    if stats is None or (options.rounding != "awq" and options.smooth != "awq"):
+    if stats is None or (options.rounding != "awq" and options.smooth == "off"):
         return None
     scales = awq.candidates(weights, stats, awq.Options(group_size=NVFP4.group))
+    if options.smooth == "feedback":
+        residues = gptq.prepare(weights, stats, gptq.Options(damp=options.damp)).residues
+        return gptq.least_left(weights, scales, residues, NVFP4, scale_dtype, options.edge)
     return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.edge)
 
 
