@@ -210,6 +210,22 @@ def test_balance(world, tmp_path, scheme):
     assert weights(default.out) == weights(plain)
 
 
+def test_gptq_behind_the_scales_of_awq(world, tmp_path):
+    """The chain of smoothing, searched ranges, feedback and local search gives a whole checkpoint whose norms are divided;
+    it collects what both read, and a balance weighs both."""
+    steps = {"group_size": 64, "smooth": "awq", "clip": True, "sweeps": 1}
+    norms = []
+    for balance in ("off", "ratio"):
+        out = tmp_path / balance
+        quantize(recipe(world, out, "gptq", options=steps | {"balance": balance}))
+        assert not [check for check in doctor.diagnose(out, source=world / "llava") if not check.ok]
+        stored = load_file(out / "model.safetensors")
+        norms.append({name: tensor for name, tensor in stored.items() if name.endswith("input_layernorm.weight")})
+    old = load_file(world / "llava" / "model.safetensors")
+    assert any(not torch.equal(old[name], tensor) for name, tensor in norms[0].items())
+    assert any(not torch.equal(norms[1][name], tensor) for name, tensor in norms[0].items())
+
+
 @pytest.mark.parametrize(
     ("keep", "balance", "message"),
     [

@@ -74,6 +74,17 @@ def test_every_step_lowers_the_error():
     assert max(error["gptq", True], error["awq", True]) < 0.9 * error["rtn", True]
 
 
+def test_the_steps_around_feedback_lower_the_error():
+    """AWQ's scales first, searched block scales, local search after: each, and all together more than any."""
+    x, w = inputs(256, tokens=2000), weight(96, 256)
+    steps = {"plain": {}, "smooth": {"smooth": "awq"}, "clip": {"clip": True}, "sweeps": {"sweeps": 1}}
+    steps["all"] = {"smooth": "awq", "clip": True, "sweeps": 1}
+    error = {name: output_error(x, effective(w, x, rounding="gptq", **given), w) for name, given in steps.items()}
+    assert max(error["smooth"], error["clip"], error["sweeps"]) < 0.98 * error["plain"]
+    assert error["all"] < min(error["smooth"], error["clip"], error["sweeps"])
+    assert nvfp4.Options(smooth="awq").needs == {"gram", "absmean", "absmax"}
+
+
 def test_the_sketch_foresees_feedback():
     x, w = inputs(256, tokens=2000), weight(96, 256)
     options, stats = nvfp4.Options(**PURE), statistics(x)
@@ -108,6 +119,8 @@ def test_what_is_read_hangs_on_the_options():
         ({"last": 2, "mixed": False}, "last is for"),
         ({"mixed": "yes"}, "mixed must be"),
         ({"damp": 0.0}, "damp must be"),
+        ({"sweeps": -1}, "sweeps must be"),
+        ({"rounding": "awq", "clip": True}, "smooth, clip and sweeps are for rounding 'gptq'"),
         ({"four_over_six": 1}, "four_over_six must be"),
     ],
 )

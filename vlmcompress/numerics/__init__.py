@@ -29,6 +29,7 @@ All arithmetic is float32 whatever the dtype of the input.
 from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format, Scheme, weight_only
 from vlmcompress.numerics._fp4 import find_global_scale, pack_fp4, unpack_fp4
 from vlmcompress.numerics._rounding import (
+    as_stored,
     decode,
     dequantize,
     encode,
@@ -51,6 +52,7 @@ __all__ = [
     "Format",
     "QTensor",
     "Scheme",
+    "as_stored",
     "decode",
     "dequantize",
     "encode",

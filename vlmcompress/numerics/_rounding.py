@@ -76,17 +76,23 @@ def fit(
         zero = (fmt.qmin - low / scale.float()).round_().clamp_(fmt.qmin, fmt.qmax)
         return scale, zero.to(torch.int8)
     top = torch.maximum(-low, high)
-    divided = (_fp4.divisor(top.amax()) if global_scale is None else global_scale) if fmt.nvfp4 else None
-    edges = fmt.edges if edge is None else (edge,)
-    tried = [
-        _stored(top / code, scale_dtype) if divided is None else _fp4.on_grid(top / code, divided) for code in edges
-    ]
+    divided = _fp4.divisor(top.amax()) if fmt.nvfp4 and global_scale is None else global_scale
+    tried = [as_stored(top / code, fmt, scale_dtype, divided) for code in (fmt.edges if edge is None else (edge,))]
     if len(tried) == 1:
         return tried[0], None
     first, second = tried
     every = [slice(None)] if fmt.group == 0 else row_chunks(w)
     found = [_less_error(w[rows].float(), first[rows], second[rows], _of(importance, rows), fmt) for rows in every]
     return torch.cat(found), None
+
+
+def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
+    """Round float32 scales to what is stored, finite and above zero: in `scale_dtype`, of NVFP4 as of `find_params`."""
+    if fmt.nvfp4:
+        if global_scale is None:
+            raise ValueError("NVFP4 needs the global scale that its scales are stored relative to")
+        return _fp4.on_grid(scale, global_scale)
+    return _stored(scale, scale_dtype)
 
 
 def row_chunks(w: Tensor) -> list[slice]:

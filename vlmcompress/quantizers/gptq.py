@@ -10,12 +10,17 @@ makes the i-th term of that norm as small as rounding allows. It is GPTQ exactly
 theorem 6) and Babai's nearest plane (arXiv 2507.18553), and needs neither the inverse of H nor its factor: one
 Cholesky factorization per group instead of two and an inversion, shared by all layers with the same input.
 
-Scales are found on the original weights. `actorder: static` visits columns by falling diagonal of H while groups keep
-their place, so that the engine needs no index; it is at least as accurate and costs nothing at serving time. Cost:
-`in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration tokens (hence the
-damping). Where there are fewer than inputs, H is singular: inputs that the tokens don't tell apart share corrections as
-damping alone says. That and damping beyond `damp` (ten times more until H can be factorized) are warned of; the larger the
-damping, the closer to rounding to nearest.
+Scales are found on the original weights: of plain ranges, or with `clip` of those whose squared error, each column
+weighed by `R_ii^2` as the norm above weighs it, is least (`_ranges`). `smooth: awq` scales input channels by AWQ's
+search first; `smooth: feedback` compares AWQ's candidates by that same norm instead, which knows what feedback will do.
+`sweeps` of local search change single codes and scales once all are known (`_descent`). `actorder: static` visits
+columns by falling diagonal of H while groups keep their place, so that the engine needs no index; it is at least as
+accurate and costs nothing at serving time.
+
+Cost: `in^3 / 3` once per group (twice with `smooth: feedback`) and `out * in^2` for each layer. Loses: it may overfit
+few calibration tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens
+don't tell apart share corrections as damping alone says. That and damping beyond `damp` (ten times more until H can be
+factorized) are warned of; the larger the damping, the closer to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`statistics.balance`).
 `tokens: vlmq` weighs single tokens instead, in attention's layers (`calibration.token_weights`): H is then the Gram matrix of
@@ -31,8 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, leftover, round_to_nearest, weight_only
+from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, leftover, residual, weight_only
+from vlmcompress.quantizers import awq
 from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._descent import descend
+from vlmcompress.quantizers._ranges import least_error
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
@@ -46,8 +54,10 @@ _FACTORED = 256  # columns of H factorized at a time
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns per
-    update; `actorder`: "static" or null; `balance`: see `statistics.balance`; `tokens`: "off"
-    or "vlmq"."""
+    update; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or "feedback" for those of them
+    that leave GPTQ least; `clip`: search the ranges,
+    in `clip_grid` steps; `sweeps` of local search afterwards, which with `refit` moves scales, too; `balance`: see
+    `statistics.balance`; `tokens`: "off" or "vlmq"."""
 
     bits: int = 4
     group_size: int = 128
@@ -55,12 +65,19 @@ class Options(QuantizerOptions):
     damp: float = 0.01
     block: int = 128
     actorder: str | None = "static"
+    smooth: Any = "off"  # YAML reads a bare `off` as False
+    clip: bool = False
+    clip_grid: int = 20
+    sweeps: int = 0
+    refit: bool = True
     balance: Any = "off"
-    tokens: Any = "off"  # YAML reads a bare `off` as False
+    tokens: Any = "off"
 
     def __post_init__(self) -> None:
         scheme(self)
-        object.__setattr__(self, "tokens", "off" if self.tokens is False else self.tokens)
+        for name in ("smooth", "tokens"):
+            object.__setattr__(self, name, "off" if getattr(self, name) is False else getattr(self, name))
+        check_steps(self)
         if self.tokens not in ("off", "vlmq"):
             raise ValueError(f"tokens must be 'off' or 'vlmq', got {self.tokens!r}")
         object.__setattr__(self, "balance", check_balance(self.balance))
@@ -73,21 +90,80 @@ class Options(QuantizerOptions):
         if self.actorder not in ("static", None):
             raise ValueError(f"actorder must be 'static' or null, got {self.actorder!r}")
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The Gram matrix, and what smoothing reads."""
+        return NEEDS if self.smooth == "off" else awq.NEEDS
+
+
+def check_steps(options: Any) -> None:
+    """Check the options of the steps around feedback, which other schemes have as well. Raises ValueError."""
+    if getattr(options, "smooth", "off") not in ("off", "awq", "feedback"):
+        raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {options.smooth!r}")
+    for name in ("clip", "refit"):
+        if not isinstance(getattr(options, name), bool):
+            raise ValueError(f"{name} must be true or false, got {getattr(options, name)!r}")
+    for name, least in (("clip_grid", 3), ("sweeps", 0)):
+        value = getattr(options, name)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
 
 @dataclass(frozen=True)
 class Feedback:
-    """Error feedback of a group: the `order [in]` of columns, and `matrix [in, in]` with `R_ji / R_ii` at row i, column
-    j < i, whose rest is not read. `warnings`: defects of the Gram matrix, with details. `pivots`: `R_ii`, `[in]`."""
+    """Error feedback of a group: the `order [in]` of columns; `matrix [in, in]` with `R_ji / R_ii` at row i, column
+    j < i, whose rest is not read; `residues [in]`, `R_ii^2` by column, what its squared error counts for once others have
+    taken on what they can. `pivots [in]`: `R_ii` in the order of visits. `warnings`: defects of the Gram matrix,
+    with details."""
 
     order: Tensor
     matrix: Tensor
+    residues: Tensor
+    pivots: Tensor
     warnings: tuple[tuple[str, str], ...] = ()
-    pivots: Tensor | None = None
 
 
 def scheme(options: Options) -> Scheme:
     """Number formats: integer weights, 16-bit activations."""
     return weight_only(options.bits, options.group_size, options.symmetric)
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Tensor | None:
+    """The scale `[in]` for the weights `[out_i, in]` that share an input; None where none is asked for, or none helps."""
+    if options.smooth == "off":
+        return None
+    given = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
+    if options.smooth == "awq":
+        return awq.smooth(weights, stats, given, scale_dtype)
+    residues = prepare(weights, stats, options).residues
+    return least_left(weights, awq.candidates(weights, stats, given), residues, scheme(options).weights, scale_dtype)
+
+
+def least_left(
+    weights: list[Tensor],
+    scales: list[Tensor],
+    residues: Tensor,
+    fmt: Format,
+    scale_dtype: torch.dtype,
+    edge: float | None = None,
+) -> Tensor | None:
+    """Choose from `scales`, each `[in]`, the one after which feedback leaves least for the weights `[out_i, in]`.
+
+    With inputs divided by s the factor of H is `S^-1 R`, so that column j counts `residues_j / s_j^2` there, in the same
+    order of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
+    than AWQ's own search, which does not know of feedback. `edge`: as of `numerics.find_params`. None: 1 leaves least.
+    """
+    rows = torch.cat(awq.sample(weights))
+    best, least = None, torch.inf
+    for s in (None, *scales):
+        scaled, counts = (rows, residues) if s is None else (rows * s, residues / s.square())
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, edge=edge)
+        left = float((residual(scaled, *params, fmt).square_() @ counts).sum(dtype=torch.float64))
+        if left < least:
+            best, least = s, left
+    return best
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedback:
@@ -106,8 +182,9 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Feedb
         h.diagonal().copy_(diagonal[order])
         if _factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
-            pivots = h.diagonal().clone()
-            return Feedback(order, h.div_(pivots[:, None]), warnings, pivots)
+            pivots, residues = h.diagonal().clone(), torch.zeros_like(diagonal)
+            residues[order] = pivots.square()
+            return Feedback(order, h.div_(pivots[:, None]), residues.masked_fill_(dead, 0), pivots, warnings)
         damp *= 10
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
 
@@ -141,9 +218,33 @@ def quantize_group(
 ) -> list[QTensor]:
     """Round weights `[out_i, in]` in one visit of their columns: rows know nothing of each other."""
     feedback = prepare(weights, stats, options) if prepared is None else prepared
-    fmt, importance = scheme(options).weights, stats.importance()
-    params = [find_params(w, fmt, scale_dtype=scale_dtype, importance=importance) for w in weights]
-    return visit(weights, feedback, params, fmt, options.block)
+    fmt = scheme(options).weights
+    params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]
+    return searched(weights, visit(weights, feedback, params, fmt, options.block), stats, options)
+
+
+def searched(weights: list[Tensor], found: list[QTensor], stats: GroupStats, options: Any) -> list[QTensor]:
+    """What was `found` for the weights `[out_i, in]`, after the local search that the options ask for, if any.
+
+    It looks at the Gram matrix as it is damped for feedback, so that what the tokens hardly tell apart stays near the weights.
+    """
+    if not options.sweeps:
+        return found
+    gram = stats.gram().clone()
+    gram.diagonal().add_(options.damp * gram.diagonal().mean())
+    return descend(weights, found, gram, options.sweeps, options.refit)
+
+
+def ranges(
+    weight: Tensor, feedback: Feedback, stats: GroupStats, fmt: Format, options: Any, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of `weight [out, in]`: of its plain ranges, or with `clip` of those that err least.
+
+    `how`: what `numerics.find_params` is to get besides.
+    """
+    if options.clip:
+        return least_error(weight, feedback.residues, fmt, options.clip_grid, **how)
+    return find_params(weight, fmt, importance=stats.importance(), **how)
 
 
 def visit(
@@ -211,8 +312,8 @@ def sketch(
     """
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
-    rounded = round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
-    return fed_error(rounded.dequantize(torch.float32).sub_(weight), feedback)
+    params = ranges(weight, feedback, stats, fmt, options, scale_dtype=scale_dtype)
+    return fed_error(residual(weight, *params, fmt).neg_(), feedback)
 
 
 def fed_error(residual: Tensor, feedback: Feedback) -> Tensor:

@@ -35,6 +35,7 @@ from vlmcompress.numerics import (
     find_global_scale,
     find_params,
     quantize_with,
+    residual,
     round_to_nearest,
 )
 from vlmcompress.quantizers import awq, gptq
@@ -52,8 +53,9 @@ _LAST = 8  # one of so many blocks is among the last
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`activations`: 4 (NVFP4) or 16 bits; `mixed`: FP8 for all but MLPs, and for the MLPs of the `last` blocks (null: an
-    eighth of them); `rounding`: "rtn", "gptq" or "awq"; `four_over_six`: two scales to choose from for each block; `damp`: as
-    in gptq; `balance`: see `statistics.balance`."""
+    eighth of them); `rounding`: "rtn", "gptq" or "awq"; `four_over_six`: two scales to choose from for each block; `damp`,
+    `smooth`, `clip`, `clip_grid`, `sweeps`, `refit`: as in gptq, whose rounding they belong to; `balance`: see
+    `statistics.balance`."""
 
     activations: int = 4
     mixed: bool = True
@@ -61,6 +63,11 @@ class Options(QuantizerOptions):
     rounding: str = "gptq"
     four_over_six: bool = True
     damp: float = 0.01
+    smooth: Any = "off"  # YAML reads a bare `off` as False
+    clip: bool = False
+    clip_grid: int = 20
+    sweeps: int = 0
+    refit: bool = True
     balance: Any = "off"
 
     def __post_init__(self) -> None:
@@ -76,12 +83,22 @@ class Options(QuantizerOptions):
             raise ValueError("last is for the blocks that mixed gives FP8; set mixed true or leave last out")
         if self.rounding not in _READ:
             raise ValueError(f"rounding must be 'rtn', 'gptq' or 'awq', got {self.rounding!r}")
-        gptq.Options(damp=self.damp)
+        object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
+        gptq.Options(damp=self.damp, **self.steps)
+        if self.rounding != "gptq" and (self.smooth != "off" or self.clip or self.sweeps):
+            raise ValueError(f"smooth, clip and sweeps are for rounding 'gptq', got rounding {self.rounding!r}")
 
     @property
     def needs(self) -> frozenset[str]:
         """What the rounding reads, and the maxima of inputs where these are rounded."""
-        return frozenset(_READ[self.rounding]) | ({"absmax"} if self.activations == 4 else set())
+        return frozenset(_READ[self.rounding if self.smooth == "off" else "awq"]) | (
+            {"absmax"} if self.activations == 4 else set()
+        )
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """The steps around feedback, options of gptq."""
+        return {name: getattr(self, name) for name in ("smooth", "clip", "clip_grid", "sweeps", "refit")}
 
     @property
     def edge(self) -> float | None:
@@ -113,10 +130,13 @@ def other(group: str, layer: int, layers: int, options: Options) -> tuple[str, d
 def smooth(
     weights: list[Tensor], stats: GroupStats | None, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor | None:
-    """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; None where the rounding has none."""
-    if options.rounding != "awq" or stats is None:
+    """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; None where the options ask for none."""
+    if stats is None or (options.rounding != "awq" and options.smooth == "off"):
         return None
     scales = awq.candidates(weights, stats, awq.Options(group_size=NVFP4.group))
+    if options.smooth == "feedback":
+        residues = gptq.prepare(weights, stats, gptq.Options(damp=options.damp)).residues
+        return gptq.least_left(weights, scales, residues, NVFP4, scale_dtype, options.edge)
     return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.edge)
 
 
@@ -152,9 +172,9 @@ def quantize_group(
     ready = prepare(weights, stats, options) if prepared is None else prepared
     how: dict[str, Any] = {"edge": options.edge, "global_scale": ready.global_scale}
     if ready.feedback is not None and stats is not None:
-        importance = stats.importance()
-        params = [find_params(w, NVFP4, importance=importance, **how) for w in weights]
-        return gptq.visit(weights, ready.feedback, params, NVFP4, global_scale=ready.global_scale)
+        params = [_params(w, ready.feedback, stats, options, ready.global_scale) for w in weights]
+        found = gptq.visit(weights, ready.feedback, params, NVFP4, global_scale=ready.global_scale)
+        return gptq.searched(weights, found, stats, options)
     if ready.gram is not None:
         steps = awq.Options().clip_grid
         found = [awq.clipped(w, ready.gram, NVFP4, steps, **how) for w in weights]
@@ -173,9 +193,17 @@ def sketch(
     ready = prepare([weight], stats, options) if prepared is None else prepared
     if ready.feedback is None or stats is None:
         return quantize(weight, stats, options, scale_dtype, ready).dequantize(torch.float32).sub_(weight)
-    how: dict[str, Any] = {"edge": options.edge, "global_scale": ready.global_scale}
-    rounded = round_to_nearest(weight, NVFP4, importance=stats.importance(), **how)
-    return gptq.fed_error(rounded.dequantize(torch.float32).sub_(weight), ready.feedback)
+    params = _params(weight, ready.feedback, stats, options, ready.global_scale)
+    return gptq.fed_error(residual(weight, *params, NVFP4).neg_(), ready.feedback)
+
+
+def _params(
+    weight: Tensor, feedback: gptq.Feedback, stats: GroupStats, options: Options, global_scale: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Scales of `weight [out, in]` before GPTQ's feedback."""
+    if options.clip:
+        return gptq.ranges(weight, feedback, stats, NVFP4, options, global_scale=global_scale)
+    return find_params(weight, NVFP4, importance=stats.importance(), edge=options.edge, global_scale=global_scale)
 
 
 def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:

@@ -124,7 +124,6 @@ def corrected(weight: Tensor, cross: Tensor, feedback: gptq.Feedback, share: flo
         feedback: the factor of the damped `X^T X`.
         share: of the way from `weight` to w'.
     """
-    assert feedback.pivots is not None
     order, matrix, pivots = feedback.order, feedback.matrix, feedback.pivots[:, None]
     pull = (cross @ weight.T)[order]  # [in, out], in the order of visits: (w C^T)^T
     move = torch.linalg.solve_triangular(matrix.T, pull, upper=True, unitriangular=True).div_(pivots.square())
