@@ -42,7 +42,7 @@ def compress(
     """
     if not batches:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
-    from vlmcompress.calibration import block_clip
+    from vlmcompress.calibration import block_clip, finalists
     from vlmcompress.calibration.block_search import search_blocks
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
     from vlmcompress.calibration.observe import Wanted, observe
@@ -69,7 +69,11 @@ def compress(
             continue
         for group, one in seen.stats.items():
             one.sensitivity = known.get((layer, group))
-        own = {name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer}
+        own: dict[str, Any] = {
+            name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer
+        }
+        with phase("searching"):
+            own |= finalists.choose(vlm, layer, blocks[layer], seen.batches, seen.stats, method)
         result = _solved(blocks[layer], modules, seen.stats, method, own, offset)
         result.kv_ranges |= seen.kv_ranges
         _save(store, layer, result)
