@@ -109,13 +109,18 @@ def gradients(
 
 
 def kept_gradients(
-    store: BlockFiles, vlm: VLM, batches: Sequence[dict[str, Tensor]], progress: Progress = silent
+    store: BlockFiles,
+    vlm: VLM,
+    batches: Sequence[dict[str, Tensor]],
+    progress: Progress = silent,
+    fisher: Fisher = "labels",
+    seed: int = 0,
 ) -> Gradients:
     """The gradients that `store` keeps; where it has none yet, those of a pass, which it keeps then."""
     known = store.noted("gradients")
     if known is not None:
         return Gradients.from_dict(known)
-    found = gradients(vlm, batches, progress)
+    found = gradients(vlm, batches, progress, fisher=fisher, seed=seed)
     if team.first():
         store.note("gradients", found.to_dict())
     return found
@@ -127,10 +132,12 @@ def kept_sensitivities(
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
+    fisher: Fisher = "labels",
+    seed: int = 0,
 ) -> dict[tuple[int, str], Sensitivity]:
     """What balances by gradients read of each group of `blocks`, by block and group."""
     names = [{group.name: group.linears for group in groups} for groups in blocks]
-    return sensitivities(kept_gradients(store, vlm, batches, progress), names)
+    return sensitivities(kept_gradients(store, vlm, batches, progress, fisher, seed), names)
 
 
 def answer_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

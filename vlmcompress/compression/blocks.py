@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.statistics.inputs import NEEDS, GroupStats
 
+if TYPE_CHECKING:
+    from vlmcompress.calibration.gradient_pass import Fisher
+
 
 def compress(
     vlm: VLM,
@@ -28,6 +31,8 @@ def compress(
     *,
     kv_cache: bool = False,
     all_experts: bool = False,
+    fisher: Fisher = "labels",
+    seed: int = 0,
     lean: bool = False,
     progress: Progress = silent,
 ) -> None:
@@ -37,6 +42,8 @@ def compress(
 
     Args:
         all_experts: every expert of a mixture is shown all tokens.
+        fisher: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
+        seed: of its signs.
         lean: let go of a block's linear weights when it has passed on what it puts out. What is loaded is mapped from files
             until it is changed, so memory holds the weights of one block, however large the model.
     """
@@ -49,7 +56,8 @@ def compress(
     from vlmcompress.calibration.token_weights import token_weights
 
     with phase("gradients"):
-        known = kept_sensitivities(store, vlm, blocks, batches, progress) if "gradient" in method.needs else {}
+        asked = (store, vlm, blocks, batches, progress, fisher, seed)
+        known = kept_sensitivities(*asked) if "gradient" in method.needs else {}
     with phase("searching"):
         scales = search_blocks(vlm, blocks, batches, method, known) if method.by_block else {}
         if method.joint:

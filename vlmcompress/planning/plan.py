@@ -203,6 +203,8 @@ def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> li
             f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
             "use --set options.objective=gram"
         )
+    if recipe.calibrate.fisher == "signs" and any(m.options.balance == "mbq" for m in (method, *own.values())):
+        found.append("balance 'mbq' weighs by gradients of labels; leave out calibrate.fisher, or use balance auto")
     fault = models.draft_fault(source.spec, source.config, source.stored)
     return [*found, fault] if fault else found
 

@@ -16,7 +16,7 @@ the result is no worse than rounding to nearest on that objective.
 
 `clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
 values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
-falls.
+falls. With `clip_sweeps` each group's range is then chosen again under the whole of G (`_joint_ranges`).
 
 `balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
 
@@ -49,6 +49,7 @@ from vlmcompress.numerics import (
     weight_only,
 )
 from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._joint_ranges import refined
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
@@ -63,8 +64,9 @@ _FALLING = 0.02  # share of groups whose error still falls at which the search f
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
-    `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram", "block" or "both"; `finalists`: how
-    many scales are left to compare of "both"; `balance`: see `vlmcompress.statistics.balance`."""
+    `clip`: search clipped ranges, in `clip_grid` steps down to half; `clip_sweeps`: how many times each group's range is
+    chosen again under the whole Gram matrix; `objective`: "gram", "block" or "both"; `finalists`: how many scales are left
+    to compare of "both"; `balance`: see `vlmcompress.statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
@@ -73,6 +75,7 @@ class Options(QuantizerOptions):
     duo: bool = True
     clip: bool = True
     clip_grid: int = 10
+    clip_sweeps: int = 0
     objective: str = "gram"
     finalists: int = 4
     balance: Any = "off"
@@ -80,13 +83,15 @@ class Options(QuantizerOptions):
     def __post_init__(self) -> None:
         scheme(self)
         object.__setattr__(self, "balance", check_balance(self.balance))
-        for name, least in (("grid", 3), ("clip_grid", 3), ("finalists", 1)):
+        for name, least in (("grid", 3), ("clip_grid", 3), ("finalists", 1), ("clip_sweeps", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
         for name in ("duo", "clip"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.clip_sweeps and not self.clip:
+            raise ValueError("clip_sweeps needs clip true")
         if self.objective not in ("gram", "block", "both"):
             raise ValueError(f"objective must be 'gram', 'block' or 'both', got {self.objective!r}")
         if self.objective == "block" and self.balance != "off":
@@ -184,7 +189,10 @@ def quantize(
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
     gram = stats.gram() if prepared is None else prepared
-    return quantize_with(weight, *clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype), fmt)
+    params = clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype)
+    if options.clip_sweeps:
+        params = refined(weight, *params, gram, fmt, options.clip_sweeps)
+    return quantize_with(weight, *params, fmt)
 
 
 def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **how: Any) -> tuple[Tensor, Tensor | None]:
