@@ -169,6 +169,39 @@ def test_finite_differences(float32):
     assert total > 0 and found.square["text"] == pytest.approx(total / linear.out_features, rel=1e-2)
 
 
+def test_signs_estimate_the_divergences_curvature(float32):
+    """Oracle: the diagonal of `J^T F J` by transposed Jacobians of the logits, one entry of the vocabulary after the other. The
+    same sample many times over has signs of its own each time, and no label changes anything."""
+    vlm, batches = float32("llava")
+    batch, name, copies = batches[2], decoder_blocks(vlm.model, vlm.spec)[1][0].linears[0], 150
+    few = (batch["modality"] == 3).cumsum(1) <= 2  # answer tokens, for the oracle's sake
+    batch = batch | {"modality": torch.where(few, batch["modality"], 1)}
+    kept: dict[str, tuple] = {}
+    vlm.model.get_input_embeddings().weight.requires_grad_(True)
+    hook = vlm.model.get_submodule(name).register_forward_hook(keeper(kept, name, vlm.model))
+    with torch.enable_grad():
+        logits = vlm.model(**{key: value for key, value in batch.items() if key != "modality"}).logits[0]
+    hook.remove()
+    vlm.model.get_input_embeddings().weight.requires_grad_(False)
+    answers = (batch["modality"][0, :-1] == 3).nonzero().squeeze(1).tolist()
+    expected = torch.zeros(logits.shape[0])
+    for token in answers:
+        p = logits[token].detach().softmax(0)
+        ways = torch.diag(p.sqrt()) - torch.outer(p, p.sqrt())  # [v, v], times its transpose the Fisher matrix
+        for column in ways.T:
+            (grad,) = torch.autograd.grad(logits[token], kept[name][0], column, retain_graph=True)
+            expected += grad[0].square().mean(1)
+    expected /= len(answers) ** 2
+    found = gradients(vlm, [batch] * copies, fisher="signs").blocks[1][name].square
+    for code, modality in ((1, "text"), (3, "answer")):
+        assert found[modality] == pytest.approx(expected[batch["modality"][0] == code].mean().item(), rel=0.15)
+    other = batch | {"input_ids": batch["input_ids"].clone()}
+    other["input_ids"][0, answers[-1] + 1] += 1  # which nothing but the loss reads
+    first, second = (gradients(vlm, [one], fisher="signs", seed=5) for one in (batch, other))
+    assert first.loss != second.loss and first.blocks[1][name] == second.blocks[1][name]
+    assert gradients(vlm, [batch], fisher="signs", seed=6).blocks != first.blocks
+
+
 @pytest.mark.parametrize("model", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_positions_are_the_models(model, float32, monkeypatch):
     """Rotary embeddings get the positions that the model's own rule computes, three per token, and no plain counting."""

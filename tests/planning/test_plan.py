@@ -149,6 +149,7 @@ def test_skip(models):
         ({"scheme": "rtn", "skip": ["up_proj"]}, "is left but not .*gate_proj"),
         ({"scheme": "rtn", "skip": ["upproj"]}, "'upproj' matches no linear layer; names look like"),
         ({"scheme": "none"}, "quantizes nothing"),
+        ({"scheme": "mbq", "calibrate": {"fisher": "signs"}}, "'mbq' weighs by gradients of labels; leave out"),
         ({"scheme": "none", "vision": "fp8", "kv_cache": "fp8"}, "in every decoder block; 0 has none"),
         ({"scheme": "rtn", "skip": ["layers"]}, "quantizes nothing"),
     ],
@@ -167,6 +168,7 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     ):
         plan.build(recipe(source, scheme="qronos"))
     assert plan.build(recipe(source, scheme="awq")).needs_data
+    assert plan.build(recipe(source, scheme="awq", options={"objective": "both"})).needs_data  # experts by their Grams
 
 
 def test_target_limits_are_checked(models):

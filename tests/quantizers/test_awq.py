@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.quant_data import inputs, output_error, statistics, weight
-from vlmcompress.numerics import fake_quantize, find_params, find_ranges, round_to_nearest
+from vlmcompress.numerics import fake_quantize, find_params, find_ranges, fit, round_to_nearest
 from vlmcompress.quantizers import awq, rtn, solve
+from vlmcompress.quantizers._joint_ranges import RATIOS
 
 
 def rounded(w, fmt, scale_dtype, importance, ratio=1.0):
@@ -123,6 +126,51 @@ def test_clip_search_matches_brute_force():
             errors.append((x[:, columns].double() @ d.double().T).square().sum(0))
         expected = torch.tensor([ratios[k] for k in torch.stack(errors).argmin(0)])
         torch.testing.assert_close(found[:, g], expected)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_sweep_matches_brute_force(symmetric):
+    """Oracle: group after group, every range tried on the whole row's output error, from the activations in float64."""
+    x, w = inputs(96, tokens=300), weight(6, 96)
+    options = awq.Options(bits=3, group_size=32, symmetric=symmetric, clip_sweeps=1)
+    fmt, gram = awq.scheme(options).weights, statistics(x).gram()
+    params = awq.clipped(w, gram, fmt, 10, scale_dtype=torch.bfloat16)
+    low, high = find_ranges(w, fmt, gram.diagonal())
+    edge = {"scale_dtype": torch.bfloat16, "edge": fmt.edges[0]}
+    tried = [params, *(fit(w, low * ratio, high * ratio, fmt, **edge) for ratio in RATIOS)]
+    values = torch.stack([fake_quantize(w, *one, fmt) for one in tried])
+    expected = values[0].clone()
+    for row in range(len(w)):
+        for g in range(3):
+            columns, errors = slice(32 * g, 32 * g + 32), []
+            for value in (expected, *values):
+                changed = expected[row].clone()
+                changed[columns] = value[row, columns]
+                errors.append(output_error(x, changed[None], w[row : row + 1]))
+            if (best := min(range(len(errors)), key=errors.__getitem__)) > 0:
+                expected[row, columns] = values[best - 1, row, columns]
+    found = awq.quantize(w, statistics(x), options, torch.bfloat16).dequantize(torch.float32)
+    before = awq.quantize(w, statistics(x), replace(options, clip_sweeps=0), torch.bfloat16).dequantize(torch.float32)
+    assert output_error(x, found, w) == pytest.approx(output_error(x, expected, w), rel=1e-3)
+    assert output_error(x, found, w) < 0.95 * output_error(x, before, w)
+    twice = awq.quantize(w, statistics(x), replace(options, clip_sweeps=2), torch.bfloat16).dequantize(torch.float32)
+    for row in range(len(w)):  # no row ever gets worse
+        errors = [output_error(x, one[row : row + 1], w[row : row + 1]) for one in (before, found, twice)]
+        assert errors[0] * (1 + 1e-4) >= errors[1] >= errors[2] * (1 - 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"objective": "output"}, "'gram', 'block' or 'both'"),
+        ({"objective": "block", "balance": "ratio"}, "'gram' or 'both'"),
+        ({"finalists": 0}, "finalists must be a whole number of at least 1"),
+        ({"clip": False, "clip_sweeps": 1}, "clip_sweeps needs clip true"),
+    ],
+)
+def test_bad_options(given, message):
+    with pytest.raises(ValueError, match=message):
+        awq.Options(**given)
 
 
 @pytest.mark.parametrize("bits", [3, 4])

@@ -215,3 +215,31 @@ def test_damaged(world, tmp_path):
     for broken in (None, [], {"loss": 1.0, "samples": 1}, {"loss": 1.0, "samples": 1, "blocks": [{"x": {"y": 1}}]}):
         path.write_text(json.dumps(facts | {"gradients": broken}))
         refused(lambda: statistics_folder.read(tmp_path / "stats"), "is not readable; calibrate again")
+
+
+def test_signals_in_the_place_of_gradients(world, tmp_path):
+    """`calibrate.fisher: signs` reaches statistics and a run without them alike; what reads gradients of labels refuses it."""
+    given = {"calibrate": {"data": str(world / "calib.jsonl"), "fisher": "signs"}, "seed": 3}
+    calibrate(recipe(world, tmp_path / "stats", **given), needs=("gram", "absmean", "gradient"))
+    known, vlm = statistics_folder.read(tmp_path / "stats"), models.load(world / "model")
+    batches = encode(load_samples(world / "calib.jsonl", samples=128, seed=3), vlm)
+    assert known.facts["settings"]["fisher"] == "signs"
+    assert known.gradients == gradients(vlm, batches, fisher="signs", seed=3) != gradients(vlm, batches)
+    options = {"group_size": 64, "balance": "auto"}
+    first_block(recipe(world, tmp_path / "out", "gptq", **given, options=options), tmp_path)
+    kept = json.loads((tmp_path / ".out.resume" / "gradients.json").read_text())
+    assert Gradients.from_dict(kept) == known.gradients
+    stored = {"calibrate": {"stats": str(tmp_path / "stats")}, "options": options | {"balance": "mbq"}}
+    refused(lambda: quantize(recipe(world, tmp_path / "x", "gptq", **stored)), "hold those of signs; calibrate again")
+
+
+def test_finalists_of_awq_are_compared_by_running_the_model(world, tmp_path):
+    """Two objectives smooth the first block differently in the same run otherwise, and statistics alone are refused."""
+    found, options = {}, {"bits": 2, "group_size": 32, "clip": False}
+    for objective in ("gram", "both"):
+        work = recipe(world, tmp_path / objective, "awq", options=options | {"objective": objective, "finalists": 39})
+        found[objective] = first_block(work, tmp_path)
+    assert found["gram"].weights.keys() == found["both"].weights.keys()
+    assert any(not torch.equal(w.q, found["both"].weights[name].q) for name, w in found["gram"].weights.items())
+    stored = recipe(world, tmp_path / "stored", "awq", None, options=options | {"objective": "both"})
+    refused(lambda: quantize(stored), "objective 'both' searches with the model itself; leave out the statistics")

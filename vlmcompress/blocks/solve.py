@@ -89,7 +89,12 @@ class Method:
     @property
     def by_block(self) -> bool:
         """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
-        return self.options.objective not in (None, "gram")
+        return self.options.objective not in (None, "gram", "both")
+
+    @property
+    def has_finalists(self) -> bool:
+        """Whether the best scales by statistics are compared by the output of a block when its turn comes (`both`)."""
+        return self.options.objective == "both"
 
 
 @dataclass
@@ -132,7 +137,7 @@ def solve_block(
     stats: MutableMapping[str, GroupStats],
     method: Method,
     scale_dtype: torch.dtype,
-    scales: Mapping[str, Tensor] | None = None,
+    scales: Mapping[str, Tensor | None] | None = None,
     norms: Mapping[str, Tensor] | None = None,
     norm_offset: float = 0.0,
 ) -> BlockResult:
@@ -143,7 +148,7 @@ def solve_block(
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
         stats: group name -> statistics of its input; empty for data-free methods. Used entries are removed: they are large.
         scale_dtype: the dtype in which group scales are stored (that of the model).
-        scales: group name -> smoothing scale `[in]` found earlier, for methods that search by block.
+        scales: group name -> smoothing scale `[in]` found earlier, for methods that search by block; None: leave the group.
         norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.
         norm_offset: norms compute `x * (norm_offset + weight)`.
 
@@ -218,11 +223,11 @@ def _smoothing(
     stats: GroupStats,
     method: Method,
     scale_dtype: torch.dtype,
-    scales: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor | None],
 ) -> Tensor | None:
     """The scale `[in]` that smooths a group's input: one found before, or what its method finds; None: it stays as it is."""
     chosen = method.of(group)
-    if chosen.by_block:
+    if chosen.by_block or group.name in scales:
         return scales.get(group.name)
     own = [current[name] for name in group.linears]
     with _naming(group):

@@ -9,6 +9,11 @@ a gradient, and the vision tower no graph. Decoder blocks are checkpointed: what
 each of them and the graph of one. Cost: two forward passes and a backward pass that computes no weight gradients, about three
 forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`calibration.float_products`).
 
+With `fisher: signs` another signal takes the place of the loss's gradient at the logits: one with random signs that no label
+decides, whose squares are on average the diagonal of the divergence's curvature (`statistics.fisher`). It is divided by the
+number of a sample's answer tokens like the loss, so that squares are of the same size, and costs the same. What is called
+`absolute` is then not MBQ's.
+
 On a machine with an accelerator the model is moved there, and back; one that does not fit is streamed through it module by
 module.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +38,7 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Group
+from vlmcompress.statistics import fisher as _fisher
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
 from vlmcompress.statistics.inputs import MODALITIES
@@ -42,6 +48,9 @@ _HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest 
 _NO_TARGET = -100  # where a token predicts nothing that counts
 _KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
 
+Fisher = Literal["labels", "signs"]
+"""What is propagated back: the gradient of the answers' loss, or signals that know no labels."""
+
 
 def gradients(
     vlm: VLM,
@@ -49,6 +58,8 @@ def gradients(
     progress: Progress = silent,
     *,
     checkpointed: bool = True,
+    fisher: Fisher = "labels",
+    seed: int = 0,
 ) -> Gradients:
     """Gradients of the answers' loss at the outputs of the decoder's linear layers, averaged over samples and tokens.
 
@@ -56,6 +67,8 @@ def gradients(
         batches: from `encode`, one sample each; samples without an answer are passed over.
         progress: called with (label, done, total).
         checkpointed: keep the graph of one block instead of all; the same result.
+        fisher: what is propagated back; see the module.
+        seed: of the signs; those of a sample depend on this, its number and its answer's length alone.
 
     Raises:
         UserError: no sample has an answer, or a gradient is not finite.
@@ -79,8 +92,10 @@ def gradients(
             batch = {key: value.to(device) for key, value in together([batches[index] for index in own]).items()}
             add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
-            losses = answer_losses(vlm.model, batch)
-            (losses.sum() * scale).backward()
+            logits, target = _answer_logits(vlm.model, batch)
+            losses = _losses(logits, target)
+            started = losses.sum() if fisher == "labels" else _signalled(logits, target, own, seed)
+            (started * scale).backward()
             totals.end(scale, own)
             if totals.problem:
                 break
@@ -94,13 +109,18 @@ def gradients(
 
 
 def kept_gradients(
-    store: BlockFiles, vlm: VLM, batches: Sequence[dict[str, Tensor]], progress: Progress = silent
+    store: BlockFiles,
+    vlm: VLM,
+    batches: Sequence[dict[str, Tensor]],
+    progress: Progress = silent,
+    fisher: Fisher = "labels",
+    seed: int = 0,
 ) -> Gradients:
     """The gradients that `store` keeps; where it has none yet, those of a pass, which it keeps then."""
     known = store.noted("gradients")
     if known is not None:
         return Gradients.from_dict(known)
-    found = gradients(vlm, batches, progress)
+    found = gradients(vlm, batches, progress, fisher=fisher, seed=seed)
     if team.first():
         store.note("gradients", found.to_dict())
     return found
@@ -112,10 +132,12 @@ def kept_sensitivities(
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
+    fisher: Fisher = "labels",
+    seed: int = 0,
 ) -> dict[tuple[int, str], Sensitivity]:
     """What balances by gradients read of each group of `blocks`, by block and group."""
     names = [{group.name: group.linears for group in groups} for groups in blocks]
-    return sensitivities(kept_gradients(store, vlm, batches, progress), names)
+    return sensitivities(kept_gradients(store, vlm, batches, progress, fisher, seed), names)
 
 
 def answer_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -127,14 +149,34 @@ def answer_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     Returns:
         `[samples]`, each the mean over the sample's answer tokens.
     """
+    return _losses(*_answer_logits(model, batch))
+
+
+def _answer_logits(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits `[samples, columns, vocabulary]`, float32 or wider, of the tokens that any sample has an answer in, and the ids
+    `[samples, columns]` that come next, `_NO_TARGET` where a sample has none."""
     inputs = {key: value for key, value in batch.items() if key != "modality"}
     answers = batch["modality"][:, :-1] == ANSWER
-    columns = answers.any(0).nonzero().squeeze(1)  # that any sample has an answer in
+    columns = answers.any(0).nonzero().squeeze(1)
     logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    target = batch["input_ids"][:, columns + 1].masked_fill(~answers[:, columns], _NO_TARGET)
-    each = nn.functional.cross_entropy(wide.transpose(1, 2), target, ignore_index=_NO_TARGET, reduction="none")
-    return each.sum(1) / answers.sum(1)
+    return wide, batch["input_ids"][:, columns + 1].masked_fill(~answers[:, columns], _NO_TARGET)
+
+
+def _losses(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropies `[samples]`, each the mean over the sample's targets `[samples, columns]`."""
+    each = nn.functional.cross_entropy(logits.transpose(1, 2), target, ignore_index=_NO_TARGET, reduction="none")
+    return each.sum(1) / (target != _NO_TARGET).sum(1)
+
+
+def _signalled(logits: Tensor, target: Tensor, samples: Sequence[int], seed: int) -> Tensor:
+    """A scalar whose gradient at `logits [samples, columns, vocabulary]` is each answer token's signal over their number."""
+    signs = torch.zeros(logits.shape, dtype=torch.int8)
+    answers = (target != _NO_TARGET).cpu()
+    for own, chosen, sample in zip(signs, answers, samples, strict=True):
+        own[chosen] = _fisher.draw(int(chosen.sum()), logits.shape[-1], seed, sample)
+    counts = answers.sum(1).to(logits.device)[:, None, None]
+    return (_fisher.signal(logits.detach(), signs.to(logits.device)) / counts * logits).sum()
 
 
 class _Totals:

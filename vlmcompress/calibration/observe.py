@@ -74,11 +74,13 @@ class Seen:
         stats: by group of linear layers.
         kv_ranges: attention module -> ranges of keys and values; empty where they are not wanted.
         tokens: drawn rows of the first group's input, `[at most wanted, in]` float32; None where they are not wanted.
+        batches: this worker's samples, at the block's input where it runs twice.
     """
 
     stats: dict[str, GroupStats] = field(default_factory=dict)
     kv_ranges: dict[str, Tensor] = field(default_factory=dict)
     tokens: Tensor | None = None
+    batches: Sequence[Batch] = ()
 
 
 @torch.no_grad()
@@ -315,7 +317,7 @@ class _Eye:
                     where = "" if sample is None else f", calibration sample {sample}"
                     problem = f"{group.linears[0]}{where}: {error}"
         team.agreed(problem)
-        found = Seen()
+        found = Seen(batches=self.run.batches)
         for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
             own = self.routed.counts.get(index, counts) if self.routed else counts
             stats = found.stats[group.name] = collector.pooled(own, device, team.total, team.largest)

@@ -12,7 +12,7 @@ they depend on no scheme and serve all of them. `statistics.json`, schema 2, is 
 | model | family, source name, hashes of config, of headers and of all weights |
 | processor | file of the tokenizer or processor -> sha256 |
 | calibration | the data (hash, counts, tokens by modality), `reduce` (the reducer in front of the blocks), and prefix |
-| settings | samples, max_length, all_experts and seed as asked for |
+| settings | samples, max_length, all_experts, fisher and seed as asked for |
 | rotate | optional: kind and seed of the rotation of the model that they are of |
 | needs, kv_cache | what was collected |
 | blocks | for each decoder block, group -> its linear layers |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.statistics.inputs import CROSS, NEEDS, GroupStats
 
+if TYPE_CHECKING:
+    from vlmcompress.calibration.gradient_pass import Fisher
+
 
 def compress(
     vlm: VLM,
@@ -28,6 +31,8 @@ def compress(
     *,
     kv_cache: bool = False,
     all_experts: bool = False,
+    fisher: Fisher = "labels",
+    seed: int = 0,
     lean: bool = False,
     progress: Progress = silent,
 ) -> None:
@@ -38,16 +43,20 @@ def compress(
 
     Args:
         all_experts: every expert of a mixture is shown all tokens.
+        fisher: what the backward pass propagates, where the method needs one (`calibration.gradient_pass`).
+        seed: of its signs.
         lean: let go of a block's linear weights when it has passed on what it puts out. What is loaded is mapped from files
             until it is changed, so memory holds the weights of one block, however large the model.
     """
     if not batches:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
+    from vlmcompress.calibration import finalists
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
     from vlmcompress.calibration.observe import Wanted, observe
 
     with phase("gradients"):
-        known = kept_sensitivities(store, vlm, blocks, batches, progress) if "gradient" in method.needs else {}
+        asked = (store, vlm, blocks, batches, progress, fisher, seed)
+        known = kept_sensitivities(*asked) if "gradient" in method.needs else {}
     with phase("searching"):
         method, scales, weights = _searched(vlm, blocks, batches, method, known, progress)
     more = {"weights": weights, "all_experts": all_experts, "stepwise": method.stepwise}
@@ -66,7 +75,11 @@ def compress(
             continue
         for group, one in seen.stats.items():
             one.sensitivity = known.get((layer, group))
-        own = {name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer}
+        own: dict[str, Any] = {
+            name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer
+        }
+        with phase("searching"):
+            own |= finalists.choose(vlm, layer, blocks[layer], seen.batches, seen.stats, method)
         groups = [group for group in blocks[layer] if group.name in seen.stats]
         result = _solved(groups, modules, seen.stats, method, own, offset)
         result.kv_ranges |= seen.kv_ranges

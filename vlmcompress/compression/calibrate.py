@@ -139,7 +139,7 @@ def _calibrated(
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
             with phase("gradients"):
-                kept_gradients(store, vlm, inputs.batches, progress)
+                kept_gradients(store, vlm, inputs.batches, progress, recipe.calibrate.fisher, recipe.seed)
         collect(
             vlm,
             blocks,
@@ -228,7 +228,7 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
         "processor": processor_identity(vlm.path),
         "blocks": [{group.name: list(group.linears) for group in groups} for groups in blocks],
         "settings": {
-            **recipe.calibrate.model_dump(include={"samples", "max_length", "all_experts"}),
+            **recipe.calibrate.model_dump(include={"samples", "max_length", "all_experts", "fisher"}),
             "seed": recipe.seed,
         },
         "kv_cache": bool(recipe.kv_cache),

@@ -125,6 +125,10 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Blo
             offset = inputs.vlm.spec.norm_offset
             solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, norm_offset=offset, **more)
         else:
-            all_experts = recipe.calibrate.all_experts
-            compress(inputs.vlm, work.blocks, work.method, inputs.batches, store, all_experts=all_experts, **more)
+            more |= {
+                "all_experts": recipe.calibrate.all_experts,
+                "fisher": recipe.calibrate.fisher,
+                "seed": recipe.seed,
+            }
+            compress(inputs.vlm, work.blocks, work.method, inputs.batches, store, **more)
     return store

@@ -211,6 +211,8 @@ def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> li
             f"scheme '{recipe.scheme}' compares tokens in the quantized and in the 16-bit model, which route them to different "
             "experts; use gptq"
         )
+    if recipe.calibrate.fisher == "signs" and any(m.options.balance == "mbq" for m in (method, *own.values())):
+        found.append("balance 'mbq' weighs by gradients of labels; leave out calibrate.fisher, or use balance auto")
     fault = models.draft_fault(source.spec, source.config, source.stored)
     return [*found, fault] if fault else found
 

@@ -44,10 +44,15 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
     found = []
     if method.by_token:
         found.append("tokens 'vlmq' weighs tokens with the model itself; leave out the statistics or use tokens 'off'")
-    if method.by_block:
+    if method.by_block or method.has_finalists:
         found.append(
             f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "
             "objective 'gram'"
+        )
+    if method.options.balance == "mbq" and known.facts["settings"].get("fisher") == "signs":
+        found.append(
+            f"balance 'mbq' weighs by gradients of labels, statistics {known.folder} hold those of signs; calibrate again "
+            "without calibrate.fisher"
         )
     if method.joint:
         found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")

@@ -16,11 +16,12 @@ the result is no worse than rounding to nearest on that objective.
 
 `clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
 values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
-falls.
+falls. With `clip_sweeps` each group's range is then chosen again under the whole of G (`_joint_ranges`).
 
 `balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
 
 `objective: block` asks the pipeline for llm-compressor's own search instead (squared error of the block's output).
+`objective: both` has the pipeline compare the few best of the Gram search, and 1, by that error (`calibration.finalists`).
 Cost: `grid * 256 * in^2` multiply-adds a group (twice that with `duo`) and `out * in^2` for each layer. Loses: scales of one
 parameter, no error feedback (gptq has that).
 """
@@ -48,6 +49,7 @@ from vlmcompress.numerics import (
     weight_only,
 )
 from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._joint_ranges import refined
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
@@ -62,8 +64,9 @@ _FALLING = 0.02  # share of groups whose error still falls at which the search f
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
-    `clip`: search clipped ranges, in `clip_grid` steps down to half; `objective`: "gram" or "block"; `balance`: see
-    `vlmcompress.statistics.balance`."""
+    `clip`: search clipped ranges, in `clip_grid` steps down to half; `clip_sweeps`: how many times each group's range is
+    chosen again under the whole Gram matrix; `objective`: "gram", "block" or "both"; `finalists`: how many scales are left
+    to compare of "both"; `balance`: see `vlmcompress.statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
@@ -72,23 +75,29 @@ class Options(QuantizerOptions):
     duo: bool = True
     clip: bool = True
     clip_grid: int = 10
+    clip_sweeps: int = 0
     objective: str = "gram"
+    finalists: int = 4
     balance: Any = "off"
 
     def __post_init__(self) -> None:
         scheme(self)
         object.__setattr__(self, "balance", check_balance(self.balance))
-        for name in ("grid", "clip_grid"):
+        for name, least in (("grid", 3), ("clip_grid", 3), ("finalists", 1), ("clip_sweeps", 0)):
             value = getattr(self, name)
-            if type(value) is not int or value < 3:
-                raise ValueError(f"{name} must be a whole number of at least 3, got {value!r}")
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
         for name in ("duo", "clip"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.objective not in ("gram", "block"):
-            raise ValueError(f"objective must be 'gram' or 'block', got {self.objective!r}")
+        if self.clip_sweeps and not self.clip:
+            raise ValueError("clip_sweeps needs clip true")
+        if self.objective not in ("gram", "block", "both"):
+            raise ValueError(f"objective must be 'gram', 'block' or 'both', got {self.objective!r}")
         if self.objective == "block" and self.balance != "off":
-            raise ValueError("balance needs objective 'gram': the search by block output weighs all tokens alike")
+            raise ValueError(
+                "balance needs objective 'gram' or 'both': llm-compressor's search weighs all tokens alike"
+            )
 
 
 def scheme(options: Options) -> Scheme:
@@ -103,6 +112,14 @@ def smooth(
     return least_error(weights, candidates(weights, stats, options), stats.gram(), scheme(options).weights, scale_dtype)
 
 
+def finalists(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """Of `candidates` the `options.finalists` of least error, each `[in]`; arguments as of `smooth`."""
+    scales, fmt = candidates(weights, stats, options), scheme(options).weights
+    return list(_ahead(weights, scales, stats.gram(), fmt, scale_dtype, None, options.finalists)[0][1:])
+
+
 def least_error(
     weights: list[Tensor],
     scales: list[Tensor],
@@ -115,17 +132,30 @@ def least_error(
 
     `edge`: as of `numerics.find_params`.
     """
+    (_, best), losses = _ahead(weights, scales, gram, fmt, scale_dtype, edge, 1)
+    return best if losses[1] < losses[0] else None
+
+
+def _ahead(
+    weights: list[Tensor],
+    scales: list[Tensor],
+    gram: Tensor,
+    fmt: Format,
+    scale_dtype: torch.dtype,
+    edge: float | None,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """1 and the `count` best of `scales`, in their order: `[1 + count, in]`, and their losses on the rows of `sample`."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
     heats = _HEATS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
     losses = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
     for eighths, best in heats:
         losses += _losses(torch.cat([rows[k::8] for k in eighths]), tried, gram, fmt, scale_dtype, edge)
-        rivals = losses[1:].topk(min(best, len(losses) - 1), largest=False).indices.sort().values + 1
+        rivals = losses[1:].topk(min(max(best, count), len(losses) - 1), largest=False).indices.sort().values + 1
         ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
         tried, losses = tried[ahead], losses[ahead]
-    best = int(losses.argmin())
-    return None if best == 0 else tried[best]
+    return tried, losses
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:
@@ -159,7 +189,10 @@ def quantize(
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
     gram = stats.gram() if prepared is None else prepared
-    return quantize_with(weight, *clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype), fmt)
+    params = clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype)
+    if options.clip_sweeps:
+        params = refined(weight, *params, gram, fmt, options.clip_sweeps)
+    return quantize_with(weight, *params, fmt)
 
 
 def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **how: Any) -> tuple[Tensor, Tensor | None]:

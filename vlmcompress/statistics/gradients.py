@@ -5,7 +5,8 @@ balances come of it (`statistics.balance`):
 
 `auto` weighs a token of modality m by the mean square of the loss's gradient there. To second order a change `dY` of a
 layer's output costs `1/2 sum_t dY_t^T F_t dY_t` of loss, `F` the Fisher information; this takes one number for its diagonal
-per modality, mean over tokens and channels.
+per modality, mean over tokens and channels. The gradient is that of the labels' loss, or a signal that needs none
+(`statistics.fisher`).
 
 `mbq` is the published rule (arXiv 2412.19509): the ratio `r = g_vision / g_answer` of mean magnitudes, of which the vision
 tokens' weight is `rho = max(r, median of r over blocks)`. Both are read at the output of the module that a group is part of:

@@ -1,0 +1,137 @@
+"""AWQ's finalists, against every candidate on a copy of the module, token by token, and against llm-compressor's search."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.kit import tiny
+from tests.kit.pictures import picture
+from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration import block_search, finalists
+from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.data import Sample, encode
+from vlmcompress.models import decoder_blocks
+from vlmcompress.numerics import fake_quantize, find_params
+from vlmcompress.quantizers import awq
+
+ALL = {"group_size": 32, "bits": 3, "clip": False, "objective": "both", "finalists": 100}
+WEIGHTS = {"text": 0.0, "vision": 1.0, "answer": 4.0}
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory) -> models.VLM:
+    """A tiny model in float32, so that candidates don't tie, with norms of many sizes, so that scaling pays."""
+    loaded = models.load(tiny.build("llava", tmp_path_factory.mktemp("model")))
+    loaded.model.float()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in loaded.model.named_parameters():
+            if "language_model" in name and "layernorm" in name:
+                parameter.mul_(torch.exp(torch.randn_like(parameter)))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def batches(vlm) -> list[dict[str, Tensor]]:
+    """Three samples with images and one without, of different lengths."""
+    samples = [
+        Sample(f"{i}", (picture(56, 56, seed=i),) if i else (), "what is it" * (i + 1), "red or green")
+        for i in range(4)
+    ]
+    found = encode(samples, vlm)
+    return [{k: v.float() if v.is_floating_point() else v for k, v in batch.items()} for batch in found]
+
+
+def chosen(vlm, batches, options) -> dict[tuple[int, str], Tensor | None]:
+    """What `choose` finds for every block of the unquantized model."""
+    blocks, method, found = decoder_blocks(vlm.model, vlm.spec), Method(awq, options), {}
+    wanted = Wanted(frozenset({"gram", "absmean"}))
+    for layer, seen in observe(vlm, blocks, batches, wanted, twice=True):
+        scales = finalists.choose(vlm, layer, blocks[layer], seen.batches, seen.stats, method)
+        found |= {(layer, name): scale for name, scale in scales.items()}
+    return found
+
+
+def least(vlm, batches, group, options, weights) -> Tensor:
+    """Of 1 and all candidates the one of least weighted squared error of the module's output, each tried on a copy."""
+    module = vlm.model.get_submodule(group.linears[0].rpartition(".")[0])
+    calls: list[tuple[tuple, dict]] = []
+    rows: list[Tensor] = []
+    first = vlm.model.get_submodule(group.linears[0])
+    hooks = [
+        module.register_forward_pre_hook(lambda _m, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
+        first.register_forward_pre_hook(lambda _m, args: rows.append(args[0])),
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            vlm.model(**{k: v for k, v in batch.items() if k != "modality"}, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    codes = torch.cat([batch["modality"][0] for batch in batches]).long()
+    counts = codes.bincount(minlength=4).double()
+    per_token = torch.tensor([0.0, *weights])[codes].double() / (1 if len(set(weights)) == 1 else counts[codes])
+    x = torch.cat([one[0] for one in rows])
+    shares = per_token / per_token.sum()
+    mean = (shares[:, None] * x.abs()).sum(0).float()
+    own = [vlm.model.get_parameter(f"{name}.weight").detach() for name in group.linears]
+
+    class Stats:
+        def absmean(self) -> Tensor:
+            return mean
+
+    fmt, losses = awq.scheme(options).weights, []
+    scales = [torch.ones_like(mean), *awq.candidates(own, Stats(), options)]  # type: ignore[arg-type]
+    for s in scales:
+        changed = copy.deepcopy(module)
+        for name, weight in zip(group.linears, own, strict=True):
+            params = find_params(weight * s, fmt, scale_dtype=torch.float32)
+            rounded = fake_quantize(weight * s, *params, fmt) / s
+            changed.get_submodule(name.rpartition(".")[2]).weight = nn.Parameter(rounded)
+        errors = []
+        with torch.no_grad():
+            for args, kwargs in calls:
+                before, after = module(*args, **kwargs), changed(*args, **kwargs)
+                d = before[0] - after[0] if isinstance(before, tuple) else before - after
+                errors.append(d.double().square().view(-1, d.shape[-1]).sum(1))
+        losses.append(float((torch.cat(errors) * per_token).sum()))
+    return scales[int(np.argmin(losses))]
+
+
+@pytest.mark.parametrize("balance", ["off", WEIGHTS])
+def test_all_as_finalists_are_the_search_by_output(vlm, batches, balance):
+    """Oracle: all candidates, with tokens alike and with modalities weighed; some choices are not the Gram matrix's."""
+    options = awq.Options(**ALL, balance=balance)
+    before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
+    found = chosen(vlm, batches, options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items())
+    assert found.keys() == {(layer, name) for layer in (0, 1) for name in ("qkv", "gate_up")}
+    weights = [1.0] * 3 if balance == "off" else list(WEIGHTS.values())
+    groups = [group for block in decoder_blocks(vlm.model, vlm.spec) for group in block]
+    for group in groups:
+        if (group.layer, group.name) in found:
+            scale = found[group.layer, group.name]
+            scale = torch.ones(64) if scale is None else scale
+            torch.testing.assert_close(scale, least(vlm, batches, group, options, weights), rtol=1e-4, atol=1e-6)
+    one = chosen(vlm, batches, awq.Options(**ALL | {"finalists": 1}, balance=balance))
+    assert any(
+        not torch.equal(torch.ones(64) if a is None else a, torch.ones(64) if b is None else b)
+        for a, b in ((one[key], found[key]) for key in found)
+    )
+
+
+def test_llm_compressors_search_agrees(vlm, batches):
+    """`objective: block` on the same candidates (`duo: false`), for the first block, whose inputs are the same."""
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    found = chosen(vlm, batches, awq.Options(**ALL, duo=False))
+    stock = block_search.search_blocks(
+        vlm, blocks, batches, Method(awq, awq.Options(**ALL | {"objective": "block"}, duo=False)), {}
+    )
+    for name in ("qkv", "gate_up"):
+        scale = found[0, name]
+        torch.testing.assert_close(torch.ones(64) if scale is None else scale, stock[0, name], rtol=1e-3, atol=1e-4)

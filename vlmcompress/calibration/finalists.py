@@ -1,0 +1,187 @@
+"""The best smoothing scales of AWQ's search on statistics, compared by what the module around their layers puts out.
+
+`quantizers.awq` ranks scales by the squared error of each linear layer's own output, and that of q, k and v is not attention's:
+an error of the keys that all of them share is lost in the softmax, and one of the values comes through as it is. The published
+search runs the module again for each candidate, some 40 times (`calibration.block_search`). Here this is left to the few that
+the Gram matrices put first, and to 1, on some of the samples:
+
+    L(s) = sum over tokens t of w_t |M_s(x_t) - M(x_t)|^2,      M: attention or MLP;  M_s: with Q(W s) / s for its layers' W
+
+behind the blocks that are quantized already, with rounding to nearest (clipping comes later). `w_t` is 1, or the weight of the
+token's modality under a balance. A group that a linear layer feeds (o, down) has no other layer behind it within its module, so
+that its Gram matrix says the same, over all tokens: its scale is chosen as ever. So are those of experts, which are not called
+with all tokens.
+
+Memory: the inputs and outputs of attention and MLP for the samples looked at. Cost: `finalists + 1` runs of both for these, a
+quarter of the tokens and at most some 8,000, besides one run of the block for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.blocks.solve import Method
+from vlmcompress.calibration.block_inputs import Batch
+from vlmcompress.calibration.float_products import widened
+from vlmcompress.common import team
+from vlmcompress.models import VLM, Group
+from vlmcompress.numerics import fake_quantize, find_params
+from vlmcompress.quantizers import awq
+from vlmcompress.statistics.balance import MODALITIES, shares
+from vlmcompress.statistics.inputs import GroupStats
+
+LEAST, MOST = 2048, 8192  # tokens that are looked at, where a quarter of all is less or more
+
+
+@dataclass
+class _Calls:
+    """With what a module was called, and what it put out: for each batch that is looked at."""
+
+    given: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def choose(
+    vlm: VLM,
+    layer: int,
+    groups: Sequence[Group],
+    batches: Sequence[Batch],
+    stats: Mapping[str, GroupStats],
+    method: Method,
+) -> dict[str, Tensor | None]:
+    """The scale of each group of a block whose finalists are compared: group name -> `[in]`, or None where 1 is best.
+
+    Args:
+        layer: number of the block, which is not quantized yet, and is where it runs.
+        batches: all samples (of several workers this one's), at the input of the block.
+        stats: by group.
+    """
+    asked = [group for group in groups if _compared(group, method)]
+    if not asked:
+        return {}
+    block, chosen = vlm.model.get_submodule(models.decoder_layers(vlm.model, vlm.spec)[layer]), _some(batches)
+    calls = _watched(vlm.model, block, layer, asked, chosen)
+    found: dict[str, Tensor | None] = {}
+    for group in asked:
+        seen, own, one = calls[_around(group)], stats[group.name], method.of(group)
+        if len(seen.outputs) == len(chosen):
+            found[group.name] = _best(vlm.model, group, seen, [_weights(b, own, one) for b in chosen], own, one)
+    return found
+
+
+def _compared(group: Group, method: Method) -> bool:
+    """Whether a group's finalists are compared: its module turns its layers' outputs into something else."""
+    return (
+        method.of(group).has_finalists
+        and group.smooth is not None
+        and group.smooth_kind == "norm"
+        and group.expert is None
+    )
+
+
+def _around(group: Group) -> str:
+    """The module that a group's first layer is in."""
+    return group.linears[0].rpartition(".")[0]
+
+
+def _some(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches evenly spaced from the shortest samples to the longest, with a quarter of the tokens."""
+    sizes = [int((batch.modality > 0).sum()) for batch in batches]
+    wanted = min(max(sum(sizes) / 4, LEAST), MOST)
+    count = max(1, min(len(batches), math.ceil(len(batches) * wanted / max(1, sum(sizes)))))
+    return [batches[math.floor((k + 0.5) * len(batches) / count)] for k in range(count if batches else 0)]
+
+
+def _watched(
+    model: nn.Module, block: nn.Module, layer: int, groups: Sequence[Group], batches: Sequence[Batch]
+) -> dict[str, _Calls]:
+    """What the modules around `groups` are given and put out while the block runs, by name."""
+    calls = {_around(group): _Calls() for group in groups}
+    run, device = widened(block), next(block.parameters()).device
+    with contextlib.ExitStack() as hooks:
+        for name, seen in calls.items():
+            hooks.callback(model.get_submodule(name).register_forward_hook(_keeper(seen), with_kwargs=True).remove)
+        for batch in batches:
+            batch.through(run, layer, device)
+    return calls
+
+
+def _keeper(seen: _Calls) -> Callable:
+    def keep(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not args and "hidden_states" in kwargs:
+            args = (kwargs.pop("hidden_states"),)
+        if args:
+            seen.given.append((args, kwargs))
+            seen.outputs.append(_first(output))
+
+    return keep
+
+
+def _weights(batch: Batch, stats: GroupStats, method: Method) -> Tensor:
+    """The weight of each token's error, float32 `[samples, tokens]`: 0 of ignored ones."""
+    found = shares(method.options.balance or "off", stats.count, stats.sensitivity)
+    total = sum(stats.count.values())
+    own = [1.0 if found is None else found.get(m, 0.0) * total / max(1, stats.count[m]) for m in MODALITIES]
+    return torch.tensor([0.0, *own])[batch.modality.long()]
+
+
+def _best(
+    model: nn.Module,
+    group: Group,
+    seen: _Calls,
+    tokens: Sequence[Tensor],
+    stats: GroupStats,
+    method: Method,
+) -> Tensor | None:
+    """The finalist of least loss; None where 1 has less. The module is left as it was."""
+    options, module = method.options, model.get_submodule(_around(group))
+    assert isinstance(options, awq.Options)
+    linears: list[Any] = [model.get_submodule(name) for name in group.linears]
+    dtype = linears[0].weight.dtype
+    own = [linear.weight.float() for linear in linears]
+    scales = awq.finalists(own, stats.balanced(options.balance), options, dtype)
+    fmt, run = awq.scheme(options).weights, widened(module)
+    losses = torch.zeros(1 + len(scales), dtype=torch.float64, device=own[0].device)
+    for index, scale in enumerate([torch.ones_like(scales[0]), *scales]):
+        importance = stats.balanced(options.balance).rescaled(scale).importance()
+        with contextlib.ExitStack() as changes:
+            for linear, weight in zip(linears, own, strict=True):
+                scaled = weight * scale
+                params = find_params(scaled, fmt, scale_dtype=dtype, importance=importance)
+                changes.enter_context(_computing(linear, fake_quantize(scaled, *params, fmt).div_(scale)))
+            for (args, kwargs), output, weights in zip(seen.given, seen.outputs, tokens, strict=True):
+                error = (_first(run(*args, **kwargs)) - output).float().square().sum(-1).view_as(weights)
+                losses[index] += (error * weights.to(error.device)).sum(dtype=torch.float64)
+    best = int(team.total(losses).argmin())
+    return scales[best - 1] if best else None
+
+
+@contextlib.contextmanager
+def _computing(linear: Any, weight: Tensor) -> Iterator[None]:
+    """Have a linear layer compute in float32 with another weight `[out, in]`."""
+
+    def forward(x: Tensor) -> Tensor:
+        bias = None if linear.bias is None else linear.bias.float()
+        return nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+    before = linear.__dict__.get("forward")
+    linear.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        linear.__dict__.pop("forward")
+        if before is not None:
+            linear.__dict__["forward"] = before
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
