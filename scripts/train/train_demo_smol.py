@@ -2,7 +2,7 @@
 """Train what demo-smol has besides the PyPI package's language model: a projector and low-rank adapters.
 
     scripts/train/train_demo_smol.py [--minutes M] [--threads N] [--work FOLDER]      goes on from where --work is
-    scripts/train/train_demo_smol.py --finish                                         writes eval/demo/smol/trained.safetensors
+    scripts/train/train_demo_smol.py --finish FILE                                    writes what was learned so far
 
 Prints one JSON line per measurement (accuracy by family on validation questions).
 """
@@ -22,7 +22,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--work", type=Path, default=ROOT / "build/smol", help="folder of the package and the state")
-    parser.add_argument("--finish", action="store_true", help="write what was learned; train no more")
+    parser.add_argument("--finish", type=Path, help="write what was learned to this file; train no more")
     return parser.parse_args()
 
 
@@ -32,17 +32,22 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     from eval.demo.smol import package
-    from eval.demo.smol.assemble import TRAINED, save_trained, tokenizer_of, untrained
+    from eval.demo.smol.assemble import save_trained, tokenizer_of, untrained
     from eval.demo.smol.learner import Learner
     from eval.demo.smol.training import Plan, Trainer
+    from vlmcompress.errors import UserError
 
-    package.fetch(args.work)
+    try:
+        package.fetch(args.work)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     language, original = package.load(args.work)
     tokenizer = tokenizer_of(original)
     learner = Learner(untrained(language, tokenizer, args.seed), tokenizer)
     trainer = Trainer(Plan(args.minutes, rate=args.rate, seed=args.seed), learner, args.work)
     if args.finish:
-        save_trained(trainer.ema, TRAINED)
+        save_trained(trainer.ema, args.finish)
     else:
         trainer.run()
 

