@@ -7,13 +7,14 @@ the Gram matrices put first, and to 1, on some of the samples:
 
     L(s) = sum over tokens t of w_t |M_s(x_t) - M(x_t)|^2,      M: attention or MLP;  M_s: with Q(W s) / s for its layers' W
 
-behind the blocks that are quantized already, with rounding to nearest (clipping comes later). `w_t` is 1, or the weight of the
+behind the blocks that are quantized already, with weights as they will be: clipped, if that is asked for, as ranges that suit
+one scale do not tell what another gains by clipping (`clip_sweeps` come later). `w_t` is 1, or the weight of the
 token's modality under a balance. A group that a linear layer feeds (o, down) has no other layer behind it within its module, so
 that its Gram matrix says the same, over all tokens: its scale is chosen as ever. So are those of experts, which are not called
 with all tokens.
 
 Memory: the inputs and outputs of attention and MLP for the samples looked at. Cost: `finalists + 1` runs of both for these, a
-quarter of the tokens and at most some 8,000, besides one run of the block for them.
+quarter of the tokens and at most some 8,000, and as many searches for clipped ranges, besides one run of the block.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vlmcompress import models
+from vlmcompress import models, quantizers
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration.block_inputs import Batch
 from vlmcompress.calibration.float_products import widened
 from vlmcompress.common import team
 from vlmcompress.models import VLM, Group
-from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import awq
 from vlmcompress.statistics.balance import MODALITIES, shares
 from vlmcompress.statistics.inputs import GroupStats
@@ -148,16 +148,14 @@ def _best(
     linears: list[Any] = [model.get_submodule(name) for name in group.linears]
     dtype = linears[0].weight.dtype
     own = [linear.weight.float() for linear in linears]
-    scales = awq.finalists(own, stats.balanced(options.balance), options, dtype)
-    fmt, run = awq.scheme(options).weights, widened(module)
+    scales, run = awq.finalists(own, stats.balanced(options.balance), options, dtype), widened(module)
     losses = torch.zeros(1 + len(scales), dtype=torch.float64, device=own[0].device)
+    once = replace(options, clip_sweeps=0)
     for index, scale in enumerate([torch.ones_like(scales[0]), *scales]):
-        importance = stats.balanced(options.balance).rescaled(scale).importance()
+        solved = quantizers.solve(awq, [weight * scale for weight in own], stats.rescaled(scale), once, dtype)
         with contextlib.ExitStack() as changes:
-            for linear, weight in zip(linears, own, strict=True):
-                scaled = weight * scale
-                params = find_params(scaled, fmt, scale_dtype=dtype, importance=importance)
-                changes.enter_context(_computing(linear, fake_quantize(scaled, *params, fmt).div_(scale)))
+            for linear, quantized in zip(linears, solved.weights, strict=True):
+                changes.enter_context(_computing(linear, quantized.dequantize(torch.float32).div_(scale)))
             for (args, kwargs), output, weights in zip(seen.given, seen.outputs, tokens, strict=True):
                 error = (_first(run(*args, **kwargs)) - output).float().square().sum(-1).view_as(weights)
                 losses[index] += (error * weights.to(error.device)).sum(dtype=torch.float64)
