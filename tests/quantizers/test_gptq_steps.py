@@ -247,7 +247,7 @@ def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():
         assert torch.allclose(factor @ factor.T, h, rtol=1e-6)
         v = torch.empty(96)
         v[order] = factor.diagonal().square().float()
-        rounded = [round_to_nearest(w * s, fmt, scale_dtype=torch.bfloat16, importance=v) for w in weights]
+        rounded = [round_to_nearest(w * s, fmt, scale_dtype=torch.bfloat16, edge=3.5) for w in weights]
         errors = [q.dequantize(torch.float32) - w * s for q, w in zip(rounded, weights, strict=True)]
         left.append(sum(float((e.square() * v).sum()) for e in errors))
     found = smooth(gptq, weights, stats, options)

@@ -138,7 +138,9 @@ def test_statistics_without_it_are_refused():
             Collector(32, NEEDS).add(given, None, wrong)
 
 
-@pytest.mark.parametrize("options", [{"correct": 1.5}, {"correct": True}, {"behind": "layers"}, {"damp": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"correct": 1.5}, {"correct": True}, {"behind": "layers"}, {"damp": 0}, {"smooth": "awq"}], ids=str
+)
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
         qronos.Options(**options)

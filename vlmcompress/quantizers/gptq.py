@@ -147,19 +147,18 @@ def least_left(
     residues: Tensor,
     fmt: Format,
     scale_dtype: torch.dtype,
-    edge: float | None = None,
 ) -> Tensor | None:
     """Choose from `scales`, each `[in]`, the one after which feedback leaves least for the weights `[out_i, in]`.
 
     With inputs divided by s the factor of H is `S^-1 R`, so that column j counts `residues_j / s_j^2` there, in the same
     order of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
-    than AWQ's own search, which does not know of feedback. `edge`: as of `numerics.find_params`. None: 1 leaves least.
+    than AWQ's own search, which does not know of feedback. None: 1 leaves least.
     """
     rows = torch.cat(awq.sample(weights))
     best, least = None, torch.inf
     for s in (None, *scales):
         scaled, counts = (rows, residues) if s is None else (rows * s, residues / s.square())
-        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, edge=edge)
+        params = find_params(scaled, fmt, scale_dtype=scale_dtype, importance=counts, edge=fmt.edges[0])
         left = float((residual(scaled, *params, fmt).square_() @ counts).sum(dtype=torch.float64))
         if left < least:
             best, least = s, left

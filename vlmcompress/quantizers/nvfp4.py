@@ -136,7 +136,7 @@ def smooth(
     scales = awq.candidates(weights, stats, awq.Options(group_size=NVFP4.group))
     if options.smooth == "feedback":
         residues = gptq.prepare(weights, stats, gptq.Options(damp=options.damp)).residues
-        return gptq.least_left(weights, scales, residues, NVFP4, scale_dtype, options.edge)
+        return gptq.least_left(weights, scales, residues, NVFP4, scale_dtype)
     return awq.least_error(weights, scales, stats.gram(), NVFP4, scale_dtype, options.edge)
 
 
