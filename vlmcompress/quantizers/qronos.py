@@ -20,7 +20,9 @@ line is
 so from the second column on Qronos *is* GPTQ on `w*`, as both take the best continuation of a fixed prefix. The first
 alone differs, by `t_1 = w_1 + (w C^T)_1 / (H_11 + d)` instead of `w*_1`. Both are had by GPTQ on `w' = w* + (t_1 -
 w*_1) u`, where `u = R_11 e_1 R^-1` is how the best continuation follows the first column: `(w' - w*) R` is zero but
-for its first entry. So all that GPTQ has (ranges, order of columns, blocks) serves here, on w' in the place of w.
+for its first entry. So all that GPTQ has (ranges, order of columns, blocks) serves here, on w' in the place of w,
+and so do its further steps: clipped ranges, local search (by least squares about w', which is near w*) and, with
+`behind: blocks`, scales of channels.
 
 `correct` takes a share of the way from w to w'; at 0 it is GPTQ behind what is quantized. `behind: groups` quantizes
 the groups of a block one after another, each behind those before it, as the paper does; `blocks` sees a block before
@@ -40,7 +42,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.quantizers import gptq
+from vlmcompress.quantizers import awq, gptq
 from vlmcompress.statistics.inputs import CROSS, GroupStats
 
 NEEDS = frozenset({"gram", CROSS})
@@ -65,11 +67,16 @@ class Options(gptq.Options):
             )
         if self.behind not in ("groups", "blocks"):
             raise ValueError(f"behind must be 'groups' or 'blocks', got {self.behind!r}")
+        if self.smooth != "off" and self.behind == "groups":
+            raise ValueError(
+                "smooth puts scales into layers that behind 'groups' has quantized by then; use behind 'blocks'"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
-        """Without a correction the Gram matrix alone."""
-        return NEEDS if self.correct else gptq.NEEDS
+        """What gptq reads with these options; for a correction the cross-Gram matrix, too."""
+        own = gptq.NEEDS if self.smooth == "off" else awq.NEEDS
+        return own | {CROSS} if self.correct else own
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,13 @@ class Prepared:
 def scheme(options: Options) -> Scheme:
     """Number formats: integer weights, 16-bit activations."""
     return gptq.scheme(options)
+
+
+def smooth(
+    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+) -> Tensor | None:
+    """The scale `[in]` that gptq finds for the weights `[out_i, in]` with these options; None: leave them."""
+    return gptq.smooth(weights, stats, options, scale_dtype)
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Prepared:
