@@ -111,12 +111,15 @@ class Bench:
         return {"model": str(self.folder), "out": str(out), "seed": seed, "calibrate": samples}
 
     def statistics(self, seed: int) -> Path:
-        """Collect, once, statistics of the model in 16 bits; its `.seconds` says how long that took."""
-        out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}"
+        """Collect, once, statistics of the model in 16 bits, with gradients where a chosen method reads them; `.seconds` beside
+        them says how long that took."""
+        reading = any(METHODS[method].reads_gradients for method in self.args.methods)
+        needs = calibrate.KINDS - {"entropy"} - (set() if reading else {"gradient"})
+        out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}{'-gradients' if reading else ''}"
         if not (out / "statistics.json").exists():
             start = time.process_time()
             given = self.given(out, seed) | {"scheme": "gptq"}
-            calibrate.calibrate(resolve(given).recipe, needs=calibrate.KINDS - {"entropy"}, resume=True)
+            calibrate.calibrate(resolve(given).recipe, needs=needs, resume=True)
             out.with_name(f"{out.name}.seconds").write_text(str(time.process_time() - start))
         return out
 
@@ -185,7 +188,6 @@ def _others(bench: Bench, form: str, row: Row, seed: int) -> tuple[VLM, dict[str
     else:
         from auto_round_contender import run_auto_round
 
-        assert bench.english, "auto-round is given texts"
         kept = bench.work / "autoround" / re.sub(r"[^\w.]+", "-", f"{bench.name} {form} {row.options} {seed}")
         return vlm, run_auto_round(vlm, bench.samples(seed), kept, seed=seed, **given, **row.options)
     return vlm, {"seconds": round(time.process_time() - start, 1)}
@@ -211,8 +213,6 @@ def measure(args: argparse.Namespace) -> None:
             if time.monotonic() - began > 60 * args.minutes:
                 return
             bench = bench or Bench(args.model, args)
-            if METHODS[method].kind == "autoround" and not bench.english:
-                continue
             vlm, facts = quantized(bench, form, METHODS[method], seed)
             keep(args, key, {"model": name, "format": form, "method": method, "seed": seed} | facts, bench.measure(vlm))
 

@@ -50,6 +50,11 @@ class Row:
     data_free: bool = False
     than: tuple[str, str] | None = None
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether statistics have to have gradients: balances by them and widths that are shared out."""
+        return self.kind == "stats" and (self.options.get("balance") in ("auto", "mbq") or "bits" in self.recipe)
+
     def given(self, name: str) -> dict[str, Any]:
         """The recipe in the format of this name."""
         grid = FORMATS[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
+from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.recipe import resolve
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
@@ -83,14 +83,22 @@ def test_unknown_names_are_refused() -> None:
         weight_methods.chosen(["gptq"], ["W5"])
 
 
-def test_auto_round_gets_text_in_pieces(tmp_path: Path) -> None:
-    texts = [{"input_ids": torch.arange(start, start + 200)[None]} for start in (0, 200)]
-    shown = {"input_ids": torch.full((1, 300), -1), "pixel_values": torch.zeros(1)}
-    pieces = auto_round_contender.cut([texts[0], shown, texts[1]])
-    assert [piece.shape for piece in pieces] == [(1, 128)] * 3
-    assert torch.equal(torch.cat(pieces, 1)[0], torch.arange(384))
-    vlm = models.load(DEMOS / "demo-llava")
-    with pytest.raises(ValueError, match="needs 8 pieces of 128 tokens of text, and there are 0"):
-        auto_round_contender.run_auto_round(
-            replace(vlm), [shown], tmp_path / "none", bits=4, group_size=64, symmetric=True, iters=1
-        )
+@pytest.mark.slow
+def test_auto_round_puts_weights_on_the_grid(tmp_path: Path) -> None:
+    """All weights of the decoder, and no others, in eight levels a group; the same ones when read again."""
+    plain, vlm = models.load(DEMOS / "demo-llava", dtype=torch.float32), models.load(DEMOS / "demo-llava")
+    batches = encode(load_samples(bundled(DEMOS / "demo-llava", "calibration"), samples=8, seed=0), vlm)
+    given = {"bits": 3, "group_size": 64, "symmetric": True, "iters": 2}
+    facts = auto_round_contender.run_auto_round(vlm, batches, tmp_path / "kept.pt", **given)
+    weights, changed = dict(plain.model.named_parameters()), 0
+    for name, found in vlm.model.named_parameters():
+        if "language_model.layers" in name and found.dim() == 2:
+            changed += 1
+            assert max(len(group.unique()) for group in found.detach()[:4].float().view(-1, 64)) <= 8
+        else:
+            assert torch.equal(found.float(), weights[name])
+    again = models.load(DEMOS / "demo-llava")
+    assert changed == 28
+    assert auto_round_contender.run_auto_round(again, [], tmp_path / "kept.pt", **given) == facts
+    for name, found in again.model.named_parameters():
+        torch.testing.assert_close(found.float(), vlm.model.get_parameter(name).float(), atol=0.01, rtol=0.01)
