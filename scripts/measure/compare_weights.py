@@ -110,10 +110,10 @@ class Bench:
         samples: dict[str, Any] = {**self.sources(), "samples": self.args.samples}
         return {"model": str(self.folder), "out": str(out), "seed": seed, "calibrate": samples}
 
-    def statistics(self, seed: int) -> Path:
+    def statistics(self, seed: int, row: Row) -> Path:
         """Collect, once, statistics of the model in 16 bits, with gradients where a chosen method reads them; `.seconds` beside
         them says how long that took."""
-        reading = any(METHODS[method].reads_gradients for method in self.args.methods)
+        reading = not row.blind and any(METHODS[method].reads_gradients for method in self.args.methods)
         needs = calibrate.KINDS - {"entropy"} - (set() if reading else {"gradient"})
         out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}{'-gradients' if reading else ''}"
         if not (out / "statistics.json").exists():
@@ -164,7 +164,7 @@ def quantized(bench: Bench, form: str, row: Row, seed: int) -> tuple[VLM, dict[s
     if row.data_free:
         given.pop("calibrate")
     elif row.kind == "stats":
-        stats = bench.statistics(seed)
+        stats = bench.statistics(seed, row)
         given["calibrate"] = {"stats": str(stats)}
         facts["statistics_seconds"] = round(float(stats.with_name(f"{stats.name}.seconds").read_text()), 1)
     start = time.process_time()

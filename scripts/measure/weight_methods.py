@@ -40,7 +40,8 @@ WEIGHTS = tuple(name for name, grid in FORMATS.items() if grid and name[0] == "W
 @dataclass(frozen=True)
 class Row:
     """A method: see the module. `formats`: those that it is measured in; `data_free`: no seed changes the result; `than`: the
-    (format, method) that it is compared with instead of the better stock method of its format."""
+    (format, method) that it is compared with instead of the better stock method of its format; `blind`: it gets statistics
+    without gradients, as samples without answers give them."""
 
     scheme: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,11 +50,16 @@ class Row:
     formats: tuple[str, ...] = WEIGHTS
     data_free: bool = False
     than: tuple[str, str] | None = None
+    blind: bool = False
 
     @property
     def reads_gradients(self) -> bool:
         """Whether statistics have to have gradients: balances by them and widths that are shared out."""
-        return self.kind == "stats" and (self.options.get("balance") in ("auto", "mbq") or "bits" in self.recipe)
+        return (
+            self.kind == "stats"
+            and not self.blind
+            and (self.options.get("balance") in ("auto", "mbq") or "bits" in self.recipe)
+        )
 
     def given(self, name: str) -> dict[str, Any]:
         """The recipe in the format of this name."""
@@ -80,6 +86,7 @@ METHODS: dict[str, Row] = {
     "awq auto": Row("awq", {"balance": "auto"}),
     "awq run": Row("awq", kind="run"),
     "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq")),
+    "gptq by error, blind": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq"), blind=True),
     "awq by error": Row("awq", recipe=budget(3.25), formats=("3.25",), than=("W3", "awq")),
     "stock int8": Row("int8", kind="stock", formats=("W8A8",)),
     "int8": Row("int8", formats=("W8A8",)),
