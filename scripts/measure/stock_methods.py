@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 
 import torch
+from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from torch import Tensor
 
@@ -20,20 +22,36 @@ from vlmcompress.calibration.sequential import run_oneshot
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM
 from vlmcompress.numerics import weight_only
+from vlmcompress.quantizers import int8
 
 
 @torch.no_grad()
-def run_stock(vlm: VLM, batches: list[dict[str, Tensor]], name: str, bits: int, group_size: int) -> None:
-    """Quantize the decoder of `vlm.model` in place with `gptq` or `awq`, asymmetric.
+def run_stock(
+    vlm: VLM,
+    batches: list[dict[str, Tensor]],
+    name: str,
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = False,
+) -> None:
+    """Quantize the decoder of `vlm.model` in place with `gptq` or `awq`, or with `int8`: SmoothQuant and then GPTQ to W8A8, as
+    llm-compressor's example has it.
 
-    The model keeps llm-compressor's wrappers, which round the weights when it runs.
+    The model keeps llm-compressor's wrappers, which round the weights (and of `int8` the inputs) when it runs.
     """
     batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # AWQ's loss is of tokens 1
     groups = models.resolve(vlm.model, vlm.spec)
     linears = [_exactly(linear) for group in groups for linear in group.linears]
-    config = compressed_tensors.quantization_config([(weight_only(bits, group_size, False), linears)], ignore=[])
+    scheme = int8.scheme(int8.Options()) if name == "int8" else weight_only(bits, group_size, symmetric)
+    config = compressed_tensors.quantization_config([(scheme, linears)], ignore=[])
+    recipe: list[Modifier]
     if name == "gptq":
         recipe = [GPTQModifier(config_groups=config["config_groups"])]
+    elif name == "int8":
+        norms = [group for group in groups if group.smooth and group.smooth_kind == "norm"]
+        pairs = [([_exactly(linear) for linear in group.linears], _exactly(group.smooth)) for group in norms]
+        smooth = SmoothQuantModifier(smoothing_strength=0.8, mappings=pairs)
+        recipe = [smooth, GPTQModifier(config_groups=config["config_groups"])]
     else:
         mappings = [
             AWQMapping(_exactly(group.smooth), [_exactly(linear) for linear in group.linears])

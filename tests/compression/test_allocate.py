@@ -97,6 +97,17 @@ def test_the_least_predicted_error_of_all_that_fit(world):
     assert three["bits"] <= 3.9 and found["predicted"] < three["predicted"]
 
 
+def test_a_budget_shared_out_without_answers_says_so(world, capsys):
+    """Relative output errors are what is left without gradients; a rule that reads no errors has nothing to say."""
+    known = statistics_folder.read(world / "stats")
+    blind = statistics_folder.Statistics(known.folder, {k: v for k, v in known.facts.items() if k != "gradients"})
+    for statistics, by, said in ((known, "error", 0), (blind, "error", 1), (blind, "luq", 0)):
+        work = plan.build(recipe(world, None, {"budget": 3.9, "by": by}))
+        _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
+        assert capsys.readouterr().err.count("no calibration sample has an answer") == said
+        assert facts["unit"] == ("nats" if statistics is known else "relative squared output error")
+
+
 @pytest.mark.parametrize("bits", [{"max_size": "1.6MB", "among": [4, "fp8", "bf16"]}, {"max_size": "1.38MB"}])
 def test_the_size_of_the_whole(world, tmp_path, bits):
     done = quantize(recipe(world, tmp_path / "out", bits))

@@ -21,6 +21,7 @@ from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import tensor_files
 from vlmcompress.common.block_files import BlockFiles
+from vlmcompress.common.notes import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.registry import RULES
 from vlmcompress.compression.calibrate import calibrate
@@ -28,6 +29,11 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.planning import plan, reuse
 from vlmcompress.planning.plan import Plan
+
+BLIND = (
+    "no calibration sample has an answer, so bits are shared out by relative output errors, which on a real language model "
+    "lost to one width for all; give samples with answers"
+)
 
 Read = Callable[[str], Tensor]
 """A function from a linear layer's memory name to its weight `[out, in]`."""
@@ -79,6 +85,8 @@ def decide(
     if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
         remedy = reuse.remedy(statistics, lacking)
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
+    if bits.by == "error" and "gradients" not in statistics.facts:
+        note(BLIND)
     errors = predicted(work, statistics, read, progress, rows)
     order = {key: list(own) for key, own in given.sizes.items()}
     candidates = {

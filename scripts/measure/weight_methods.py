@@ -1,0 +1,130 @@
+"""The methods that `compare_weights.py` compares, as data.
+
+A row is a name and what `vlmcompress quantize` gets besides the number format: the scheme, its options, other keys of a
+recipe. To measure another method, add a row. `KIND` says who runs it: `stats` solves from statistics that are collected once
+a seed, `run` runs the model itself behind what is quantized already, `stock` is llm-compressor, `autoround` is auto-round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A number format of weights alone: `bits`, groups of `group` columns, symmetric or with zero points."""
+
+    bits: int
+    group: int
+    symmetric: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group, "symmetric": self.symmetric}
+
+
+FORMATS: dict[str, Grid | None] = {  # None: INT8 weights and activations, by the scheme's own options
+    "W4": Grid(4, 64),
+    "W3": Grid(3, 64),
+    "W2": Grid(2, 64),
+    "W4 asym": Grid(4, 64, False),
+    "W3 asym": Grid(3, 64, False),
+    "W2 asym": Grid(2, 64, False),
+    "3.25": Grid(3, 64),
+    "W8A8": None,
+}
+WEIGHTS = tuple(name for name, grid in FORMATS.items() if grid and name[0] == "W")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method: see the module. `formats`: those that it is measured in; `data_free`: no seed changes the result; `than`: the
+    (format, method) that it is compared with instead of the better stock method of its format; `blind`: it gets statistics
+    without gradients, as samples without answers give them."""
+
+    scheme: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    kind: str = "stats"
+    formats: tuple[str, ...] = WEIGHTS
+    data_free: bool = False
+    than: tuple[str, str] | None = None
+    blind: bool = False
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether statistics have to have gradients: balances by them and widths that are shared out."""
+        return (
+            self.kind == "stats"
+            and not self.blind
+            and (self.options.get("balance") in ("auto", "mbq") or "bits" in self.recipe)
+        )
+
+    def given(self, name: str) -> dict[str, Any]:
+        """The recipe in the format of this name."""
+        grid = FORMATS[name]
+        return {"scheme": self.scheme, "options": (grid.options if grid else {}) | self.options} | self.recipe
+
+
+def budget(bits: float, **more: Any) -> dict[str, Any]:
+    """The recipe's key for widths that are shared out."""
+    return {"bits": {"budget": bits, "among": [2, 3, 4, 8]} | more}
+
+
+METHODS: dict[str, Row] = {
+    "rtn": Row("rtn", data_free=True),
+    "stock gptq": Row("gptq", kind="stock"),
+    "stock awq": Row("awq", kind="stock"),
+    "autoround": Row(kind="autoround", options={"iters": 200}),
+    "autoround 50": Row(kind="autoround", options={"iters": 50}),
+    "gptq": Row("gptq"),
+    "gptq ratio": Row("gptq", {"balance": "ratio"}),
+    "gptq auto": Row("gptq", {"balance": "auto"}),
+    "gptq run": Row("gptq", kind="run"),
+    "gptq clip": Row("gptq", {"clip": True}),
+    "gptq sweeps": Row("gptq", {"sweeps": 2}),
+    "gptq smooth": Row("gptq", {"smooth": "awq"}),
+    "gptq smooth clip": Row("gptq", {"smooth": "awq", "clip": True}),
+    "gptq all": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}),
+    "gptq all, feedback": Row("gptq", {"smooth": "feedback", "clip": True, "sweeps": 2}),
+    "gptq all run": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, kind="run"),
+    "gptq rotate": Row("gptq", recipe={"rotate": "hadamard"}, kind="run"),
+    "gptq all rotate": Row(
+        "gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, recipe={"rotate": "hadamard"}, kind="run"
+    ),
+    "qronos": Row("qronos", kind="run"),
+    "qronos all": Row("qronos", {"smooth": "awq", "clip": True, "sweeps": 2}, kind="run"),
+    "awq": Row("awq"),
+    "awq sweeps": Row("awq", {"clip_sweeps": 2}),
+    "awq both": Row("awq", {"objective": "both", "clip_sweeps": 2}, kind="run"),
+    "awq auto": Row("awq", {"balance": "auto"}),
+    "awq run": Row("awq", kind="run"),
+    "awq rotate": Row("awq", recipe={"rotate": "hadamard"}, kind="run"),
+    "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq")),
+    "gptq by error, blind": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq"), blind=True),
+    "gptq all by error": Row(
+        "gptq",
+        {"smooth": "awq", "clip": True, "sweeps": 2},
+        recipe=budget(3.25),
+        formats=("3.25",),
+        than=("W3", "gptq all"),
+    ),
+    "awq by error": Row("awq", recipe=budget(3.25), formats=("3.25",), than=("W3", "awq")),
+    "stock int8": Row("int8", kind="stock", formats=("W8A8",)),
+    "int8": Row("int8", formats=("W8A8",)),
+    "int8 rotate": Row("int8", recipe={"rotate": "hadamard"}, kind="run", formats=("W8A8",)),
+    "int8 ratio": Row("int8", {"balance": "ratio"}, formats=("W8A8",)),
+}
+STOCK = ("stock gptq", "stock awq", "stock int8")
+
+
+def chosen(methods: list[str], formats: list[str]) -> list[tuple[str, str]]:
+    """The (format, method) pairs of these methods and formats, in the order of both.
+
+    Raises ValueError for a name that there is not.
+    """
+    for name, known in [(m, METHODS) for m in methods] + [(f, FORMATS) for f in formats]:
+        if name not in known:
+            raise ValueError(f"there is no '{name}'; choose from {', '.join(known)}")
+    return [(f, m) for f in formats for m in methods if f in METHODS[m].formats]

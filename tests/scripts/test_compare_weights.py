@@ -1,0 +1,104 @@
+"""The harness that compares methods of quantizing weights: its measures, its intervals and its rows."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kit.places import DEMOS, ROOT
+from vlmcompress import models
+from vlmcompress.data import bundled, encode, load_samples
+from vlmcompress.recipe import resolve
+
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
+import auto_round_contender
+import text_probe
+import weight_methods
+import weights_table
+
+
+def test_texts_are_measured_as_the_models_own_logits_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the whole models' logits in float64; the first position counts for the loss, not for the divergence."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(text_probe, "ROWS", 4)  # several pieces a text
+    vlm = models.load(DEMOS / "demo-llava", dtype=torch.float32)
+    ids = [torch.randint(8, 60, (length,)) for length in (9, 5)]
+    original = text_probe.reference(vlm, ids)
+    with torch.no_grad():
+        before = [vlm.model(input_ids=own[None]).logits[0].double().log_softmax(-1) for own in ids]
+        for parameter in vlm.model.model.language_model.layers.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn(parameter.shape))
+        after = [vlm.model(input_ids=own[None]).logits[0].double().log_softmax(-1) for own in ids]
+    found = text_probe.compare(vlm, original)
+    for k, own in enumerate(ids):
+        nll = -sum(float(after[k][t, own[t + 1]]) for t in range(len(own) - 1))
+        kl = sum(float((before[k][t].exp() * (before[k][t] - after[k][t])).sum()) for t in range(1, len(own)))
+        assert kl > 1e-3
+        assert float(found["nll"][k]) == pytest.approx(nll, rel=1e-4)
+        assert float(found["kl"][k]) == pytest.approx(kl, rel=1e-3)
+        assert float(found["tokens"][k]) == len(own) - 1
+    means = weights_table.means({f"text/{name}": values for name, values in found.items()})
+    assert means["perplexity"] == pytest.approx(math.exp(float(found["nll"].sum()) / 12))
+
+
+def test_a_ratio_counts_clusters_and_seeds() -> None:
+    """The textbook's ratio estimator; every text twice in a cluster tells no more than once; the same method is at 1."""
+    torch.manual_seed(0)
+    b = torch.rand(1, 60, dtype=torch.float64) + 0.5
+    a = b * (0.5 + 0.2 * torch.rand(1, 60, dtype=torch.float64))
+    alone = weights_table.ratio(a, b, torch.arange(60))
+    r = float(a.mean() / b.mean())
+    half = 1.96 * math.sqrt(float((a - r * b).square().mean()) / 60) / float(b.mean())
+    assert (alone["ratio"], alone["low"], alone["high"]) == pytest.approx((r, r - half, r + half))
+    twice = weights_table.ratio(a.repeat(1, 2), b.repeat(1, 2), torch.arange(60).repeat(2))
+    assert twice == pytest.approx(alone)
+    assert weights_table.ratio(b, b, torch.arange(60)) == {"ratio": 1, "low": 1, "high": 1}
+    seeds = weights_table.ratio(torch.cat([b, 3 * b]), torch.cat([b, b]), torch.arange(60))
+    assert seeds["ratio"] == pytest.approx(2) and seeds["high"] - 2 == pytest.approx(1.96)  # std of (1, 3) over sqrt(2)
+
+
+@pytest.mark.parametrize("method", [name for name, row in weight_methods.METHODS.items() if row.scheme])
+def test_rows_are_recipes(method: str, tmp_path: Path) -> None:
+    row = weight_methods.METHODS[method]
+    if row.kind == "stock":
+        assert method in weight_methods.STOCK and not row.options
+        return
+    for form in row.formats:
+        given = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "out")}
+        recipe = resolve(given | row.given(form)).recipe
+        grid = weight_methods.FORMATS[form]
+        assert grid is None or recipe.options.bits == grid.bits
+        assert row.data_free != bool(recipe.method.NEEDS)
+
+
+def test_unknown_names_are_refused() -> None:
+    assert weight_methods.chosen(["rtn", "int8"], ["W8A8", "W3"]) == [("W8A8", "int8"), ("W3", "rtn")]
+    with pytest.raises(ValueError, match="there is no 'gtpq'; choose from rtn, "):
+        weight_methods.chosen(["gtpq"], ["W3"])
+    with pytest.raises(ValueError, match="there is no 'W5'; choose from W4, "):
+        weight_methods.chosen(["gptq"], ["W5"])
+
+
+@pytest.mark.slow
+def test_auto_round_puts_weights_on_the_grid(tmp_path: Path) -> None:
+    """All weights of the decoder, and no others, in eight levels a group; the same ones when read again."""
+    plain, vlm = models.load(DEMOS / "demo-llava", dtype=torch.float32), models.load(DEMOS / "demo-llava")
+    batches = encode(load_samples(bundled(DEMOS / "demo-llava", "calibration"), samples=8, seed=0), vlm)
+    given = {"bits": 3, "group_size": 64, "symmetric": True, "iters": 2}
+    facts = auto_round_contender.run_auto_round(vlm, batches, tmp_path / "kept.pt", **given)
+    weights, changed = dict(plain.model.named_parameters()), 0
+    for name, found in vlm.model.named_parameters():
+        if "language_model.layers" in name and found.dim() == 2:
+            changed += 1
+            assert max(len(group.unique()) for group in found.detach()[:4].float().view(-1, 64)) <= 8
+        else:
+            assert torch.equal(found.float(), weights[name])
+    again = models.load(DEMOS / "demo-llava")
+    assert changed == 28
+    assert auto_round_contender.run_auto_round(again, [], tmp_path / "kept.pt", **given) == facts
+    for name, found in again.model.named_parameters():
+        torch.testing.assert_close(found.float(), vlm.model.get_parameter(name).float(), atol=0.01, rtol=0.01)
