@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Outcome:
     given = _flags.given(args)
     _refuse_foreign(given)
     recipe = resolve(given | {"scheme": "none"}).recipe
-    asked = {"needs": _needs(args.needs)} if args.needs else {}
+    asked: dict[str, Any] = {"needs": _needs(args.needs)} if args.needs else {}
     from vlmcompress.compression.calibrate import calibrate, needed
 
     if args.readers:

@@ -86,7 +86,7 @@ def stream(skeleton: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] = (
     config = skeleton.config.get_text_config()
     embedding = skeleton.get_input_embeddings()
     name = next(key for key, value in skeleton.named_parameters() if value is embedding.weight)
-    head, width = f"{spec.lm_head}.weight", int(embedding.weight.shape[1])
+    head, width = f"{spec.lm_head}.weight", int(embedding.get_parameter("weight").shape[1])
     found = Stream(width, name, spec.lm_head, head in tied_names(skeleton), rows=[name, *_newlines(skeleton, spec)])
     templates = {template.name: template for template in spec.groups}
     for path, groups in zip(decoder_layers(skeleton, spec), decoder_blocks(skeleton, spec), strict=True):
@@ -204,14 +204,14 @@ def _check_rest(skeleton: nn.Module, spec: ModelSpec, found: Stream) -> None:
 
 def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
     """Refuse a norm that is not RMSNorm: it must give `g rms(x)`, and rotated rows for rotated ones, as is tried out."""
-    norm = copy.deepcopy(module).to_empty(device="cpu").float()
-    draw = torch.Generator().manual_seed(0)
-    width = norm.weight.shape[0]
+    norm: nn.Module = copy.deepcopy(module).to_empty(device="cpu").float()
+    draw, weight = torch.Generator().manual_seed(0), norm.get_parameter("weight")
+    width = len(weight)
     x, v = torch.randn(3, width, generator=draw) + 1, torch.randn(width, generator=draw)
     with torch.no_grad():
-        norm.weight.fill_(2.0)
+        weight.fill_(2.0)
         twice = norm(x)
-        norm.weight.fill_(1.0)
+        weight.fill_(1.0)
         plain = norm(x)
         mirrored = norm(_mirrored(x, v))
     if not torch.allclose(twice, 2 * plain, atol=1e-4):

@@ -177,8 +177,8 @@ def quantize_group(
         return gptq.searched(weights, found, stats, options)
     if ready.gram is not None:
         steps = awq.Options().clip_grid
-        found = [awq.clipped(w, ready.gram, NVFP4, steps, **how) for w in weights]
-        return [quantize_with(w, *each, NVFP4, ready.global_scale) for w, each in zip(weights, found, strict=True)]
+        clipped = [awq.clipped(w, ready.gram, NVFP4, steps, **how) for w in weights]
+        return [quantize_with(w, *each, NVFP4, ready.global_scale) for w, each in zip(weights, clipped, strict=True)]
     return [round_to_nearest(w, NVFP4, **how) for w in weights]
 
 
