@@ -173,7 +173,7 @@ def test_group_sizes(name, group_size):
         ("awq", {"symmetric": 1}, "symmetric must be true or false"),
         ("awq", {"grid": 2}, "grid must be a whole number of at least 3"),
         ("awq", {"clip": "yes"}, "clip must be true or false"),
-        ("awq", {"objective": "mae"}, "objective must be 'gram' or 'block'"),
+        ("awq", {"objective": "mae"}, "objective must be 'gram', 'block' or 'both'"),
         ("int8", {"alpha": 1.5}, "alpha must be a number from 0 to 1"),
         ("int8", {"alpha": True}, "alpha must be a number from 0 to 1"),
         ("fp8-static", {"weights": "group"}, "weights must be 'tensor' or 'channel'"),

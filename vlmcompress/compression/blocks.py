@@ -20,6 +20,7 @@ from vlmcompress.statistics.inputs import CROSS, NEEDS, GroupStats
 
 if TYPE_CHECKING:
     from vlmcompress.calibration.gradient_pass import Fisher
+    from vlmcompress.calibration.observe import Seen
 
 
 def compress(
@@ -50,7 +51,6 @@ def compress(
     """
     if not batches:
         return solve_blocks(vlm.model, blocks, method, store, lean=lean, progress=progress)  # smooths nothing
-    from vlmcompress.calibration import finalists
     from vlmcompress.calibration.gradient_pass import kept_sensitivities
     from vlmcompress.calibration.observe import Wanted, observe
 
@@ -75,14 +75,8 @@ def compress(
             continue
         for group, one in seen.stats.items():
             one.sensitivity = known.get((layer, group))
-        own: dict[str, Any] = {
-            name: scale.to(vlm.model.device) for (block, name), scale in scales.items() if block == layer
-        }
-        with phase("searching"):
-            own |= finalists.choose(vlm, layer, blocks[layer], seen.batches, seen.stats, method)
         groups = [group for group in blocks[layer] if group.name in seen.stats]
-        result = _solved(groups, modules, seen.stats, method, own, offset)
-        result.kv_ranges |= seen.kv_ranges
+        result = _of_seen(vlm, layer, groups, seen, method, scales)
         apply(result, modules, offset)
         whole.add(result)
         if groups[-1] is blocks[layer][-1]:
@@ -115,6 +109,21 @@ def _searched(
     from vlmcompress.calibration.token_weights import token_weights
 
     return method, scales, token_weights(vlm, blocks, method, batches, progress)
+
+
+def _of_seen(
+    vlm: VLM, layer: int, groups: list[Group], seen: Seen, method: Method, scales: Mapping[tuple[int, str], Tensor]
+) -> BlockResult:
+    """What becomes of the groups of a block that were observed; `scales`: those found beforehand, by block and group."""
+    from vlmcompress.calibration import finalists
+
+    own: dict[str, Any] = {name: s.to(vlm.model.device) for (block, name), s in scales.items() if block == layer}
+    with phase("searching"):
+        chosen = finalists.choose(vlm, layer, groups, seen.batches, seen.stats, method)
+    modules = _modules(vlm.model, groups)
+    result = _solved(groups, modules, seen.stats, method, own | chosen, vlm.spec.norm_offset)
+    result.kv_ranges |= seen.kv_ranges
+    return result
 
 
 def _needs(method: Method) -> frozenset[str]:

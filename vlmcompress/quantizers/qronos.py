@@ -50,8 +50,8 @@ NEEDS = frozenset({"gram", CROSS})
 
 @dataclass(frozen=True)
 class Options(gptq.Options):
-    """Those of gptq but `smooth`; `correct`: share of the correction that is made, from 0 (GPTQ's weights) to 1 (the
-    paper); `behind`: "groups" or "blocks", what is quantized already where a group's input is observed."""
+    """Those of gptq; `correct`: share of the correction that is made, from 0 (GPTQ's weights) to 1 (the paper); `behind`:
+    "groups" or "blocks", what is quantized already where a group's input is observed."""
 
     correct: float = 1.0
     behind: str = "groups"
@@ -61,10 +61,6 @@ class Options(gptq.Options):
         number = isinstance(self.correct, int | float) and not isinstance(self.correct, bool)
         if not number or not 0 <= self.correct <= 1:
             raise ValueError(f"correct must be a number from 0 to 1, got {self.correct!r}")
-        if self.smooth != "off":
-            raise ValueError(
-                f"smooth must be 'off': qronos corrects weights that are not smoothed, got {self.smooth!r}"
-            )
         if self.behind not in ("groups", "blocks"):
             raise ValueError(f"behind must be 'groups' or 'blocks', got {self.behind!r}")
         if self.smooth != "off" and self.behind == "groups":
