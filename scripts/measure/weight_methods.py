@@ -94,7 +94,7 @@ METHODS: dict[str, Row] = {
         "gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, recipe={"rotate": "hadamard"}, kind="run"
     ),
     "qronos": Row("qronos", kind="run"),
-    "qronos all": Row("qronos", {"smooth": "awq", "clip": True, "sweeps": 2}, kind="run"),
+    "qronos clip sweeps": Row("qronos", {"clip": True, "sweeps": 2}, kind="run"),
     "awq": Row("awq"),
     "awq sweeps": Row("awq", {"clip_sweeps": 2}),
     "awq both": Row("awq", {"objective": "both", "clip_sweeps": 2}, kind="run"),
