@@ -39,8 +39,7 @@ def compress(
 ) -> None:
     """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
 
-    With calibration data each block is observed behind those that are quantized already, where the method is stepwise
-    even each group; without, each block stands alone.
+    With calibration data each block (of a stepwise method each group) is observed behind what is quantized already.
 
     Args:
         all_experts: every expert of a mixture is shown all tokens.
