@@ -152,7 +152,7 @@ def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
     from vlmcompress.calibration import gradient_pass as sensitivity
 
     calls, real = [], sensitivity.gradients
-    monkeypatch.setattr(sensitivity, "gradients", lambda *args: calls.append(1) or real(*args))
+    monkeypatch.setattr(sensitivity, "gradients", lambda *args, **more: calls.append(1) or real(*args, **more))
     given = {"options": {"group_size": 32, "balance": "auto"}}
     done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9}, stats=False, **given))
     assert done.manifest["allocation"]["unit"] == "nats" and calls == [1]

@@ -116,10 +116,7 @@ def _calibrated(
     folders.check(source, out, overwrite=overwrite, mark=NAME)
     if "entropy" in needs:
         _need_sklearn()
-    made = rotated.made(recipe, progress).path if recipe.rotate and not read else None
-    with phase("loading"):
-        vlm = models.load(read or made or source, trust_remote_code=recipe.trust_remote_code)
-        vlm = replace(vlm, path=source)
+    vlm = _loaded(recipe, read, progress)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
     reducer = settled(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer})
@@ -166,6 +163,14 @@ def _calibrated(
         rotated.clean(out)
     team.wait()
     return Result(out, described)
+
+
+def _loaded(recipe: Recipe, read: Path | None, progress: Progress) -> VLM:
+    """The model of a recipe, rotated where that asks for it, or what lies in `read`; its path is the recipe's."""
+    made = rotated.made(recipe, progress).path if recipe.rotate and not read else None
+    with phase("loading"):
+        vlm = models.load(read or made or recipe.model, trust_remote_code=recipe.trust_remote_code)
+        return replace(vlm, path=recipe.model)
 
 
 def collect(
