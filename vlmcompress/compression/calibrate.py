@@ -148,10 +148,8 @@ def _calibrated(
             all_experts=recipe.calibrate.all_experts,
             progress=progress,
         )
-    described = _description(recipe, whole.vlm, weights, blocks) | {
-        "calibration": origin | {"prefix": "float"},
-        "needs": sorted(needs),
-    }
+    described = _description(recipe, whole.vlm, weights, blocks) | {"needs": sorted(needs)}
+    described["calibration"] = origin | {"prefix": "float"}
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
