@@ -70,13 +70,7 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[
-                *_untied(work),
-                *_unread(work),
-                *reducers.warnings(recipe.reduce, origin),
-                *warnings(results),
-                *_changed(source),
-            ],
+            warnings=[*_of_plan(work), *reducers.warnings(recipe.reduce, origin), *warnings(results)],
             allocation=work.allocation,
             visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
         ),
@@ -89,6 +83,11 @@ def write_checkpoint(
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),
     )
+
+
+def _of_plan(work: Plan) -> list[str]:
+    """What the plan's model and recipe are to be warned of, a line each."""
+    return [*_untied(work), *_unread(work), *_changed(work.source)]
 
 
 def _changed(source: Source) -> list[str]:

@@ -146,11 +146,7 @@ def survey(
         table: widths by name, for a plan's `budget` with other widths than the recipe's.
         source: the recipe's model, if its headers have been read already.
     """
-    source = source or Source.of(recipe.model)
-    models.refuse_quantized(source.config)
-    if source.headers:
-        models.check_files(source.path)
-        models.check_shapes(source.path, source.skeleton, source.names)
+    source = _usable(source or Source.of(recipe.model))
     before = sum(spec.nbytes for spec in source.stored.values())
     source = rotation.outlined(recipe, source)
     own = _own_others(recipe, source)
@@ -195,6 +191,15 @@ def survey(
         budget=budget,
         visual_tokens=reducer.visual_tokens(recipe, example=not problems),
     )
+
+
+def _usable(source: Source) -> Source:
+    """The model, in 16 bits and whole. Raises `UserError` for another one."""
+    models.refuse_quantized(source.config)
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.skeleton, source.names)
+    return source
 
 
 def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> list[str]:
