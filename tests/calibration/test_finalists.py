@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit import tiny
 from tests.kit.pictures import picture
+from tests.kit.spread import uneven
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import block_search, finalists
@@ -26,15 +26,8 @@ WEIGHTS = {"text": 0.0, "vision": 1.0, "answer": 4.0}
 
 @pytest.fixture(scope="module")
 def vlm(tmp_path_factory) -> models.VLM:
-    """A tiny model in float32, so that candidates don't tie, with norms of many sizes, so that scaling pays."""
-    loaded = models.load(tiny.build("llava", tmp_path_factory.mktemp("model")))
-    loaded.model.float()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in loaded.model.named_parameters():
-            if "language_model" in name and "layernorm" in name:
-                parameter.mul_(torch.exp(torch.randn_like(parameter)))
-    return loaded
+    """One whose scales are worth searching."""
+    return uneven(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

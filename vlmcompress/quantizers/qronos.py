@@ -41,8 +41,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.quantizers import awq, gptq
+from vlmcompress.numerics import QTensor
+from vlmcompress.quantizers import gptq
 from vlmcompress.statistics.inputs import CROSS, GroupStats
 
 NEEDS = frozenset({"gram", CROSS})
@@ -71,8 +71,7 @@ class Options(gptq.Options):
     @property
     def needs(self) -> frozenset[str]:
         """What gptq reads with these options; for a correction the cross-Gram matrix, too."""
-        own = gptq.NEEDS if self.smooth == "off" else awq.NEEDS
-        return own | {CROSS} if self.correct else own
+        return super().needs | {CROSS} if self.correct else super().needs
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,7 @@ class Prepared:
         return self.feedback.warnings
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights, 16-bit activations."""
-    return gptq.scheme(options)
-
-
-def smooth(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Tensor | None:
-    """The scale `[in]` that gptq finds for the weights `[out_i, in]` with these options; None: leave them."""
-    return gptq.smooth(weights, stats, options, scale_dtype)
+scheme, smooth = gptq.scheme, gptq.smooth
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Prepared:
