@@ -50,8 +50,11 @@ def _pixels(row: dict) -> tuple[int, int]:
 def measure(folder: Path, kind: str, split: str, limit: int | None = None) -> dict:
     """Measure the accuracy of a checkpoint as it is on disk, overall and by family."""
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
-    rows = load_rows(kind, split)[:limit]
+    return exact_match(model, AutoProcessor.from_pretrained(folder), load_rows(kind, split)[:limit])
+
+
+def exact_match(model, processor, rows: list[dict]) -> dict:
+    """Ask a model all rows; return how many there are and the share that it answers exactly, overall and by family."""
     right: dict[str, list[bool]] = defaultdict(list)
     for row, answer in zip(rows, answers(model, processor, rows), strict=True):
         right[row["family"]].append(answer == row["answer"])

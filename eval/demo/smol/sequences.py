@@ -1,8 +1,8 @@
-"""Training batches: an image once, and many questions about it that do not see each other.
+"""Training batches: an image once, as the words that the tower writes of it, and many questions that do not see each other.
 
 A question that is asked alone reads the image's tokens and itself. So one forward pass over
 
-    <|im_start|>user\n <image>...    question 1 ... answer 1 <|im_end|>    question 2 ... answer 2 <|im_end|>    ...
+    <|im_start|>user\n row 1 column 1 : large red ...    question 1 ... answer 1 <|im_end|>    question 2 ... answer 2 ...
 
 with a mask that shows each question the image and itself, and with positions that go on from the image for each, computes
 exactly what asking them one after another does, for a third of the tokens.
@@ -15,32 +15,31 @@ from random import Random
 import torch
 from torch import Tensor
 
-from eval.demo.sequences import draw_all, turns_about
+from eval.demo.sequences import turns_about
 from eval.world.rows import View, asked_views, images_of, sample_view
 from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES, SCENE_FAMILIES
 
+from .table import token_ids, written
+
 BEFORE, BETWEEN, STOP = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 GRID = (3, 3)
-VISUAL = 81  # tokens of an image
-VIEWS = {"scene": 1, "chart": 1, "two_images": 1, "text": 1}  # in a batch
 TEXTS = 16  # questions without an image in a batch
+Asked = list[tuple[str, str]]  # questions and answers
 
 
 @dataclass
 class Batch:
-    """Sequences padded on the right; `mask` is added to attention's scores."""
+    """Sequences padded on the right."""
 
     ids: Tensor  # (batch, length)
     labels: Tensor  # (batch, length): -100 where nothing is learned
     turns: Tensor  # (batch, length): number of the question, 0 in the prefix, -1 in the padding
     positions: Tensor  # (batch, length)
-    pixels: Tensor  # uint8 (images, height, width, 3)
-    seen: dict[str, Tensor]
     families: list[list[str]]  # of each sequence's questions
 
     def mask(self) -> Tensor:
-        """(batch, 1, length, length): 0 where a token sees another, else -inf; padding sees itself."""
+        """(batch, 1, length, length), added to scores: 0 where a token sees another, else -inf; padding sees itself."""
         length = self.ids.shape[1]
         own = self.turns[:, :, None] == self.turns[:, None, :]
         seen = (own | (self.turns[:, None, :] == 0)) & torch.ones(length, length, dtype=torch.bool).tril()
@@ -51,13 +50,15 @@ class Batch:
 class Writer:
     """Turns views and questions into batches."""
 
-    def __init__(self, tokenizer, image_id: int):
+    def __init__(self, tokenizer):
         self.encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer(text)["input_ids"]))
-        self.image_id, self.pad_id = image_id, tokenizer.pad_token_id
+        self.pad_id = tokenizer.pad_token_id
 
-    def write(self, images: int, asked: list[tuple[str, str]]) -> list[list[int]]:
+    def write(self, view: View | None, asked: Asked) -> list[list[int]]:
         """Return ids, labels, turns and positions of one sequence."""
-        ids = [*self.encode(BEFORE), *[self.image_id] * (VISUAL * images)]
+        ids = [*self.encode(BEFORE)]
+        for image in images_of(view):
+            ids += token_ids(written(image), self.encode)
         start = len(ids)
         labels, turns, positions = [-100] * start, [0] * start, list(range(start))
         for number, (question, answer) in enumerate(asked, 1):
@@ -68,32 +69,29 @@ class Writer:
             positions += range(start, start + len(before) + len(after))
         return [ids, labels, turns, positions]
 
-    def batch(self, views: list[View | None], asked: list[list[tuple[str, str]]], families: list[list[str]]) -> Batch:
+    def batch(self, views: list[View | None], asked: list[Asked], families: list[list[str]]) -> Batch:
         """Collate one sequence per view."""
-        rows = [self.write(len(images_of(view)), turns) for view, turns in zip(views, asked, strict=True)]
+        rows = [self.write(view, turns) for view, turns in zip(views, asked, strict=True)]
         length = max(len(row[0]) for row in rows)
         padding = (self.pad_id, -100, -1, 0)
         columns = [
             torch.tensor([row[k] + [fill] * (length - len(row[k])) for row in rows]) for k, fill in enumerate(padding)
         ]
-        return Batch(*columns, *draw_all(views), families)
+        return Batch(*columns, families)
 
 
 def training_batch(writer: Writer, random: Random, weights: dict[str, float]) -> Batch:
-    """Draw fresh views and questions, kinds and families by `weights`."""
+    """Draw a fresh view and questions about it, its kind and their families by `weights`; or questions without a view."""
     shares = {kind: weights[kind] for kind in ("chart", "two_images", "text")}
     shares["scene"] = sum(weights[family] for family in SCENE_FAMILIES) * 0.5 + 0.1
     kind = random.choices(list(shares), list(shares.values()))[0]
     if kind == "text":
-        asked = [[ask_text(random) for _ in range(TEXTS)]]
-        return writer.batch([None], asked, [["text"] * TEXTS])
-    views, asked = [], []
-    while len(views) < VIEWS[kind]:
+        return writer.batch([None], [[ask_text(random) for _ in range(TEXTS)]], [["text"] * TEXTS])
+    asked: Asked = []
+    while not asked:
         view = sample_view(random, "object_at" if kind == "scene" else kind, GRID, "train")
-        if turns := turns_about(random, kind, view, weights):
-            views.append(view)
-            asked.append(turns)
-    return writer.batch(views, asked, [[kind] * len(turns) for turns in asked])
+        asked = turns_about(random, kind, view, weights)
+    return writer.batch([view], [asked], [[kind] * len(asked)])
 
 
 def validation_batches(writer: Writer, per_family: int) -> list[Batch]:

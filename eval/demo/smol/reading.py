@@ -1,12 +1,10 @@
-"""Two stages: the projector learns to name what the tower sees in the language model's own words, then both learn to answer.
+"""The language model learns to read: to answer questions about an image from the words that the tower writes of it.
 
-name    the projector alone, towards the sum of the embeddings of the words for what a token lies on; the language model
-        does not run, so this takes minutes
-answer  adapters and projector on answers; every few steps also on English prose, plain or as an answer in a chat, whose
-        next-token probabilities must stay those of the package's model
-
-Families are drawn in proportion to how badly they do. What is shipped is an average over the last steps. The learning rate is
-constant but for the last fifth of the time, so a training can be resumed with more minutes.
+Low-rank adapters learn answers; every few steps also English prose, plain or as an answer in a chat, whose next-token
+probabilities must stay those of the package's model. Families are drawn in proportion to how badly they do. What is shipped is
+an average over the last steps. The learning rate is constant but for the last fifth of the time, so a training can be resumed
+with more minutes. Several processes train on images of their own and take the mean of their weights every few steps (local
+SGD, arXiv 1805.09767); the first one measures and saves.
 """
 
 import json
@@ -17,8 +15,10 @@ from pathlib import Path
 from random import Random
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.english import paragraphs
 from eval.world.vocab import FAMILIES
@@ -27,9 +27,10 @@ from .learner import Learner, accuracy
 from .sequences import BEFORE, BETWEEN, Writer, training_batch, validation_batches
 
 EMA = 0.99
-PROSE_EVERY = 12  # steps
+PROSE_EVERY = 6  # steps
 PROSE = (2, 160)  # texts and tokens of each
 PROSE_WEIGHT = 2.0
+TOGETHER = 4  # steps between means over processes
 
 
 @dataclass
@@ -37,29 +38,26 @@ class Plan:
     """Settings of a training, from the command line."""
 
     minutes: float
-    naming: float = 4.0  # minutes of the first stage, out of these
-    rate: float = 1.5e-3
+    rate: float = 1e-3
     seed: int = 0
-    validate_every: float = 600.0  # seconds
+    validate_every: float = 400.0  # seconds
     questions: int = 12  # of a family, in validation
 
 
-class Trainer:
+class Reading:
     """State of one training."""
 
-    def __init__(self, plan: Plan, learner: Learner, folder: Path):
-        self.plan, self.learner, self.folder = plan, learner, folder
-        self.writer = Writer(learner.tokenizer, learner.model.config.image_token_id)
-        self.learned = learner.learned()
+    def __init__(self, plan: Plan, language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path):
+        self.plan, self.learner, self.tokenizer, self.folder = plan, Learner(language), tokenizer, folder
+        self.writer = Writer(tokenizer)
+        self.learned = self.learner.learned()
         self.ema = {name: p.detach().clone() for name, p in self.learned.items()}
         self.weights = dict.fromkeys(FAMILIES, 0.5)
         self.step, self.spent, self.questions = 0, 0.0, 0
-        groups = [
-            {"params": [p for n, p in self.learned.items() if n.startswith("projector.") == own], "rate": rate}
-            for own, rate in ((True, plan.rate / 3), (False, plan.rate))
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-        self.state = folder / "state.pt"
+        self.optimizer = torch.optim.AdamW(
+            self.learned.values(), lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+        )
+        self.state = folder / "reading.pt"
         if self.state.exists():
             self.resume()
         self.validation = validation_batches(self.writer, plan.questions)
@@ -77,7 +75,7 @@ class Trainer:
         place = (self.step, self.spent, self.questions)
         learned = {name: p.detach() for name, p in self.learned.items()}
         state = {"learned": learned, "ema": self.ema, "weights": self.weights, "place": place}
-        part = self.folder / "state.part"
+        part = self.folder / "reading.part"
         torch.save(state | {"optimizer": self.optimizer.state_dict()}, part)
         part.rename(self.state)
 
@@ -87,32 +85,39 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the plan's minutes are over."""
-        random = Random(f"{self.plan.seed}/{self.step}")
-        torch.manual_seed(self.plan.seed + self.step)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        random = Random(f"{self.plan.seed}/{self.step}/{rank}")
         last, losses, drifts, validated = time.monotonic(), [], [], self.spent
-        while self.spent < self.plan.minutes * 60:
-            naming = self.spent < self.plan.naming * 60
-            loss = self.naming_loss(random) if naming else self.answer_loss(random)
-            if not naming and self.step % PROSE_EVERY == 0:
+        while self.step % TOGETHER or self.spent < self.plan.minutes * 60:
+            loss = self.answer_loss(random)
+            if self.step % PROSE_EVERY == 0:
                 drift = self.learner.drift(self.prose(random))
                 drifts.append(drift.item())
                 loss = loss + PROSE_WEIGHT * drift
             self.update(loss)
             losses.append(loss.item())
             now = time.monotonic()
-            self.spent, last = self.spent + now - last, now
-            if self.spent - validated > (60 if naming else self.plan.validate_every):
-                self.validate(_mean(losses), _mean(drifts), naming)
+            self.spent, last = self.spent + (now - last) * (rank == 0), now
+            if dist.is_initialized() and self.step % TOGETHER == 0:
+                self.meet()
+            if rank == 0 and self.spent - validated > self.plan.validate_every:
+                self.validate(_mean(losses), _mean(drifts))
                 last, validated, losses, drifts = time.monotonic(), self.spent, [], []
-        self.save()
+        if rank == 0:
+            self.save()
 
-    def naming_loss(self, random: Random) -> Tensor:
-        batch = training_batch(self.writer, random, self.weights)
-        while not len(batch.pixels):
-            batch = training_batch(self.writer, random, self.weights)
-        visual = self.learner.projector(self.learner.features(batch.pixels)).flatten(0, 1)
-        wanted = self.learner.named(batch.seen)
-        return F.mse_loss(visual, wanted) / wanted.var()
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Take the mean of the processes' weights, and the first one's clock and shares of the families."""
+        flat = torch.cat([p.flatten() for p in self.learned.values()])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for p, own in zip(self.learned.values(), flat.split([p.numel() for p in self.learned.values()]), strict=True):
+            p.copy_(own.view_as(p))
+        told = torch.tensor([self.spent, *self.weights.values()], dtype=torch.float64)
+        dist.broadcast(told, 0)
+        self.spent, *shares = told.tolist()
+        self.weights = dict(zip(self.weights, shares, strict=True))
 
     def answer_loss(self, random: Random) -> Tensor:
         batch = training_batch(self.writer, random, self.weights)
@@ -128,7 +133,7 @@ class Trainer:
             if len(rows) % 2:
                 first, _, rest = text.partition(". ")
                 text = f"{BEFORE}{first}.{BETWEEN}{rest}"
-            ids = self.learner.tokenizer(text)["input_ids"][: PROSE[1]]
+            ids = self.tokenizer(text)["input_ids"][: PROSE[1]]
             if len(ids) == PROSE[1]:
                 rows.append(ids)
         return torch.tensor(rows)
@@ -138,9 +143,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.learned.values(), 1.0)
         done = self.spent / 60 / self.plan.minutes
         scale = min(1.0, (self.step % 100_000 + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
-        naming = self.spent < self.plan.naming * 60
         for group in self.optimizer.param_groups:
-            group["lr"] = 1e-3 if naming else group["rate"] * scale
+            group["lr"] = self.plan.rate * scale
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -149,16 +153,12 @@ class Trainer:
             for name, parameter in self.learned.items():
                 self.ema[name].lerp_(parameter, 1 - keep)
 
-    def validate(self, loss: float, drift: float, naming: bool) -> None:
-        if naming:
-            self.log(stage="name", loss=round(loss, 4))
-            self.save()
-            return
+    def validate(self, loss: float, drift: float) -> None:
         right = self.averaged(lambda: accuracy(self.learner, self.validation))
         self.weights = {family: min(1.0, 0.08 + 1 - right[family]) for family in FAMILIES}
         overall = sum(right.values()) / len(right)
         families = {family: round(right[family], 2) for family in FAMILIES}
-        self.log(stage="answer", loss=round(loss, 4), drift=round(drift, 4), overall=round(overall, 3), **families)
+        self.log(loss=round(loss, 4), drift=round(drift, 4), overall=round(overall, 3), **families)
         self.save()
 
     @torch.no_grad()
