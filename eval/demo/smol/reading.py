@@ -142,7 +142,7 @@ class Reading:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.learned.values(), 1.0)
         done = self.spent / 60 / self.plan.minutes
-        scale = min(1.0, (self.step % 100_000 + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
+        scale = min(1.0, (self.step + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate * scale
         self.optimizer.step()
