@@ -26,12 +26,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.trained and not args.trained.is_file():
         parser.error(f"{args.trained}: there is no such file; scripts/train/train_demo_smol.py finish writes one")
+    there = (args.output / "config.json").exists()
+    if there and not args.measure:
+        return
     from eval.demo.smol.assemble import TRAINED, assemble
     from eval.demo.smol.measure import measured
     from vlmcompress.errors import UserError
 
     try:
-        if not (args.output / "config.json").exists():
+        if not there:
             assemble(CACHE, args.output, args.trained or TRAINED)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from .off_grid import leave_grid
 DONOR = Path(__file__).parents[1] / "demo-llava"
 USED, ADDED = 4, 3  # the donor's layers whose output its projector reads, and those that learn to write
 IMAGE = "<image>"
-TRAINED = Path(__file__).with_name("trained.safetensors")  # projector and adapters
+TRAINED = Path(__file__).with_name("trained.safetensors")  # the tower's added layers, projector and adapters
 CARD = Path(__file__).with_name("README.md")
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}

@@ -25,6 +25,7 @@ from eval.world.vocab import FAMILIES
 
 from .learner import Learner, accuracy
 from .sequences import BEFORE, BETWEEN, Writer, training_batch, validation_batches
+from .training import Training
 
 EMA = 0.99
 PROSE_EVERY = 6  # steps
@@ -44,40 +45,18 @@ class Plan:
     questions: int = 12  # of a family, in validation
 
 
-class Reading:
+class Reading(Training):
     """State of one training."""
 
     def __init__(self, plan: Plan, language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path):
-        self.plan, self.learner, self.tokenizer, self.folder = plan, Learner(language), tokenizer, folder
+        self.plan, self.learner, self.tokenizer = plan, Learner(language), tokenizer
+        adamw = {"lr": plan.rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
+        super().__init__(self.learner.learned(), folder / "reading.pt", EMA, **adamw)
         self.writer = Writer(tokenizer)
-        self.learned = self.learner.learned()
-        self.ema = {name: p.detach().clone() for name, p in self.learned.items()}
-        self.weights = dict.fromkeys(FAMILIES, 0.5)
-        self.step, self.spent, self.questions = 0, 0.0, 0
-        self.optimizer = torch.optim.AdamW(
-            self.learned.values(), lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
-        )
-        self.state = folder / "reading.pt"
-        if self.state.exists():
-            self.resume()
+        found = self.resume()
+        self.weights = found.get("weights", dict.fromkeys(FAMILIES, 0.5))
+        self.questions = found.get("questions", 0)
         self.validation = validation_batches(self.writer, plan.questions)
-
-    def resume(self) -> None:
-        state = torch.load(self.state)
-        with torch.no_grad():
-            for name, parameter in self.learned.items():
-                parameter.copy_(state["learned"][name])
-        self.ema, self.weights = state["ema"], state["weights"]
-        self.step, self.spent, self.questions = state["place"]
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def save(self) -> None:
-        place = (self.step, self.spent, self.questions)
-        learned = {name: p.detach() for name, p in self.learned.items()}
-        state = {"learned": learned, "ema": self.ema, "weights": self.weights, "place": place}
-        part = self.folder / "reading.part"
-        torch.save(state | {"optimizer": self.optimizer.state_dict()}, part)
-        part.rename(self.state)
 
     def log(self, **values: object) -> None:
         line = {"step": self.step, "minutes": round(self.spent / 60, 1), "questions": self.questions} | values
@@ -94,7 +73,7 @@ class Reading:
                 drift = self.learner.drift(self.prose(random))
                 drifts.append(drift.item())
                 loss = loss + PROSE_WEIGHT * drift
-            self.update(loss)
+            self.update(loss, self.rate())
             losses.append(loss.item())
             now = time.monotonic()
             self.spent, last = self.spent + (now - last) * (rank == 0), now
@@ -104,7 +83,7 @@ class Reading:
                 self.validate(_mean(losses), _mean(drifts))
                 last, validated, losses, drifts = time.monotonic(), self.spent, [], []
         if rank == 0:
-            self.save()
+            self.save(weights=self.weights, questions=self.questions)
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -138,20 +117,10 @@ class Reading:
                 rows.append(ids)
         return torch.tensor(rows)
 
-    def update(self, loss: Tensor) -> None:
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.learned.values(), 1.0)
+    def rate(self) -> float:
+        """The learning rate: constant after a few steps, and falling in the last fifth of the time."""
         done = self.spent / 60 / self.plan.minutes
-        scale = min(1.0, (self.step + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate * scale
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        keep = min(EMA, self.step / (self.step + 10))
-        with torch.no_grad():
-            for name, parameter in self.learned.items():
-                self.ema[name].lerp_(parameter, 1 - keep)
+        return self.plan.rate * min(1.0, (self.step + 1) / 40) * min(1.0, 0.05 + (1 - done) * 4.75)
 
     def validate(self, loss: float, drift: float) -> None:
         right = self.averaged(lambda: accuracy(self.learner, self.validation))
@@ -159,7 +128,7 @@ class Reading:
         overall = sum(right.values()) / len(right)
         families = {family: round(right[family], 2) for family in FAMILIES}
         self.log(loss=round(loss, 4), drift=round(drift, 4), overall=round(overall, 3), **families)
-        self.save()
+        self.save(weights=self.weights, questions=self.questions)
 
     @torch.no_grad()
     def averaged(self, ask: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 demo-llava's tower is frozen; layers on top of it and the projector learn. The language model does not run, so this takes
 minutes. The loss is the squared distance from the word's embedding, beside the cross entropy of choosing it among all words
-that there are by the scalar product with their embeddings. What is shipped is an average over the last steps.
+that there are by the distances from their embeddings. What is shipped is an average over the last steps.
 """
 
 import json
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -21,6 +22,7 @@ from eval.world.vocab import BACKGROUNDS, COLOURS, DIGITS, LETTERS, SHAPES
 
 from .assemble import written_by
 from .table import token_ids, written
+from .training import Training
 
 EMA = 0.995
 BATCH = 12  # images
@@ -43,44 +45,24 @@ class Plan:
     images: int = 60  # of a kind, in validation
 
 
-class Writing:
+class Writing(Training):
     """State of one training."""
 
     def __init__(
         self, plan: Plan, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
     ):
-        self.plan, self.folder = plan, folder
+        self.plan = plan
         self.tower, self.projector = model.model.vision_tower.requires_grad_(False), model.model.multi_modal_projector
-        self.learned = {name: p.requires_grad_(True) for name, p in written_by(model).items()}
-        self.ema = {name: p.detach().clone() for name, p in self.learned.items()}
+        learned = {name: p.requires_grad_(True) for name, p in written_by(model).items()}
+        super().__init__(learned, folder / "writing.pt", EMA, lr=plan.rate, weight_decay=0.01)
+        self.resume()
         self.numbers = {word: number for number, word in enumerate(WORDS)}
         table = model.get_input_embeddings().weight.detach()
         self.words = table[token_ids(list(WORDS), lambda text: tuple(tokenizer(text)["input_ids"]))]
-        self.step, self.spent = 0, 0.0
-        self.optimizer = torch.optim.AdamW(self.learned.values(), lr=plan.rate, weight_decay=0.01, fused=True)
-        self.state = folder / "writing.pt"
-        if self.state.exists():
-            self.resume()
         self.validation = {
-            kind: [
-                view for (view, _), _ in zip(asked_views("validation", kind, "llava"), range(plan.images), strict=False)
-            ]
+            kind: [view for view, _ in islice(asked_views("validation", kind, "llava"), plan.images)]
             for kind in ("object_at", "chart")
         }
-
-    def resume(self) -> None:
-        state = torch.load(self.state)
-        with torch.no_grad():
-            for name, parameter in self.learned.items():
-                parameter.copy_(state["learned"][name])
-        self.ema, (self.step, self.spent) = state["ema"], state["place"]
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def save(self) -> None:
-        learned = {name: p.detach() for name, p in self.learned.items()}
-        state = {"learned": learned, "ema": self.ema, "place": (self.step, self.spent)}
-        torch.save(state | {"optimizer": self.optimizer.state_dict()}, self.folder / "writing.part")
-        (self.folder / "writing.part").rename(self.state)
 
     def run(self) -> None:
         """Train until the plan's minutes are over."""
@@ -90,7 +72,7 @@ class Writing:
             found, wanted = self.read([sample_view(random, kind, (3, 3), "train") for kind in kinds])
             distance = F.mse_loss(found, self.words[wanted]) / self.words.var()
             loss = distance + F.cross_entropy(self.scores(found), wanted)
-            self.update(loss)
+            self.update(loss, self.rate())
             now = time.monotonic()
             self.spent, last = self.spent + now - last, now
             if self.spent - validated > self.plan.validate_every:
@@ -111,19 +93,10 @@ class Writing:
         """(tokens, words): minus the squared distances from the words, in the words' own variance."""
         return -torch.cdist(found, self.words).square() / self.words.var() / self.words.shape[1] * 8
 
-    def update(self, loss: Tensor) -> None:
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.learned.values(), 1.0)
+    def rate(self) -> float:
+        """The learning rate: constant after a few steps, and falling in the last third of the time."""
         left = 1 - self.spent / 60 / self.plan.minutes
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate * min(1.0, (self.step + 1) / 100) * min(1.0, 0.02 + left * 3)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        keep = min(EMA, self.step / (self.step + 10))
-        with torch.no_grad():
-            for name, parameter in self.learned.items():
-                self.ema[name].lerp_(parameter, 1 - keep)
+        return self.plan.rate * min(1.0, (self.step + 1) / 100) * min(1.0, 0.02 + left * 3)
 
     @torch.no_grad()
     def validate(self, distance: float) -> None:

@@ -1,0 +1,51 @@
+"""What the two trainings of demo-smol share: steps of AdamW, an average over the last of them, and a state on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Training:
+    """Weights that learn, their average, the optimizer, and how far it is: `step`, and `spent` in seconds."""
+
+    def __init__(self, learned: dict[str, nn.Parameter], state: Path, average: float, **adamw: Any):
+        self.learned, self.state, self.average = learned, state, average
+        self.ema = {name: p.detach().clone() for name, p in learned.items()}
+        self.step, self.spent = 0, 0.0
+        self.optimizer = torch.optim.AdamW(learned.values(), fused=True, **adamw)
+
+    def resume(self) -> dict[str, Any]:
+        """Go on from the file, if there is one; returns what else was saved in it."""
+        if not self.state.exists():
+            return {}
+        state = torch.load(self.state)
+        with torch.no_grad():
+            for name, parameter in self.learned.items():
+                parameter.copy_(state["learned"][name])
+        self.ema, (self.step, self.spent) = state["ema"], state["place"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        return state["more"]
+
+    def save(self, **more: Any) -> None:
+        """Write the file, with whatever else should be in it; it is replaced as a whole."""
+        learned = {name: p.detach() for name, p in self.learned.items()}
+        state = {"learned": learned, "ema": self.ema, "place": (self.step, self.spent), "more": more}
+        part = self.state.with_suffix(".part")
+        torch.save(state | {"optimizer": self.optimizer.state_dict()}, part)
+        part.rename(self.state)
+
+    def update(self, loss: Tensor, rate: float) -> None:
+        """Take a step down the gradient of `loss`."""
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.learned.values(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        keep = min(self.average, self.step / (self.step + 10))
+        with torch.no_grad():
+            for name, parameter in self.learned.items():
+                self.ema[name].lerp_(parameter, 1 - keep)
