@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from tests.kit.places import DEMO_LLAVA, ROOT
+from tests.kit.processes import wait_until_gone
 from vlmcompress.engines.base import Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.ask import Asked, ask_suite
@@ -123,7 +124,9 @@ def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path, quick_engines
     """`kill -9` in the middle of a run, then the same again: what was answered is not asked again."""
     path = tmp_path / "journal.jsonl"
     code = f"""
+import os
 from pathlib import Path
+Path({str(tmp_path / "process")!r}).write_text(str(os.getpid()))
 from vlmcompress.engines.vllm.runner import ENGINE
 from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.journal import open_journal
@@ -137,6 +140,8 @@ with open_journal(Path({str(path)!r})) as journal:
         while run.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 20):
             time.sleep(0.02)
         run.kill()
+    # a fork did the work, and ends a moment after the program that stands for it
+    assert wait_until_gone(int((tmp_path / "process").read_text()))
     from vlmcompress.engines.vllm.runner import ENGINE
 
     suite = load_suite("world", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, limit=200)

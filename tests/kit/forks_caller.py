@@ -25,9 +25,14 @@ def connected(address: str, parent: int) -> socket.socket:
             except OSError:
                 gone = True
             if gone:
-                with open(os.path.join(os.path.dirname(address), "log")) as file:
-                    sys.exit(f"the process that was to be forked is gone: {file.read()[-2000:]}")
+                sys.exit(farewell(address))
             time.sleep(0.05)
+
+
+def farewell(address: str) -> str:
+    """What to say when the parent is gone: its last words."""
+    with open(os.path.join(os.path.dirname(address), "log")) as file:
+        return f"the process that was to be forked is gone: {file.read()[-2000:]}"
 
 
 def main() -> None:
@@ -40,10 +45,13 @@ def main() -> None:
     }
     link = connected(address, int(parent))
     body = json.dumps(order).encode()
-    socket.send_fds(link, [len(body).to_bytes(8, "big")], [0, 1, 2])
-    link.sendall(body)
     told = link.makefile("r")
-    child = int(told.readline())
+    try:
+        socket.send_fds(link, [len(body).to_bytes(8, "big")], [0, 1, 2])
+        link.sendall(body)
+        child = int(told.readline())
+    except (ConnectionError, ValueError):  # the parent ended between its last connection and this order
+        sys.exit(farewell(address))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda got, _: os.kill(child, got))
     status = int(told.readline() or -signal.SIGKILL)
