@@ -62,6 +62,7 @@ def tune(vlm: VLM, batches: list[dict[str, Tensor]], *, iters: int, seed: int, *
         iters=iters,
         nsamples=len(batches),
         batch_size=1,
+        amp=False,
         gradient_accumulate_steps=STEP,
         dataset=[{name: value for name, value in batch.items() if name != "modality"} for batch in batches],
         to_quant_block_names=[models.decoder_layers(vlm.model, vlm.spec)],

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from vlmcompress.bench import client
+from vlmcompress.bench.counters import Counters
 from vlmcompress.bench.load import parse
 from vlmcompress.bench.measure import figures, serve_run
 from vlmcompress.bench.prompts import open_prompts
@@ -47,7 +48,7 @@ NAMES = {
 def ours(running: Server, burst: list, options: argparse.Namespace) -> dict[str, float]:
     bodies = [client.encode(running.name, messages, options.out_tokens) for messages in burst]
     outcomes, duration = client.send(running.url, bodies, parse(f"closed:{options.clients}"))
-    run = serve_run(outcomes, duration, side="baseline", state="cold", repeat=0, slo={}, media_hits=0)
+    run = serve_run(outcomes, duration, side="baseline", state="cold", repeat=0, slo={}, seen=Counters())
     assert not run.failed, outcomes
     found = figures(run)
     return {name: found[name] for name in NAMES} | {"gaps": len(run.itl_ms)}

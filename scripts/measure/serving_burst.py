@@ -68,9 +68,10 @@ def burst(
     before = counters.counters(running)
     with most_running(running) as most:
         outcomes, seconds = client.send(running.url, bodies * load.repeats, Load("closed", load.clients))
-    check(group, variant, outcomes, counters.counters(running), before, kind)
+    seen = counters.counters(running).since(before)
+    check(group, variant, outcomes, seen, kind)
     run = measure.serve_run(
-        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, media_hits=0
+        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, seen=seen
     )  # neither side nor state is used here
     return {
         "clients": load.clients,
@@ -94,14 +95,7 @@ def warm_up(running: Server, prompts: Prompts, group: str, count: int) -> None:
         raise UserError(f"{running.name} could not answer: {bad[0]}")
 
 
-def check(
-    group: str,
-    variant: Variant,
-    outcomes: Sequence[client.Outcome],
-    after: counters.Counters,
-    before: counters.Counters,
-    kind: str,
-) -> None:
+def check(group: str, variant: Variant, outcomes: Sequence[client.Outcome], seen: counters.Counters, kind: str) -> None:
     """Check the work of a burst: every request answered, in full, with as many visual tokens as the reducer leaves, and
     nothing or (warm) something from a cache."""
     tokens, kept = LOADS[kind].tokens, visual_tokens(variant)
@@ -111,7 +105,7 @@ def check(
                 f"{group} {variant}: {outcome.error or 'no error'}, {outcome.output_tokens} of {tokens} tokens, "
                 f"{outcome.visual_tokens} of {kept} visual tokens"
             )
-    hits = (after.prefix_hits - before.prefix_hits, after.media_hits - before.media_hits)
+    hits = (seen.prefix_hits, seen.media_hits)
     if state(group) == "cold" and (any(hits) or any(outcome.cached_tokens for outcome in outcomes)):
         raise UserError(f"{group} {variant}: a cold run took {hits[0]:g} tokens and {hits[1]:g} images from a cache")
     if state(group) == "warm" and not all(hits):

@@ -72,6 +72,8 @@ def budget(bits: float, **more: Any) -> dict[str, Any]:
     return {"bits": {"budget": bits, "among": [2, 3, 4, 8]} | more}
 
 
+ALL = {"smooth": "feedback", "clip": True, "sweeps": 2}  # GPTQ's steps together
+
 METHODS: dict[str, Row] = {
     "rtn": Row("rtn", data_free=True),
     "stock gptq": Row("gptq", kind="stock"),
@@ -87,7 +89,9 @@ METHODS: dict[str, Row] = {
     "gptq smooth": Row("gptq", {"smooth": "awq"}),
     "gptq smooth clip": Row("gptq", {"smooth": "awq", "clip": True}),
     "gptq all": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}),
-    "gptq all, feedback": Row("gptq", {"smooth": "feedback", "clip": True, "sweeps": 2}),
+    "gptq all, feedback": Row("gptq", ALL),
+    "gptq all, feedback run": Row("gptq", ALL, kind="run"),
+    "gptq all, feedback, damp 0.05": Row("gptq", ALL | {"damp": 0.05}),
     "gptq all run": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, kind="run"),
     "gptq rotate": Row("gptq", recipe={"rotate": "hadamard"}, kind="run"),
     "gptq all rotate": Row(
@@ -95,6 +99,8 @@ METHODS: dict[str, Row] = {
     ),
     "qronos": Row("qronos", kind="run"),
     "qronos clip sweeps": Row("qronos", {"clip": True, "sweeps": 2}, kind="run"),
+    "qronos all": Row("qronos", ALL | {"behind": "blocks"}, kind="run"),
+    "qronos all half": Row("qronos", ALL | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
     "awq sweeps": Row("awq", {"clip_sweeps": 2}),
     "awq both": Row("awq", {"objective": "both", "clip_sweeps": 2}, kind="run"),

@@ -190,7 +190,7 @@ def test_dry_run_writes_nothing(capfd, model, tmp_path):
     out, calib = tmp_path / "out", ["--calib", str(model)]
     assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", "--json", *calib]) == 0
     data = json.loads(capfd.readouterr().out)
-    assert data["recipe"]["scheme"] == "awq" and data["origins"]["scheme"] == "target a100"
+    assert data["recipe"]["scheme"] == "gptq-plus" and data["origins"]["scheme"] == "target a100"
     assert data["weights_after"] < data["weights_before"] and data["peak_memory_estimate"] > 0
     assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", *calib]) == 0
     text = capfd.readouterr().out

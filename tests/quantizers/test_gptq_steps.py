@@ -20,7 +20,7 @@ from vlmcompress.numerics import (
     fit,
     round_to_nearest,
 )
-from vlmcompress.quantizers import _ranges, awq, gptq, smooth, solve
+from vlmcompress.quantizers import _ranges, awq, gptq, gptq_plus, smooth, solve
 from vlmcompress.quantizers._descent import descend
 
 
@@ -219,6 +219,28 @@ def test_each_step_lowers_the_error(bits, symmetric):
     whole = left.pop("all")
     assert whole < min(left.values())
     assert max(error for name, error in left.items() if name != "plain") < 0.95 * left["plain"]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_gptq_plus_is_gptq_with_all_steps(bits):
+    """The same codes, and on tokens that it has not seen less error than either method in the same format."""
+    x, w = inputs(128, tokens=4000), weight(64, 128)
+    stats, left = statistics(x[:2000]), {}
+    given = {"bits": bits, "group_size": 32, "symmetric": False}
+    every = gptq.Options(**given, smooth="feedback", clip=True, sweeps=2)
+    plus = gptq_plus.Options(bits=bits, group_size=32)
+    for name, method, options in (
+        ("plus", gptq_plus, plus),
+        ("steps", gptq, every),
+        ("gptq", gptq, gptq.Options(**given)),
+        ("awq", awq, awq.Options(**given)),
+    ):
+        s = smooth(method, [w], stats, options)
+        s = torch.ones(128) if s is None else s
+        q = solve(method, [w * s], stats.rescaled(s), options, torch.bfloat16).weights[0]
+        left[name] = output_error(x[2000:], q.dequantize(torch.float32) / s, w)
+    assert plus.needs == {"gram", "absmean"} and left["plus"] == left["steps"]
+    assert left["plus"] < 0.9 * min(left["gptq"], left["awq"])
 
 
 def test_smoothing_is_that_of_awq():

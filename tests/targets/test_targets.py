@@ -91,11 +91,11 @@ def test_format_key(scheme, key):
     ("name", "goal", "scheme"),
     [
         ("h100", None, "fp8"),
-        ("a100", None, "awq"),
-        ("a100", "memory", "awq"),
+        ("a100", None, "gptq-plus"),
+        ("a100", "memory", "gptq-plus"),
         ("a100", "throughput", "int8"),
-        ("a100-40gb", None, "awq"),
-        ("cpu", None, "awq"),
+        ("a100-40gb", None, "gptq-plus"),
+        ("cpu", None, "gptq-plus"),
     ],
 )
 def test_default_scheme(name, goal, scheme):

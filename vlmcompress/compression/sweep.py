@@ -81,6 +81,7 @@ def settings(balances: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     for bits in (2, 3, 4):
         for balance in balances:
             add("awq", bits=bits, group_size=128, balance=balance)
+            add("gptq-plus", bits=bits, group_size=128, balance=balance)
     if "auto" in balances:
         for bits in (3, 4):
             add("mbq", bits=bits, group_size=128)

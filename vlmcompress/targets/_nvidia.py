@@ -39,7 +39,7 @@ AMPERE = Target(
     title="Ampere",
     memory=None,
     capability=(8, 0),
-    schemes={None: "awq", "memory": "awq", "throughput": "int8"},
+    schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "int8"},
     kernels={**_KERNELS, **dict.fromkeys(("w8a8-fp", "w8a8-fp-static", _BLOCKS), "Humming")},
     weight_only={
         **_W4A8,
@@ -59,7 +59,7 @@ ADA = Target(
     title="Ada",
     memory=None,
     capability=(8, 9),
-    schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
+    schemes={None: "fp8", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={**_KERNELS, _BLOCKS: "Marlin"},
     weight_only={
         **_W4A8,
@@ -75,7 +75,7 @@ HOPPER = Target(
     title="Hopper",
     memory=None,
     capability=(9, 0),
-    schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
+    schemes={None: "fp8", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={
         **_KERNELS,
         "w4a16": "Machete, else Humming",
@@ -94,7 +94,7 @@ BLACKWELL = Target(
     title="Blackwell",
     memory=None,
     capability=(10, 0),
-    schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
+    schemes={None: "fp8", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={
         **{key: kernel for key, kernel in _KERNELS.items() if key != "w8a8-int"},
         "w8a8-fp-static": "FlashInfer FP8 with one scale per matrix, else CUTLASS FP8",
@@ -119,7 +119,7 @@ BLACKWELL_GEFORCE = Target(
     title="Blackwell GeForce",
     memory=None,
     capability=(12, 0),
-    schemes={None: "awq", "memory": "awq", "throughput": "fp8"},
+    schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={**BLACKWELL.kernels, **_SMALL_FP4},
     weight_only=_W4A8,
     refused=BLACKWELL.refused,
@@ -132,7 +132,7 @@ THOR = Target(
     title="Blackwell Jetson",
     memory=None,
     capability=(11, 0),
-    schemes={None: "awq", "memory": "awq", "throughput": "fp8"},
+    schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={**BLACKWELL.kernels, **_SMALL_FP4, _BLOCKS: "CUTLASS block FP8"},
     weight_only=_W4A8,
     refused=BLACKWELL.refused,

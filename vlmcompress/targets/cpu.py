@@ -14,7 +14,7 @@ TARGET = Target(
     title="vLLM's CPU build",
     memory=None,
     capability=None,
-    schemes={None: "awq", "memory": "awq", "throughput": "int8"},
+    schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "int8"},
     kernels={
         "bf16": "BF16",
         "w4a16": "CPUWNA16",

@@ -17,7 +17,7 @@ TARGET = Target(
     memory=192,
     capability=None,
     architecture="gfx942",
-    schemes={None: "fp8", "memory": "awq", "throughput": "fp8"},
+    schemes={None: "fp8", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={
         "bf16": "BF16",
         "w4a16": "Triton",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from vlmcompress.targets import Goal
 from vlmcompress.targets._nvidia import ADA
 
-_SCHEMES: dict[Goal | None, str] = {None: "awq", "memory": "awq", "throughput": "fp8"}
+_SCHEMES: dict[Goal | None, str] = {None: "gptq-plus", "memory": "gptq-plus", "throughput": "fp8"}
 TARGET = replace(
     ADA,
     title="RTX 4090",

@@ -20,6 +20,7 @@ _APART = 14  # least distance between lines of names
 COLOURS = {  # of schemes, from Okabe and Ito's palette, which readers of any colour vision tell apart; others are grey
     "rtn": "#999999",
     "gptq": "#0072b2",
+    "gptq-plus": "#f0e442",
     "awq": "#d55e00",
     "mbq": "#cc79a7",
     "int8": "#009e73",

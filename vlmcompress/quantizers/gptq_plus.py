@@ -1,0 +1,32 @@
+"""GPTQ with all steps around its error feedback that measure better together: smoothing, searched ranges, local search.
+
+The same algorithm, formats and options as `gptq`, whose defaults are the published method; here they are what lost least on a
+real language model. AWQ's candidates scale input channels first, compared by what feedback will leave of their errors (`smooth:
+feedback`); ranges are searched (`clip`); two rounds of coordinate descent change codes and scales once all are known
+(`sweeps`); and codes have zero points, which every kernel for 4-bit weights takes.
+
+Cost: with the statistics about 1.6 times as long as `gptq`. Loses: it fits the calibration tokens more closely than either
+method does, so what is not like those gains less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlmcompress.quantizers import awq, gptq
+from vlmcompress.quantizers.gptq import PREPARED_BY, prepare, quantize, quantize_group, scheme, sketch, smooth
+
+__all__ = ["NEEDS", "PREPARED_BY", "Options", "prepare", "quantize", "quantize_group", "scheme", "sketch", "smooth"]
+
+NEEDS = awq.NEEDS  # what smoothing reads, the Gram matrix among it
+
+
+@dataclass(frozen=True)
+class Options(gptq.Options):
+    """Those of gptq, with other defaults."""
+
+    symmetric: bool = False
+    smooth: Any = "feedback"
+    clip: bool = True
+    sweeps: int = 2
