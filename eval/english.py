@@ -43,6 +43,12 @@ def paragraphs(split: str) -> list[str]:
     return unique
 
 
+def halves(text: str) -> tuple[str, str]:
+    """What asks and what answers where a text has to be a conversation: its first sentence, and the rest; neither is empty."""
+    first, _, rest = text.partition(". ")
+    return f"{first.rstrip('.')}.", rest or first
+
+
 def _sources(package: str) -> list[Path]:
     """The package's Python files but its tests', sorted."""
     spec = find_spec(package)

@@ -4,7 +4,8 @@
     scripts/measure/compare_weights.py eval/demo/demo-llava --methods rtn gptq awq --formats W3     try it
     scripts/measure/compare_weights.py MODEL --seeds 3                    every method of `weight_methods.py`
     scripts/measure/compare_weights.py MODEL --table                      print the table of what was measured so far
-    scripts/measure/compare_weights.py MODEL --split test --seeds 3       the final figures: choose nothing by them
+    scripts/measure/compare_weights.py MODEL --table --save               and put it into eval/weights.json
+    scripts/measure/compare_weights.py --render                           print the docs' table from that file
 
 MODEL is a model's folder. Where its tokenizer knows English, `paragraphs` of `eval/english.py` are what calibration reads and
 what perplexity and divergence are measured on (`text_probe.py`). Where it brings the world's questions (demo models), these are
@@ -52,6 +53,8 @@ from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import Sample, bundled, encode, load_mixed
 from vlmcompress.models import VLM
 from vlmcompress.recipe import resolve
+
+RESULTS = Path(__file__).resolve().parents[2] / "eval" / "weights.json"
 
 
 class Bench:
@@ -231,7 +234,7 @@ def keep(args: argparse.Namespace, key: str, row: dict[str, Any], measures: dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--work", type=Path, default=Path("out/weights"), help="where everything is kept")
     parser.add_argument("--variant", choices=VARIANTS, default="plain", help="where outliers are planted")
     parser.add_argument("--split", choices=("validation", "test"), default="validation")
@@ -244,20 +247,37 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no method after so many")
     parser.add_argument("--table", action="store_true", help="measure nothing, print the table")
+    parser.add_argument("--save", action="store_true", help="put the rows of the table into eval/weights.json")
+    parser.add_argument("--render", action="store_true", help="print the table of eval/weights.json")
     args = parser.parse_args()
-    args.model = args.model.resolve()
     quiet_libraries()
     try:
         chosen_methods(args.methods, args.formats)
     except ValueError as error:
         parser.error(str(error))
+    if args.render:
+        found = json.loads(RESULTS.read_text())
+    elif args.model is None:
+        parser.error("name a model")
+    else:
+        found = tabulated(args)
+    print(weights_table.render(found))
+    print(json.dumps(found))
+
+
+def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the table of a model, after measuring what it is asked for."""
+    args.model = args.model.resolve()
     if not args.table:
         measure(args)
     name = f"{args.model.name}-{args.variant}"
     questions = chosen(args.model, args.split, args.questions) if bundled(args.model, args.split) else []
     found = weights_table.summarise(args.work, name, args.split, questions)
-    print(weights_table.render(found))
-    print(json.dumps(found))
+    if args.save:
+        others = [row for row in json.loads(RESULTS.read_text()) if row["model"] != name] if RESULTS.exists() else []
+        rows = sorted([*others, *found], key=lambda row: row["model"])  # stable
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    return found
 
 
 if __name__ == "__main__":

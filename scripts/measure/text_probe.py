@@ -19,6 +19,7 @@ import torch
 from teacher_forcing import language_model, round_activations
 from torch import Tensor
 
+from eval import english
 from vlmcompress.models import VLM
 
 ROWS = 256  # positions whose logits are held at once
@@ -46,9 +47,8 @@ def speaks(vlm: VLM) -> bool:
 
 def turns(text: str) -> dict[str, Any]:
     """A paragraph as a conversation: its first sentence asks, the rest answers, so that methods that read answers can."""
-    first, _, rest = text.partition(". ")
-    said = [{"role": "user", "content": first + "."}, {"role": "assistant", "content": rest or first}]
-    return {"messages": said}
+    asks, answers = english.halves(text)
+    return {"messages": [{"role": "user", "content": asks}, {"role": "assistant", "content": answers}]}
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def budget(bits: float, **more: Any) -> dict[str, Any]:
     return {"bits": {"budget": bits, "among": [2, 3, 4, 8]} | more}
 
 
-ALL = {"smooth": "feedback", "clip": True, "sweeps": 2}  # GPTQ's steps together
+STEPS = {"smooth": "feedback", "clip": True, "sweeps": 2}  # those of gptq-plus
 
 METHODS: dict[str, Row] = {
     "rtn": Row("rtn", data_free=True),
@@ -89,9 +89,9 @@ METHODS: dict[str, Row] = {
     "gptq smooth": Row("gptq", {"smooth": "awq"}),
     "gptq smooth clip": Row("gptq", {"smooth": "awq", "clip": True}),
     "gptq all": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}),
-    "gptq all, feedback": Row("gptq", ALL),
-    "gptq all, feedback run": Row("gptq", ALL, kind="run"),
-    "gptq all, feedback, damp 0.05": Row("gptq", ALL | {"damp": 0.05}),
+    "gptq-plus": Row("gptq-plus"),
+    "gptq-plus, damp 0.05": Row("gptq-plus", {"damp": 0.05}),
+    "gptq-plus run": Row("gptq-plus", kind="run"),
     "gptq all run": Row("gptq", {"smooth": "awq", "clip": True, "sweeps": 2}, kind="run"),
     "gptq rotate": Row("gptq", recipe={"rotate": "hadamard"}, kind="run"),
     "gptq all rotate": Row(
@@ -99,8 +99,8 @@ METHODS: dict[str, Row] = {
     ),
     "qronos": Row("qronos", kind="run"),
     "qronos clip sweeps": Row("qronos", {"clip": True, "sweeps": 2}, kind="run"),
-    "qronos all": Row("qronos", ALL | {"behind": "blocks"}, kind="run"),
-    "qronos all half": Row("qronos", ALL | {"behind": "blocks", "correct": 0.5}, kind="run"),
+    "qronos all": Row("qronos", STEPS | {"behind": "blocks"}, kind="run"),
+    "qronos all half": Row("qronos", STEPS | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
     "awq sweeps": Row("awq", {"clip_sweeps": 2}),
     "awq both": Row("awq", {"objective": "both", "clip_sweeps": 2}, kind="run"),
@@ -109,13 +109,7 @@ METHODS: dict[str, Row] = {
     "awq rotate": Row("awq", recipe={"rotate": "hadamard"}, kind="run"),
     "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq")),
     "gptq by error, blind": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq"), blind=True),
-    "gptq all by error": Row(
-        "gptq",
-        {"smooth": "awq", "clip": True, "sweeps": 2},
-        recipe=budget(3.25),
-        formats=("3.25",),
-        than=("W3", "gptq all"),
-    ),
+    "gptq-plus by error": Row("gptq-plus", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq-plus")),
     "awq by error": Row("awq", recipe=budget(3.25), formats=("3.25",), than=("W3", "awq")),
     "stock int8": Row("int8", kind="stock", formats=("W8A8",)),
     "int8": Row("int8", formats=("W8A8",)),

@@ -57,7 +57,7 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
     loaded = {key: _stack(work, own) for key, own in grouped.items()}
     clusters = {"answers": _numbers([about(sample) for sample in questions])} if questions else {}
     order = sorted(grouped, key=lambda key: (list(FORMATS).index(key[0]), list(METHODS).index(key[1])))
-    return [_figures(key, grouped[key], loaded, clusters) for key in order]
+    return [{"model": model} | _figures(key, grouped[key], loaded, clusters) for key in order]
 
 
 def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
@@ -111,6 +111,7 @@ def _paired(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], n
 def render(found: Sequence[Mapping[str, Any]]) -> str:
     """Render the table: a line for each format and method, ratios with their intervals."""
     heads = (
+        "model",
         "format",
         "method",
         "seeds",
@@ -124,7 +125,7 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
     )
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in found:
-        cells = [row["format"], row["method"], str(row["seeds"])]
+        cells = [row["model"], row["format"], row["method"], str(row["seeds"])]
         cells += [_number(row, "perplexity", ".1f"), _number(row, "text_kl", ".4f"), _ratio(row, "text_ratio")]
         cells += [_number(row, "answers_kl", ".4f"), _ratio(row, "answers_ratio"), _number(row, "exact", ".1%")]
         seconds = _number(row, "seconds", ".0f")

@@ -17,7 +17,7 @@ from eval.demo.smol.sequences import Writer
 from eval.demo.smol.table import written
 from eval.demo.smol.writing import WORDS
 from eval.demo.text import build_tokenizer
-from eval.english import PACKAGES, paragraphs
+from eval.english import PACKAGES, halves, paragraphs
 from eval.world.chart import Chart
 from eval.world.rows import sample_view
 from vlmcompress.errors import UserError
@@ -134,4 +134,6 @@ def test_prose_is_english_and_packages_are_in_one_split_each():
     texts = paragraphs("calibration")
     assert len(texts) > 200 and len(set(texts)) == len(texts)
     words = " ".join(texts).lower().split()
+    assert all(asks.endswith(".") and answers for asks, answers in map(halves, texts))
+    assert halves("Is it? Yes. No.") == ("Is it? Yes.", "No.") and halves("Alone.") == ("Alone.", "Alone.")
     assert words.count("the") > 0.03 * len(words) and all(300 <= len(text) <= 2400 for text in texts)

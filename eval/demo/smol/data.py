@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.english import paragraphs
+from eval import english
 
 WORLD = Path(__file__).parents[1] / "data" / "llava"
 PROSE = 150  # calibration samples
@@ -18,12 +18,12 @@ def write_data(folder: Path, families: tuple[str, ...]) -> None:
         table = pq.read_table(WORLD / f"{split}.parquet")
         rows = [row for row in table.to_pylist() if row["family"] in families]
         if split == "calibration":
-            rows += [_prose(number, text) for number, text in enumerate(paragraphs(split)[:PROSE])]
+            rows += [_prose(number, text) for number, text in enumerate(english.paragraphs(split)[:PROSE])]
         pq.write_table(pa.Table.from_pylist(rows, table.schema), folder / f"{split}.parquet")
 
 
 def _prose(number: int, text: str) -> dict:
     """A sample without an image: the first sentence as a user's message, the rest as the answer."""
-    first, _, rest = text.partition(". ")
+    asks, answers = english.halves(text)
     name = f"calibration-english-{number:04d}"
-    return {"id": name, "image": [], "question": f"{first}.", "answer": rest, "family": "english"}
+    return {"id": name, "image": [], "question": asks, "answer": answers, "family": "english"}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval.english import paragraphs
+from eval import english
 from eval.world.vocab import FAMILIES
 
 from .learner import Learner, accuracy
@@ -108,10 +108,9 @@ class Reading(Training):
         """(texts, tokens) of English, every other text in the form of a chat."""
         rows: list[list[int]] = []
         while len(rows) < PROSE[0]:
-            text = random.choice(paragraphs("train"))
+            text = random.choice(english.paragraphs("train"))
             if len(rows) % 2:
-                first, _, rest = text.partition(". ")
-                text = f"{BEFORE}{first}.{BETWEEN}{rest}"
+                text = BEFORE + BETWEEN.join(english.halves(text))
             ids = self.tokenizer(text)["input_ids"][: PROSE[1]]
             if len(ids) == PROSE[1]:
                 rows.append(ids)
