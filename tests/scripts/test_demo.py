@@ -13,7 +13,7 @@ from vlmcompress.results import load
 @pytest.mark.engine
 def test_the_demo_command(tmp_path, quick_engines):
     """`scripts/demo` on a few questions: a checkpoint, a clean bill from the doctor, a report that passes the gate."""
-    command = ["scripts/demo", "demo-llava", "awq", "200", str(tmp_path)]
+    command = ["scripts/demo", "demo-llava", "gptq-plus", "200", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = load(tmp_path / "report")

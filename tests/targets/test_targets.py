@@ -115,7 +115,7 @@ def test_a_checkpoint_that_gains_nothing_still_has_a_kernel():
 
 def test_a100_refuses_fp8_and_says_what_to_use():
     with pytest.raises(
-        UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or awq for memory"
+        UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or gptq-plus for memory"
     ):
         targets.refuse("a100", FP8)
 

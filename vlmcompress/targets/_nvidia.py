@@ -29,7 +29,7 @@ _W4A8 = {
 }
 _NVFP4 = {
     "w4a4-fp": "has no FP4 tensor cores: vLLM runs NVFP4 weight-only there and computes in 16 bits; "
-    "use {fast} for throughput or awq for memory"
+    "use {fast} for throughput or gptq-plus for memory"
 }
 _BLOCKS = "w8a8-fp-block"
 _TOWER = "cuDNN 9.17.1 or later in FlashInfer"  # `is_flashinfer_cudnn_fp8_prefill_attn_supported`
@@ -47,7 +47,7 @@ AMPERE = Target(
         **dict.fromkeys(
             ("w8a8-fp", "w8a8-fp-static", _BLOCKS),
             "has no FP8 tensor cores: vLLM runs FP8 weight-only there and computes in 16 bits; "
-            "use int8 for throughput or awq for memory",
+            "use int8 for throughput or gptq-plus for memory",
         ),
     },
     kv_fp8="FlashInfer only (--attention-backend FLASHINFER), heads of 64, 128, 256 or 512",

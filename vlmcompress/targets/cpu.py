@@ -24,10 +24,10 @@ TARGET = Target(
     },
     refused={
         "w8a8-fp-static": "fails on fixed FP8 activation scales (its static_scaled_fp8_quant is a stub); use fp8 or int8",
-        "w8a16": "has no kernel for 8-bit weights with 16-bit activations; use int8, or awq for memory",
+        "w8a16": "has no kernel for 8-bit weights with 16-bit activations; use int8, or gptq-plus for memory",
         "w8a8-fp-block": "runs FP8 in blocks on processors with AMX only; use int8, or fp8, which has a scale per row",
-        "w4a4-fp": "has no kernel for NVFP4; use int8, or awq for memory",
-        "w4a16-fp": "has no kernel for NVFP4; use awq",
+        "w4a4-fp": "has no kernel for NVFP4; use int8, or gptq-plus for memory",
+        "w4a16-fp": "has no kernel for NVFP4; use gptq-plus",
         "wNa16": "runs weight-only integers at 4 bits only; set options.bits to 4",
     },
     limits={"w4a16": Limit(out_multiple=32, in_multiple=32, group_multiple=2), "w4a8-int": Limit(in_multiple=2)},

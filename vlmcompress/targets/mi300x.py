@@ -28,13 +28,14 @@ TARGET = Target(
         "w4a4-fp": "emulation",
     },
     weight_only={
-        "w4a4-fp": "has no FP4 matrix cores: vLLM undoes NVFP4 before each product; use fp8 for throughput or awq for memory"
+        "w4a4-fp": "has no FP4 matrix cores: vLLM undoes NVFP4 before each product; "
+        "use fp8 for throughput or gptq-plus for memory"
     },
     refused={
         "w8a16": _ONLY_4_BITS,
         "wNa16": _ONLY_4_BITS,
         "w4a8-int": "has no kernel for 4-bit weights with INT8 activations; use 16-bit activations (awq, gptq, mbq)",
-        "w4a16-fp": "has no kernel for NVFP4 weights with 16-bit activations; use awq",
+        "w4a16-fp": "has no kernel for NVFP4 weights with 16-bit activations; use gptq-plus",
     },
     limits={"w4a16": Limit(out_multiple=8, group_multiple=32)},
     bandwidth=5300,
