@@ -137,6 +137,7 @@ def test_lines_are_short(page):
         ("bench_accuracy", "accuracy"),
         ("bench_methods", "methods"),
         ("bench_methods", "nvfp4"),
+        ("compare_weights", "weights"),
         ("bench_reducers", "reducers"),
         ("bench_serving", "serving"),
     ],

@@ -88,11 +88,11 @@ def _figures(
 
 
 def _better_stock(form: str, name: str, loaded: Mapping[Key, Mapping[int, Measures]]) -> Key | None:
-    """The stock method of least mean divergence in a format."""
+    """The stock method of least mean divergence in as many bits, with zero points or without."""
     means = {
-        (form, method): fmean(float(found[name].mean()) for found in loaded[form, method].values() if name in found)
-        for method in STOCK
-        if (form, method) in loaded and any(name in found for found in loaded[form, method].values())
+        key: fmean(float(found[name].mean()) for found in by_seed.values() if name in found)
+        for key, by_seed in loaded.items()
+        if key[1] in STOCK and key[0].split()[0] == form.split()[0] and any(name in found for found in by_seed.values())
     }
     return min(means, key=means.__getitem__) if means else None
 

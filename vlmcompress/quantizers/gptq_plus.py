@@ -1,9 +1,9 @@
-"""GPTQ with all steps around its error feedback that measure better together: smoothing, searched ranges, local search.
+"""GPTQ (arXiv 2210.17323) with smoothing and searched ranges before its error feedback, and local search after it.
 
 The same algorithm, formats and options as `gptq`, whose defaults are the published method; here they are what lost least on a
 real language model. AWQ's candidates scale input channels first, compared by what feedback will leave of their errors (`smooth:
 feedback`); ranges are searched (`clip`); two rounds of coordinate descent change codes and scales once all are known
-(`sweeps`); and codes have zero points, which every kernel for 4-bit weights takes.
+(`sweeps`); and codes have zero points, which all of vLLM's kernels for 4-bit weights take.
 
 Cost: with the statistics about 1.6 times as long as `gptq`. Loses: it fits the calibration tokens more closely than either
 method does, so what is not like those gains less.
