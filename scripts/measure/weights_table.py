@@ -126,7 +126,12 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in found:
         cells = [row["model"], row["format"], row["method"], str(row["seeds"])]
-        cells += [_number(row, "perplexity", ".1f"), _number(row, "text_kl", ".4f"), _ratio(row, "text_ratio")]
+        large = row.get("perplexity", 0) >= 1e4
+        cells += [
+            _number(row, "perplexity", ".0e" if large else ".1f"),
+            _number(row, "text_kl", ".4f"),
+            _ratio(row, "text_ratio"),
+        ]
         cells += [_number(row, "answers_kl", ".4f"), _ratio(row, "answers_ratio"), _number(row, "exact", ".1%")]
         seconds = _number(row, "seconds", ".0f")
         cells.append(seconds + (f" + {row['statistics_seconds']:.0f}" if "statistics_seconds" in row else ""))
