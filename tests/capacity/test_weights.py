@@ -67,8 +67,8 @@ def test_every_scheme_has_a_row(checkpoint):
 
 def test_what_a_target_does_not_run_is_refused_by_name(checkpoint):
     rows = {row.name: row for row in weights.formats(open_model(checkpoint("llava")), "a100")}
-    assert "fp8" in rows["awq"].others or rows["fp8"].refused == targets.get("a100").refusal("w8a8-fp")
-    assert rows["fp8"].stored is None and rows["awq"].stored
+    assert rows["fp8"].refused == targets.get("a100").refusal("w8a8-fp")
+    assert rows["fp8"].stored is None and rows["gptq-plus"].stored and "awq" in rows["gptq-plus"].others
 
 
 def test_parts_of_devices_sum_up(checkpoint):
