@@ -90,20 +90,20 @@ def test_the_warm_table_says_how_much_came_from_the_cache() -> None:
 def test_a_run_that_is_not_what_it_says_is_refused() -> None:
     good = Outcome(prompt_tokens=290, visual_tokens=256, output_tokens=4)
     none, some = Counters(0, 0), Counters(32, 1)
-    serving_burst.check("cold", QUARTER, [good], none, none, "latency")
-    serving_burst.check("cold", QUARTER, [good], some, some, "latency")
+    serving_burst.check("cold", QUARTER, [good], none, "latency")
+    serving_burst.check("cold", QUARTER, [good], some.since(some), "latency")
     with pytest.raises(UserError, match="256 of 1024 visual tokens"):
-        serving_burst.check("cold", FULL, [good], none, none, "latency")
+        serving_burst.check("cold", FULL, [good], none, "latency")
     with pytest.raises(UserError, match="4 of 16 tokens"):
-        serving_burst.check("cold", QUARTER, [good], none, none, "load")
+        serving_burst.check("cold", QUARTER, [good], none, "load")
     with pytest.raises(UserError, match="no such model"):
-        serving_burst.check("cold", QUARTER, [good, Outcome(error="no such model")], none, none, "latency")
+        serving_burst.check("cold", QUARTER, [good, Outcome(error="no such model")], none, "latency")
     with pytest.raises(UserError, match="a cold run took 32 tokens and 1 images"):
-        serving_burst.check("cold", QUARTER, [good], some, none, "latency")
+        serving_burst.check("cold", QUARTER, [good], some.since(none), "latency")
     again = Outcome(prompt_tokens=290, visual_tokens=256, output_tokens=16, cached_tokens=256)
-    serving_burst.check("warm", QUARTER, [again], some, none, "again")
+    serving_burst.check("warm", QUARTER, [again], some.since(none), "again")
     with pytest.raises(UserError, match="found nothing in a cache"):
-        serving_burst.check("warm", QUARTER, [again], some, some, "again")
+        serving_burst.check("warm", QUARTER, [again], some.since(some), "again")
 
 
 def test_what_was_measured_stays_when_a_later_turn_or_group_fails(
