@@ -200,6 +200,14 @@ def test_residues_are_what_later_columns_leave():
         assert float(feedback.residues[column]) == pytest.approx(expected, rel=1e-3)
 
 
+def rounded(method, w, stats, options):
+    """What a method makes of `w [out, in]`, as the inputs before smoothing meet it, and whether it smooths."""
+    s = smooth(method, [w], stats, options)
+    by = torch.ones(w.shape[1]) if s is None else s
+    q = solve(method, [w * by], stats.rescaled(by), options, torch.bfloat16).weights[0]
+    return q.dequantize(torch.float32) / by, s is not None
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_each_step_lowers_the_error(bits, symmetric):
@@ -211,11 +219,9 @@ def test_each_step_lowers_the_error(bits, symmetric):
     steps["all"] = {"clip": True, "sweeps": 2, "smooth": "awq"}
     for name, step in steps.items():
         options = gptq.Options(bits=bits, group_size=32, symmetric=symmetric, **step)
-        s = smooth(gptq, [w], stats, options)
-        assert (s is not None) == ("smooth" in step)
-        s = torch.ones(128) if s is None else s
-        q = solve(gptq, [w * s], stats.rescaled(s), options, torch.bfloat16).weights[0]
-        left[name] = output_error(x, q.dequantize(torch.float32) / s, w)
+        made, smoothed = rounded(gptq, w, stats, options)
+        assert smoothed == ("smooth" in step)
+        left[name] = output_error(x, made, w)
     whole = left.pop("all")
     assert whole < min(left.values())
     assert max(error for name, error in left.items() if name != "plain") < 0.95 * left["plain"]
@@ -235,10 +241,7 @@ def test_gptq_plus_is_gptq_with_all_steps(bits):
         ("gptq", gptq, gptq.Options(**given)),
         ("awq", awq, awq.Options(**given)),
     ):
-        s = smooth(method, [w], stats, options)
-        s = torch.ones(128) if s is None else s
-        q = solve(method, [w * s], stats.rescaled(s), options, torch.bfloat16).weights[0]
-        left[name] = output_error(x[2000:], q.dequantize(torch.float32) / s, w)
+        left[name] = output_error(x[2000:], rounded(method, w, stats, options)[0], w)
     assert plus.needs == {"gram", "absmean"} and left["plus"] == left["steps"]
     assert left["plus"] < 0.9 * min(left["gptq"], left["awq"])
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmcompress.quantizers import awq, gptq
-from vlmcompress.quantizers.gptq import PREPARED_BY, prepare, quantize, quantize_group, scheme, sketch, smooth
-
-__all__ = ["NEEDS", "PREPARED_BY", "Options", "prepare", "quantize", "quantize_group", "scheme", "sketch", "smooth"]
 
 NEEDS = awq.NEEDS  # what smoothing reads, the Gram matrix among it
+PREPARED_BY = gptq.PREPARED_BY
+scheme, smooth, prepare = gptq.scheme, gptq.smooth, gptq.prepare
+quantize, quantize_group, sketch = gptq.quantize, gptq.quantize_group, gptq.sketch
 
 
 @dataclass(frozen=True)
