@@ -4,7 +4,7 @@
     scripts/measure/compare_weights.py eval/demo/demo-llava --methods rtn gptq awq --formats W3     try it
     scripts/measure/compare_weights.py MODEL --seeds 3                    every method of `weight_methods.py`
     scripts/measure/compare_weights.py MODEL --table                      print the table of what was measured so far
-    scripts/measure/compare_weights.py MODEL --table --save               and put it into eval/weights.json
+    scripts/measure/compare_weights.py MODEL --table --save               and put its rows into eval/weights.json
     scripts/measure/compare_weights.py --render                           print the docs' table from that file
 
 MODEL is a model's folder. Where its tokenizer knows English, `paragraphs` of `eval/english.py` are what calibration reads and
@@ -274,10 +274,15 @@ def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     questions = chosen(args.model, args.split, args.questions) if bundled(args.model, args.split) else []
     found = weights_table.summarise(args.work, name, args.split, questions)
     if args.save:
-        others = [row for row in json.loads(RESULTS.read_text()) if row["model"] != name] if RESULTS.exists() else []
-        rows = sorted([*others, *found], key=lambda row: row["model"])  # stable
-        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, joined(found))) + "\n]\n")
     return found
+
+
+def joined(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in place of those of the same model, split, format and method in eval/weights.json; the others stay as they are."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    by_name = {(row["model"], row["split"], row["format"], row["method"]): row for row in [*known, *found]}
+    return [by_name[name] for name in sorted(by_name, key=weights_table.order)]
 
 
 if __name__ == "__main__":

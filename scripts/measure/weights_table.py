@@ -56,8 +56,14 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
             grouped.setdefault((row["format"], row["method"]), []).append(row)
     loaded = {key: _stack(work, own) for key, own in grouped.items()}
     clusters = {"answers": _numbers([about(sample) for sample in questions])} if questions else {}
-    order = sorted(grouped, key=lambda key: (list(FORMATS).index(key[0]), list(METHODS).index(key[1])))
-    return [{"model": model} | _figures(key, grouped[key], loaded, clusters) for key in order]
+    keys = sorted(grouped, key=lambda key: order((model, split, *key)))
+    return [{"model": model, "split": split} | _figures(key, grouped[key], loaded, clusters) for key in keys]
+
+
+def order(name: tuple[str, str, str, str]) -> tuple[str, bool, int, int]:
+    """Where a row of this model, split, format and method stands in the table: as they are listed in `weight_methods.py`."""
+    model, split, form, method = name
+    return model, split == "test", list(FORMATS).index(form), list(METHODS).index(method)
 
 
 def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
@@ -112,6 +118,7 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
     """Render the table: a line for each format and method, ratios with their intervals."""
     heads = (
         "model",
+        "split",
         "format",
         "method",
         "seeds",
@@ -125,7 +132,7 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
     )
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in found:
-        cells = [row["model"], row["format"], row["method"], str(row["seeds"])]
+        cells = [row["model"], row["split"], row["format"], row["method"], str(row["seeds"])]
         large = row.get("perplexity", 0) >= 1e4
         cells += [
             _number(row, "perplexity", ".0e" if large else ".1f"),

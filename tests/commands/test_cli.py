@@ -266,6 +266,21 @@ def test_list_reducers_says_what_their_modules_say(capfd):
     text = " ".join(capfd.readouterr().out.split())
     assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
     assert " fastv llm fixed count transformers only FastV: after" in text
+    assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in found)
+
+
+def test_methods_that_beat_no_baseline_are_labelled():
+    """In eval/reducers.json, with default options at half the tokens, on none of the demo models better beyond chance."""
+    from vlmcompress.reducers import REGISTRY
+
+    figures = json.loads((Path(__file__).resolve().parents[2] / "eval" / "reducers.json").read_text())["figures"]
+    won: dict[str, list[bool]] = {}
+    for row in figures:
+        if row["keep"] == 0.5 and row["group"] == row["method"] != "random":
+            won.setdefault(row["method"], []).append(row["random"][1] > 0)
+    labelled = {name for name in REGISTRY.names() if REGISTRY.constant(name, "NO_BETTER_THAN")}
+    assert labelled == {name for name, results in won.items() if not any(results)}
+    assert len(labelled) > 1 and "divprune" in won
 
 
 def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):

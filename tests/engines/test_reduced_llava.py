@@ -33,6 +33,8 @@ MORE = {
     "llava-onevision, videos only": ("llava-onevision", "evs:0.5", CHUNKED | CACHED, 2),
     "internvl, images too": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
+    "compact positions": ("demo", "divprune:0.25,positions=compact", CHUNKED | CACHED, 2),
+    "compact positions in tiles": ("idefics3", "random:0.5,positions=compact", CHUNKED | CACHED, 2),
     "llava-next, run ahead": ("llava-next", "surrogate:0.5,rule=dart,layer=1", CHUNKED | CACHED, 2),
     "llava-onevision, run ahead": ("llava-onevision", "surrogate:0.5,layer=1", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),

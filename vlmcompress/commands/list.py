@@ -50,6 +50,7 @@ def _reducers() -> Entries:
     from vlmcompress.engines.vllm.plugin import served
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
+    keys |= {"no_better_than": "NO_BETTER_THAN"}
     return [
         {"name": name, "about": REDUCERS.summary(name), "vllm": served(name)}
         | {key: REDUCERS.constant(name, constant) for key, constant in keys.items()}
@@ -93,4 +94,5 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     families = entry["vllm"]
     where = ", ".join(families) if len(families) <= 3 else f"{len(families)} families"
     where = f"vLLM: {where}" if families else "transformers only"
-    return entry["name"], entry["stage"], f"{entry['count']} count", where, entry["about"]
+    weak = f" [measured: no better than {entry['no_better_than']}]" if entry["no_better_than"] else ""
+    return entry["name"], entry["stage"], f"{entry['count']} count", where, entry["about"] + weak

@@ -72,8 +72,11 @@ class ReducerChoice:
         return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
 
     def plain(self) -> dict[str, Any]:
-        """The reducer as a recipe's mapping, with every option."""
-        return {"method": self.method, **dataclasses.asdict(self.options)}
+        """The reducer as a recipe's mapping, with every option; `positions` where they are not the original ones."""
+        options = dataclasses.asdict(self.options)
+        if options["positions"] == "original":  # versions that do not know the key read it then, too
+            del options["positions"]
+        return {"method": self.method, **options}
 
     def __str__(self) -> str:
         """Write the reducer in the command line's form: the share, and options that differ from their defaults."""
@@ -132,7 +135,8 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
         if key not in hints:
             share = key == "keep"
             what = "has no share to keep" if share else f"has no option '{key}'"
-            close = f"; its options are {', '.join(hints)}" if share else did_you_mean(str(key), hints)
+            own = [name for name in hints if name != "positions"]
+            close = f"; its options are {', '.join(own)}" if share else did_you_mean(str(key), hints)
             raise UserError(f"{where}: '{method}' {what}{close}")
         if key == "keep" and value == "auto":
             continue
@@ -198,9 +202,9 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
             value = int(found[1]) / int(found[2])
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except (ValueError, TypeError, OverflowError) as error:  # ValidationError is a ValueError
-        kind = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}.get(
-            hint, "a list of numbers"
-        )
+        kinds: dict[Any, str] = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}
+        words = " or ".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else None
+        kind = words or kinds.get(hint, "a list of numbers")
         raise UserError(f"{where} is {reprlib.repr(value)}, should be {kind}") from error
 
 

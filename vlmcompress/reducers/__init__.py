@@ -10,6 +10,8 @@ no model and no other image. A module of this folder has
     MEDIA       "video" for a method that keeps images whole; left out by all others
     SERVED      whether an engine with one token count for all layers, fixed before the encoder runs, can serve it;
                 WHY_NOT says why when it cannot
+    NO_BETTER_THAN  the baseline that it did not beat on any demo model at half the tokens (docs/measurements.md); left
+                out by methods that did, or that were not measured. `list reducers` shows it
     Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError). What the
                 package asks of options (the share, the layer, whether there is something to learn) it asks of that base: a
                 field or property of the same name answers instead. Every field has a default

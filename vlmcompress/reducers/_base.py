@@ -12,7 +12,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -222,7 +222,12 @@ class ReducerOptions:
 
     The answers here are those of a method that has no such option. A field or property of a subclass takes the place of the
     one whose name it has. Every field has a default, as `Options()` is what a method does unless told otherwise.
+
+    positions: those of the tokens that are left: `original`, as if none were dropped, or `compact`, one behind the other.
+        For whoever applies the reduction; a method knows nothing of it.
     """
+
+    positions: Literal["original", "compact"] = dataclasses.field(default="original", kw_only=True)
 
     @property
     def keep(self) -> float | None:

@@ -38,6 +38,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"query"})
 COUNT = "fixed"
 SERVED = True
+NO_BETTER_THAN = "random"
 
 
 @dataclass(frozen=True)

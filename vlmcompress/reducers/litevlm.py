@@ -26,6 +26,7 @@ OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
 SERVED = False
 WHY_NOT = "a view that is left out keeps no token, and engines refuse an image without one; leave it out of the request"
+NO_BETTER_THAN = "random"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ STAGE = "projected"
 NEEDS = frozenset({"features", "query"})
 COUNT = "fixed"
 SERVED = True
+NO_BETTER_THAN = "random"
 
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
 

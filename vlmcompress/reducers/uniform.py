@@ -17,6 +17,7 @@ STAGE = "projected"
 NEEDS: frozenset[str] = frozenset()
 COUNT = "fixed"
 SERVED = True
+NO_BETTER_THAN = "random"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ STAGE = "encoder"
 NEEDS = frozenset({"saliency", "keys", "heads"})
 COUNT = "fixed"
 SERVED = True
+NO_BETTER_THAN = "random"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ STAGE = "projected"
 NEEDS = frozenset({"features", "saliency", "windowed"})
 COUNT = "fixed"
 SERVED = True
+NO_BETTER_THAN = "random"
 SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of the 32 blocks of LLaVA-1.5-7B; in Qwen2.5-VL 14 of 28
 
 

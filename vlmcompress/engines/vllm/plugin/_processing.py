@@ -66,7 +66,8 @@ class ReducedProcessor(ResumableProcessor):
         """Update the prompt as vLLM does. ValueError, answered with status 400, if positions exceed those of the model."""
         tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
         contents = [update.content for items in mm_res.prompt_updates.values() for (update,) in items]
-        end = len(tokens) + sum(content.positions - len(content.full) for content in contents)
+        dropped = 0 if self.info.reducer.compact else sum(one.positions - len(one.full) for one in contents)
+        end = len(tokens) + dropped
         if end > (most := longest_prompt(self.info.ctx.model_config)):
             raise ValueError(
                 f"the prompt ends at position {end}, counted before images and videos are reduced, and the model knows "

@@ -54,6 +54,11 @@ class ServedReducer:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
         return ServedReducer(reducer, found.count)
 
+    @property
+    def compact(self) -> bool:
+        """Whether the tokens that are left stand one behind the other, as if the others had never been."""
+        return self.chosen.options.positions == "compact"
+
     def count(self, grid: Grid) -> int:
         """Number of tokens that an image keeps, or the most where that depends on the image."""
         return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)

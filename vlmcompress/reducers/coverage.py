@@ -1,0 +1,70 @@
+"""Coverage: tokens by which every token is best represented, a facility location (after MMTok, arXiv 2508.18264).
+
+Token j represents token i as well as the softmax of i's cosines says, `s_ij = softmax_j(cos(x_i, x_j) / temperature)`. What is
+kept maximizes the sum over all tokens i of the largest `s_ij` among the kept j. The sum is submodular, so the greedy choice,
+always the token that adds most, reaches at least 1 - 1/e of the best sum that there is (Nemhauser, Wolsey and Fisher, 1978).
+Unlike `divprune`, it prefers a token that stands for many to one that stands alone. MMTok adds a term for the tokens of the
+question, which this does not, so an image's result can be reused for another question.
+
+Costs `n^2 d` multiply-adds for the cosines, `4 n^2` bytes, and `n^2` additions for each token kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
+
+STAGE = "projected"
+NEEDS = frozenset({"features"})
+COUNT = "fixed"
+SERVED = True
+
+
+@dataclass(frozen=True)
+class Options(ReducerOptions):
+    """`keep`: share of the tokens; `temperature`: of the softmax, low ones let a token be represented only by its like."""
+
+    keep: float = 0.5
+    temperature: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
+        if not number or not 1e-3 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a number of at least 0.001, got {self.temperature!r}")
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the tokens that represent all of them best."""
+    assert signals.features is not None
+    kept = select(represented(signals.features, options.temperature), budget(signals.grid, options))
+    return Reduction.keep(kept, signals.n)
+
+
+def represented(features: Tensor, temperature: float) -> Tensor:
+    """How well token j represents token i, `[n, n]`, for rows `features [n, d]`; each row sums to 1."""
+    rows = unit(features)
+    return (rows @ rows.T / temperature).softmax(1)
+
+
+def select(worth: Tensor, count: int) -> Tensor:
+    """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice."""
+    best = torch.zeros(len(worth), 1, device=worth.device)
+    taken = torch.zeros(worth.shape[1], dtype=torch.bool, device=worth.device)
+    chosen = torch.empty(count, dtype=torch.int64, device=worth.device)
+    for i in range(count):
+        gain = (worth - best).clamp_(min=0).sum(0)
+        chosen[i] = gain.masked_fill(taken, -1.0).argmax()
+        taken[chosen[i]] = True
+        best = torch.maximum(best, worth[:, chosen[i], None])
+    return chosen
