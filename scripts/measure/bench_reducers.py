@@ -13,8 +13,9 @@ fixed, or learnt for a share as DyMU's thresholds are from the calibration split
 the count themselves at settings of their own, and their share is what they kept on average. `random` is asked with several
 seeds. Where a default does not fit models this small, it is scaled before anything is measured: VScan's shallow layer to a
 quarter of the encoder and its window to a third of the grid; FastV and DART also one layer earlier than published, as layer 2
-is half of these models. DART on projected tokens is asked with 16 pivots, too, which the validation split prefers to the
-published 4. The last line is one JSON object.
+is half of these models. DART on projected tokens is asked with the published 4 pivots, too. With `--groups`, and `--shares`,
+only these rows of the table are measured anew, besides `random`, and take the place of those in eval/reducers.json. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ CALIBRATION = 128  # samples that DyMU's thresholds are learnt from
 AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
-    "dart": [{}, {"text_pivots": 4}, {"pivots": 16}],
-    "divprune": [{}],
+    "coverage": [{}, {"merge": "nearest"}],
+    "dart": [{}, {"pivots": 4}, {"pivots": 4, "text_pivots": 4}],
+    "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}, {"layer": 1}],
     "dart-llm": [{}, {"layer": 1}],
     "relevance": [{}],
@@ -72,6 +74,7 @@ OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "pixelprune": [{"tolerance": tolerance} for tolerance in (0, 8, 16, 32, 64)],
     "dyrate": [{"factor": factor} for factor in (4.0, 2.0, 1.0, 0.5)],
     "litevlm": [{"keep": 0.5}],
+    "pool": [{"window": window} for window in ("1x2", "2x2", "3x3")],
 }
 
 
@@ -130,7 +133,7 @@ def measure(args: argparse.Namespace) -> None:
     askers: dict[str, Asker] = {}
     for setting in settings():
         for model in args.models:
-            if (model, setting.key) in done:
+            if (model, setting.key) in done or not _wanted(setting, args):
                 continue
             if model not in askers:
                 vlm = models.load(DEMO / model)
@@ -145,6 +148,15 @@ def measure(args: argparse.Namespace) -> None:
                 file.write(json.dumps(row) + "\n")
             shown = f"{100 * row['exact'].count('1') / len(row['exact']):.2f}% of {row['after'] / row['before']:.3f}"
             print(f"{time.strftime('%H:%M:%S')} {model} {setting.key}: {shown}", file=sys.stderr, flush=True)
+
+
+def _wanted(setting: Setting, args: argparse.Namespace) -> bool:
+    """Whether `--groups` and `--shares` leave a setting in; the model without a reducer always is."""
+    if setting.chosen is None:
+        return True
+    keep = setting.chosen.options.keep
+    grouped = not args.groups or setting.group in (*args.groups, "random")
+    return grouped and (not args.shares or keep is None or any(abs(keep - share) < 1e-3 for share in args.shares))
 
 
 def describe(asker: Asker, setting: Setting, model: str) -> dict[str, Any]:
@@ -177,6 +189,8 @@ def main() -> None:
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--per-family", type=int, help="questions of each of the nine families; default: all")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
+    parser.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="shares to measure; default: all")
     parser.add_argument("--speed", type=int, metavar="ROUNDS", help="measure prefill time and cache instead")
     parser.add_argument("--layers", type=int, default=28, help="decoder blocks of the models for --speed")
     parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
@@ -194,6 +208,8 @@ def main() -> None:
             measure(args)
         asked = {model: samples(model, args.split, args.per_family) for model in args.models}
         found = reducers_table.summarise(reducers_table.rows(args.rows, args.split, args.per_family), asked)
+        if known and (args.groups or args.shares):
+            found = reducers_table.joined(known, found)
         known = found | {name: value for name, value in known.items() if name == "speed"}
     args.results.write_text(reducers_table.dump(known))
     found = known

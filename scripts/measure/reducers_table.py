@@ -63,6 +63,21 @@ def summarise(measured: Sequence[Row], asked: Mapping[str, Sequence[Sample]]) ->
     }
 
 
+def joined(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what was found about some rows of the table in place of what was known of them. ValueError for other questions."""
+    for name in ("split", "questions", "images", "full"):
+        if known[name] != found[name]:
+            raise ValueError(f"{name} differs from what was measured before: measure all of it")
+    parts: dict[str, Any] = {}
+    for name, key in (("figures", ("model", "group", "reduce")), ("fastv", ("model", "group", "than", "keep"))):
+        rows = {tuple(row[part] for part in key): row for row in (*known[name], *found[name])}
+        order = list(found["full"])
+        parts[name] = sorted(
+            rows.values(), key=lambda row: (order.index(row["model"]), row["group"], -row.get("kept", 0))
+        )
+    return {**found, **parts, "findings": findings(parts["figures"], parts["fastv"])}
+
+
 class Answers:
     """All rows of one model. `full` and what `_seeds` returns are `[seeds, questions]` in float64, 1 for right."""
 

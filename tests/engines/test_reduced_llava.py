@@ -33,6 +33,8 @@ MORE = {
     "llava-onevision, videos only": ("llava-onevision", "evs:0.5", CHUNKED | CACHED, 2),
     "internvl, images too": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
+    "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
+    "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
     "compact positions": ("demo", "divprune:0.25,positions=compact", CHUNKED | CACHED, 2),
     "compact positions in tiles": ("idefics3", "random:0.5,positions=compact", CHUNKED | CACHED, 2),
     "llava-next, run ahead": ("llava-next", "surrogate:0.5,rule=dart,layer=1", CHUNKED | CACHED, 2),

@@ -12,7 +12,7 @@ from vlmcompress.recipe.reducer import parse, read, same
 @pytest.mark.parametrize(
     ("text", "plain"),
     [
-        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 4, "text_pivots": 0}),
+        ("dart:0.25", {"method": "dart", "keep": 0.25, "pivots": 0, "text_pivots": 0}),
         ("dart:1/4,pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 0}),
         ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8, "text_pivots": 0}),
         ("random:1", {"method": "random", "keep": 1, "seed": 0}),

@@ -72,11 +72,14 @@ class ReducerChoice:
         return f"{self.asked_for} (learnt thresholds)" if self.learnt else str(self)
 
     def plain(self) -> dict[str, Any]:
-        """The reducer as a recipe's mapping, with every option; `positions` where they are not the original ones."""
-        options = dataclasses.asdict(self.options)
-        if options["positions"] == "original":  # versions that do not know the key read it then, too
-            del options["positions"]
-        return {"method": self.method, **options}
+        """The reducer as a recipe's mapping: every option of the method's own, and other options that are not at their default.
+
+        So versions that do not know `positions` or `merge` read the mapping too, where these are not used.
+        """
+        common = {one.name: one.default for one in dataclasses.fields(self.options) if one.kw_only}
+        found = dataclasses.asdict(self.options)
+        own = {key: value for key, value in found.items() if key not in common or value != common[key]}
+        return {"method": self.method, **own}
 
     def __str__(self) -> str:
         """Write the reducer in the command line's form: the share, and options that differ from their defaults."""
@@ -135,7 +138,7 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
         if key not in hints:
             share = key == "keep"
             what = "has no share to keep" if share else f"has no option '{key}'"
-            own = [name for name in hints if name != "positions"]
+            own = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
             close = f"; its options are {', '.join(own)}" if share else did_you_mean(str(key), hints)
             raise UserError(f"{where}: '{method}' {what}{close}")
         if key == "keep" and value == "auto":

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reducers._selecting import SelectingOptions, selected
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -26,14 +27,13 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
-    """`keep`: share of the tokens; `temperature`: of the softmax, low ones let a token be represented only by its like."""
+class Options(SelectingOptions):
+    """`temperature`: of the softmax, low ones let a token be represented only by its like."""
 
-    keep: float = 0.5
     temperature: float = 0.2
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
+        super().__post_init__()
         number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
         if not number or not 1e-3 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be a number of at least 0.001, got {self.temperature!r}")
@@ -48,7 +48,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens that represent all of them best."""
     assert signals.features is not None
     kept = select(represented(signals.features, options.temperature), budget(signals.grid, options))
-    return Reduction.keep(kept, signals.n)
+    return selected(kept, signals, options)
 
 
 def represented(features: Tensor, temperature: float) -> Tensor:

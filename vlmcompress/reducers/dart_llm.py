@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole, share, top
-from vlmcompress.reducers.dart import Options as _Options
+from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, check_whole, share, top
 from vlmcompress.reducers.dart import select
 
 STAGE = "llm"
@@ -22,14 +21,19 @@ WHY_NOT = "it drops tokens within the language model, and engines keep one token
 
 
 @dataclass(frozen=True)
-class Options(_Options):
-    """As of `dart`, with text pivots; `layer`: number of the decoder block, from 0, whose input is reduced."""
+class Options(ReducerOptions):
+    """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text; `layer`: number of the decoder block,
+    from 0, whose input is reduced."""
 
+    keep: float = 0.5
+    pivots: int = 4
     text_pivots: int = 4
     layer: int = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_keep(self.keep)
+        check_whole("pivots", self.pivots, least=1)
+        check_whole("text_pivots", self.text_pivots)
         check_whole("layer", self.layer, least=1)
 
 

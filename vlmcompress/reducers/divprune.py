@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, unit
+from vlmcompress.reducers._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reducers._selecting import SelectingOptions, selected
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -23,13 +24,8 @@ SERVED = True
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
-    """`keep`: share of the tokens."""
-
-    keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
+class Options(SelectingOptions):
+    """None of its own."""
 
 
 def budget(grid: Grid, options: Options) -> int:
@@ -40,7 +36,7 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most diverse tokens."""
     assert signals.features is not None
-    return Reduction.keep(select(signals.features, budget(signals.grid, options)), signals.n)
+    return selected(select(signals.features, budget(signals.grid, options)), signals, options)
 
 
 def select(features: Tensor, count: int) -> Tensor:

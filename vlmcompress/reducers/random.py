@@ -11,23 +11,24 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, check_whole, share, top
+from vlmcompress.reducers._base import Grid, Reduction, Signals, check_whole, share, top
+from vlmcompress.reducers._selecting import SelectingOptions, selected
 
 STAGE = "projected"
 NEEDS: frozenset[str] = frozenset()
+OPTIONAL = frozenset({"features"})
 COUNT = "fixed"
 SERVED = True
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
-    """`keep`: share of the tokens; `seed`: which choice."""
+class Options(SelectingOptions):
+    """`seed`: which choice."""
 
-    keep: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
+        super().__post_init__()
         check_whole("seed", self.seed)
 
 
@@ -40,4 +41,4 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     """Give every token a random score and keep the highest."""
     draw = random.Random(f"{options.seed} {signals.grid}")  # Python promises this sequence for good; torch does not
     scores = torch.tensor([draw.random() for _ in range(signals.n)], dtype=torch.float64, device=signals.device)
-    return Reduction.keep(top(scores, budget(signals.grid, options)), signals.n)
+    return selected(top(scores, budget(signals.grid, options)), signals, options)

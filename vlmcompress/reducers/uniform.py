@@ -11,23 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmcompress.reducers._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share
+from vlmcompress.reducers._base import Grid, Reduction, Signals, share
+from vlmcompress.reducers._selecting import SelectingOptions, selected
 
 STAGE = "projected"
 NEEDS: frozenset[str] = frozenset()
+OPTIONAL = frozenset({"features"})
 COUNT = "fixed"
 SERVED = True
 NO_BETTER_THAN = "random"
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
-    """`keep`: share of the tokens."""
-
-    keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
+class Options(SelectingOptions):
+    """None of its own."""
 
 
 def budget(grid: Grid, options: Options) -> int:
@@ -44,7 +41,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
         for row, wanted in zip(_centres(used, rows), _spread(count, used), strict=True):
             start = (frame * rows + row) * columns
             index += [start + column for column in _centres(wanted, columns)]
-    return Reduction.keep(torch.tensor(index, device=signals.device), signals.n)
+    return selected(torch.tensor(index, device=signals.device), signals, options)
 
 
 def _spread(total: int, parts: int) -> list[int]:
