@@ -12,6 +12,7 @@ from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.entropy import cluster_entropy, conditional_entropy
+from vlmcompress.calibration.float_products import float_products
 from vlmcompress.compression.calibrate import calibrate, collect
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
@@ -111,7 +112,7 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
         assert groups[0].smooth.endswith("input_layernorm")
         norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
     for batch in encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm):
-        with torch.no_grad():
+        with torch.no_grad(), float_products(vlm.model):  # as calibration does on a processor without BF16: see there
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
         for rows in seen:
             rows[-1] = rows[-1][batch["modality"][0] > 0]

@@ -41,7 +41,7 @@ def reduced(given, file_text, folder):
 def test_a_recipe_names_a_reducer_in_either_form(tmp_path, text):
     got = reduced({}, text, tmp_path)
     assert got.recipe.reduce == chosen.parse("dart:0.25")
-    assert got.recipe.plain()["reduce"] == {"method": "dart", "keep": 0.25, "pivots": 4, "text_pivots": 0}
+    assert got.recipe.plain()["reduce"] == {"method": "dart", "keep": 0.25, "pivots": 0, "text_pivots": 0}
     assert got.origin("reduce.keep") == f"recipe {tmp_path / 'recipe.yaml'}"
 
 
@@ -84,10 +84,10 @@ def test_what_is_wrong_with_a_reducer_is_said_in_one_line(given, text):
         (
             "llava",
             {"reduce": "fastv:0.5,layer=1"},
-            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from dart, .*or --set engine=transformers",
+            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from coverage, .*or --set engine=transformers",
         ),
         ("llava", {"reduce": "fastv:0.5,layer=9", "engine": "transformers"}, "layer 9 is none of the language model's"),
-        ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use dart"),
+        ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use coverage"),
     ],
 )
 def test_models_and_engines_without_the_method(models, family, given, text):

@@ -94,7 +94,7 @@ def test_refusals_are_one_line(spec, method):
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "dyrate", "fastv", "pevlm", "surrogate"]
-    after = ["dart", "divprune", "evs", "random", "relevance", "uniform"]
+    after = ["coverage", "dart", "divprune", "evs", "pool", "random", "relevance", "uniform"]
     merging = ["dymu", "tome"]
     assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside, *merging])
@@ -107,7 +107,7 @@ def test_what_is_refused_and_what_is_not():
         assert works[family] == sorted([*after, *inside])
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
-    with pytest.raises(UserError, match="block of patches.*use dart, "):
+    with pytest.raises(UserError, match="block of patches.*use coverage, "):
         attach(tiny("qwen2-vl"), "tome")
 
 

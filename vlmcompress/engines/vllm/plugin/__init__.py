@@ -6,7 +6,7 @@ imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` 
 transformers, and refuses the checkpoint by that name.
 
 Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 (`_nvfp4`) and experts with packed
-weights (`_experts`).
+weights (`_experts`). On a processor without AVX-512 it lets the CPU build read 4-bit weights (`_four_bits`).
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
@@ -20,6 +20,7 @@ and, under the registered name, vLLM's class of that family with the reducer in 
 from __future__ import annotations
 
 from vlmcompress.engines.vllm.plugin._experts import emulate_experts
+from vlmcompress.engines.vllm.plugin._four_bits import unpack_on_load
 from vlmcompress.engines.vllm.plugin._nvfp4 import emulate
 from vlmcompress.engines.vllm.plugin._serves import FAMILIES, PREFIX, REDUCERS, refusal, served, supported
 
@@ -27,7 +28,7 @@ __all__ = ["FAMILIES", "REDUCERS", "refusal", "register", "served", "supported"]
 
 
 def register() -> None:
-    """Make the reduced architectures known to vLLM, and what is emulated to its CPU build if asked.
+    """Make the reduced architectures known to vLLM, and to its CPU build what it has no kernel for.
 
     May be called any number of times.
     """
@@ -47,3 +48,4 @@ def register() -> None:
     if right:
         emulate()
         emulate_experts()
+        unpack_on_load()
