@@ -32,6 +32,10 @@ class Case:
     count: int = 8  # of the demo model's questions about one image
     film: bool = False  # a prompt about a video, too
 
+    @property
+    def dtype(self) -> str:
+        return self.settings.get("dtype", "float32")
+
 
 BOTH = CHUNKED | CACHED
 # vLLM's CPU kernel of Gated DeltaNets knows no other type, and that build has nothing to copy their states for a cache.
@@ -118,7 +122,7 @@ def served(tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
 def test_answers_and_positions_are_those_of_transformers(name, served):
     """Oracle: transformers in float32 with the same reducer attached; of a video with recurrent states, transformers on the
     shorter sequence."""
-    check(*served[name])
+    check(*served[name], CASES[name].dtype)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.passes > 1])
@@ -140,8 +144,8 @@ def test_positions_beyond_256_are_exact_in_bf16(served):
 @pytest.mark.slow
 def test_the_same_of_more_families_and_methods(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
-    for found, expected in serve(MORE, tmp_path).values():
-        check(found, expected)
+    for name, (found, expected) in serve(MORE, tmp_path).items():
+        check(found, expected, MORE[name].dtype)
 
 
 @pytest.mark.slow

@@ -182,12 +182,25 @@ def reference(
             images = [Image.open(file) for file in one["images"]]
             inputs = vlm.processor(text=[one["prompt"]], images=images or None, return_tensors="pt")
             inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-            out = vlm.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
-            answer = out[0, inputs["input_ids"].shape[1] :].tolist()
+            asked = {
+                "do_sample": False,
+                "max_new_tokens": tokens,
+                "output_logits": True,
+                "return_dict_in_generate": True,
+            }
+            out = vlm.model.generate(**inputs, **asked)
+            answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
             positions = torch.cat(seen, 1).T.tolist()
-            found.append({"tokens": answer, "positions": positions, "prompt": seen[0].shape[1]})
+            leads = [lead(logits[0]) for logits in out.logits]
+            found.append({"tokens": answer, "leads": leads, "positions": positions, "prompt": seen[0].shape[1]})
         hook.remove()
     return found
+
+
+def lead(logits: torch.Tensor) -> float:
+    """How far the best of `logits [words]` is ahead of the second best."""
+    first, second = logits.float().topk(2).values.tolist()
+    return first - second
 
 
 @torch.inference_mode()
@@ -215,18 +228,19 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     columns = (ids[0] == placeholder).nonzero().squeeze(1)[: len(features)]  # a newline behind them is kept
     mask[0, columns] = (result.target >= 0).long()
     answer: list[int] = []
+    leads: list[float] = []
     while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
         given = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         given |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
-        answer.append(
-            int((without(vlm, given) if vlm.spec.mixed_blocks else vlm.model(**given).logits)[0, -1].argmax())
-        )
+        logits = (without(vlm, given) if vlm.spec.mixed_blocks else vlm.model(**given).logits)[0, -1]
+        answer.append(int(logits.argmax()))
+        leads.append(lead(logits))
         ids = torch.cat([ids, torch.tensor([[answer[-1]]])], 1)
         mask, kinds = (torch.cat([one, torch.full((1, 1), value)], 1) for one, value in ((mask, 1), (kinds, 0)))
         positions = torch.cat([positions, positions[..., -1:] + 1], -1)
     seen = mask[0, :-1].bool()  # the last token enters no language model
     left = rows_of(positions)[:, :-1][:, seen].T.tolist()
-    return {"tokens": answer, "positions": left, "prompt": len(left) - len(answer) + 1}
+    return {"tokens": answer, "leads": leads, "positions": left, "prompt": len(left) - len(answer) + 1}
 
 
 def without(vlm: VLM, given: dict[str, Any]) -> torch.Tensor:

@@ -5,14 +5,31 @@ from __future__ import annotations
 TOKENS = 8
 CACHED = {"enable_prefix_caching": True, "block_size": 32}
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+TIE = 1 / 32  # twice the distance of BF16 numbers between 2 and 4, where these models' best logits are
 
 
-def check(found: dict, expected: list[dict]) -> None:
-    """Prompts as long as they should be, the same answers one by one and together, the same positions."""
+def check(found: dict, expected: list[dict], dtype: str = "float32") -> None:
+    """Prompts as long as they should be, the same answers one by one and together, the same positions.
+
+    In BF16 an answer may leave the expected one where its token leads by less than `TIE`; half of all may not.
+    """
     assert "error" not in found, found["error"]
     for answers in (*found["passes"], found["together"]):
         assert [len(answer["prompt"]) for answer in answers] == [one["prompt"] for one in expected]
-        assert [answer["tokens"] for answer in answers] == [one["tokens"] for one in expected]
+        differing = [
+            (answer, one) for answer, one in zip(answers, expected, strict=True) if answer["tokens"] != one["tokens"]
+        ]
+        assert len(differing) <= (len(expected) // 2 if dtype == "bfloat16" else 0)
+        assert all(lead_where_they_part(answer["tokens"], one) < TIE for answer, one in differing)
     for answers in found["passes"]:
         for answer, one in zip(answers, expected, strict=True):
-            assert answer["positions"] == one["positions"][answer["cached"] :]
+            count = (
+                len(answer["positions"]) if answer["tokens"] != one["tokens"] else None
+            )  # one may end before the other
+            assert answer["positions"] == one["positions"][answer["cached"] :][:count]
+
+
+def lead_where_they_part(tokens: list[int], expected: dict) -> float:
+    """By how much the expected answer's token leads where another answer has another; infinite where one only ends earlier."""
+    pairs = zip(tokens, expected["tokens"], expected["leads"], strict=False)
+    return next((lead for mine, theirs, lead in pairs if mine != theirs), float("inf"))

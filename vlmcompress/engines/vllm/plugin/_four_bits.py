@@ -46,7 +46,9 @@ def replace(kernel: Any) -> None:
         packed, scales, zeros = self._get_weight_params(layer)[:3]
         packed.data = unpacked(packed.data, scales.data, zeros, self.config.weight_type).t().contiguous()
 
-    def apply_weights(self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(
+        self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return functional.linear(x, getattr(layer, self.w_q_name), bias)
 
     process_weights_after_loading.unpacks = True  # type: ignore[attr-defined]
@@ -60,16 +62,13 @@ def unpacked(packed: Any, scales: Any, zeros: Any, weight_type: Any) -> Any:
     Args: `packed [out / 16, in * 2]`: int32 of eight codes each, blocks of 16 output channels; `scales [groups, out]`;
     `zeros [groups, out / 8]`: packed zero points, or None; `weight_type`: vLLM's type of the codes.
     """
-    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32 as unpack
 
     words = BLOCK * weight_type.size_bits // 32
     rows = packed.shape[1] // words
     plain = packed.view(-1, rows, words).permute(1, 0, 2).reshape(rows, -1)
-    codes = unpack_quantized_values_into_int32(plain, weight_type, 1)
+    codes = unpack(plain, weight_type, 1)
     groups = len(scales)
-    if zeros is None:
-        offset = weight_type.bias
-    else:
-        offset = unpack_quantized_values_into_int32(zeros.data, weight_type, 1)[:, None]
+    offset = weight_type.bias if zeros is None else unpack(zeros.data, weight_type, 1)[:, None]
     values = (codes.view(groups, rows // groups, -1) - offset).to(scales.dtype) * scales[:, None]
     return values.reshape(rows, -1)
