@@ -48,6 +48,8 @@ def served(folders) -> dict[str, dict]:
 def test_answers_like_transformers(family, folders, served):
     """Oracle: transformers on the same checkpoint. Each token of the engine is its best one (BF16 leaves near-ties)."""
     folder, found = folders[family], served[family]
+    if "FP8 KV cache on CPU requires" in found.get("error", ""):
+        pytest.skip("vLLM's CPU build has FP8 caches on processors with AVX-512 alone")
     assert "error" not in found, found["error"]
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
