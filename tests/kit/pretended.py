@@ -85,8 +85,8 @@ def asked(machines: Iterable[str]) -> Answers:
     """Machine -> format -> what there is of it -> `{"scheme", "kernel"}` or `{"error"}`, all in one process of vLLM.
 
     Args:
-        machines: "cpu", the machine as it is, can be the first; then CUDA capabilities ("9.0"), then one of AMD's
-            architectures ("gfx942"). "9.0 without KERNEL" leaves a kernel out, as `VLLM_DISABLED_KERNELS` does.
+        machines: "cpu", the machine as it is but without AMX, can be the first; then CUDA capabilities ("9.0"), then one of
+            AMD's architectures ("gfx942"). "9.0 without KERNEL" leaves a kernel out, as `VLLM_DISABLED_KERNELS` does.
     """
     layers = {
         f"{key}/{name}": {"config": config, "shape": SHAPES.get(name, SHAPE)}

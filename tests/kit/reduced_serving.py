@@ -23,9 +23,8 @@ def check(found: dict, expected: list[dict], dtype: str = "float32") -> None:
         assert all(lead_where_they_part(answer["tokens"], one) < TIE for answer, one in differing)
     for answers in found["passes"]:
         for answer, one in zip(answers, expected, strict=True):
-            count = (
-                len(answer["positions"]) if answer["tokens"] != one["tokens"] else None
-            )  # one may end before the other
+            same = answer["tokens"] == one["tokens"]
+            count = None if same else len(answer["positions"])  # one may end before the other
             assert answer["positions"] == one["positions"][answer["cached"] :][:count]
 
 
