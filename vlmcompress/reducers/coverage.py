@@ -28,7 +28,7 @@ SERVED = True
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`temperature`: of the softmax, low ones let a token be represented only by its like."""
+    """`keep`: share of the tokens; `temperature`: of the softmax, low ones let a token be represented only by its like."""
 
     temperature: float = 0.2
 

@@ -38,7 +38,8 @@ LED = 0.8
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`pivots`: of the image, 0 for four in five of the tokens kept; `text_pivots`: of the text, when it is given."""
+    """`keep`: share of the tokens; `pivots`: of the image, 0 for four in five of the tokens kept; `text_pivots`: of the text,
+    when it is given."""
 
     pivots: int = 0
     text_pivots: int = 0

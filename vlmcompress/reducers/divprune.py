@@ -25,7 +25,7 @@ SERVED = True
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """None of its own."""
+    """`keep`: share of the tokens."""
 
 
 def budget(grid: Grid, options: Options) -> int:

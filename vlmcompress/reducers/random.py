@@ -23,7 +23,7 @@ SERVED = True
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`seed`: which choice."""
+    """`keep`: share of the tokens; `seed`: which choice."""
 
     seed: int = 0
 

@@ -24,7 +24,7 @@ NO_BETTER_THAN = "random"
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """None of its own."""
+    """`keep`: share of the tokens."""
 
 
 def budget(grid: Grid, options: Options) -> int:
