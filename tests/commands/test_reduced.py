@@ -127,3 +127,40 @@ def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys)
     assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
     code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
     assert code == 2 and "none leaves the weights as they are" in said
+
+
+def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys):
+    """The share is measured on the calibration images; statistics behind smaller images say so and are checked."""
+    model, stats, out = models["qwen2-5-vl"], tmp_path / "stats", tmp_path / "out"
+    rows = calibration_rows.write(tmp_path, 4)
+    both = ("--reduce", "resize:0.5", "--reduce", "uniform:0.5")
+    code, text, _ = run(capsys, "quantize", model, "--scheme", "int8", *both, "--calib", rows, "--dry-run")
+    assert code == 0 and "resize:0.5 + uniform:0.5" in text
+    assert run(capsys, "calibrate", model, "-o", stats, "--calib", rows, *both)[0] == 0
+    collected = json.loads((stats / "statistics.json").read_text())["calibration"]
+    code, text, _ = run(capsys, "quantize", model, "--scheme", "int8", *both, "--stats", stats, "-o", out)
+    record = json.loads((out / "vlmcompress.json").read_text())
+    assert code == 0 and record["recipe"]["resize"] == collected["resize"] and record["recipe"]["resize"]["keep"] == 0.5
+    tokens, example = record["recipe"]["resize"]["tokens"], record["visual_tokens"]
+    assert f"resize:0.5,tokens={tokens} + uniform:0.5: {example['before']} -> {example['after']} visual" in text
+    config = json.loads((out / "config.json").read_text())
+    assert config["vlmcompress"]["reduce"] == {"method": "uniform", "keep": 0.5}
+    assert f"at most {tokens} visual tokens, in every engine" in (out / "README.md").read_text()
+    assert run(capsys, "doctor", out, "--source", model)[0] == 0
+    behind = run(capsys, "quantize", model, "--scheme", "int8", *both, "--calib", rows, "-o", tmp_path / "behind")
+    assert behind[0] == 0
+    other = json.loads((tmp_path / "behind" / "vlmcompress.json").read_text())
+    assert other["recipe"]["resize"] == record["recipe"]["resize"]
+    assert other["calibration"]["tokens"] == record["calibration"]["tokens"]
+    code, _, err = run(
+        capsys, "quantize", model, "--scheme", "int8", *both[2:], "--stats", stats, "-o", tmp_path / "no"
+    )
+    assert code == 2 and f"add --reduce resize:0.5,tokens={tokens}" in err and not (tmp_path / "no").exists()
+
+
+def test_a_share_of_images_needs_images(models, tmp_path, capsys):
+    given = ("quantize", models["qwen2-5-vl"], "--scheme", "none", "-o", tmp_path / "out")
+    code, _, err = run(capsys, *given, "--reduce", "resize:0.5")
+    assert code == 2 and "resize:0.5 needs calibration images" in err
+    code, _, err = run(capsys, *given, "--reduce", "resize:tokens=4")
+    assert code == 0, err

@@ -6,7 +6,10 @@ import pytest
 
 from vlmcompress import reducers
 from vlmcompress.errors import UserError
-from vlmcompress.recipe.reducer import parse, read, same
+from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.layers import merge
+from vlmcompress.recipe.reducer import compared, layered, parse, read, same
+from vlmcompress.recipe.resize import Resize
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,72 @@ def test_who_has_to_be_shown_the_question(text, asks):
 def test_too_small():
     assert parse("dart:0.1").too_small((1, 2, 2)) and not parse("dart:0.1").too_small((1, 2, 3))
     assert not parse("dymu:0.01").too_small((1, 1, 1)) and not parse("pevlm").too_small((1, 1, 1))
+
+
+def resolved(*layers):
+    """`resize` and `reduce` of a recipe whose layers, first one strongest, say these things."""
+    values, _ = merge(layered([(f"layer {number}", layer) for number, layer in enumerate(layers)]))
+    return values.get("resize"), values.get("reduce")
+
+
+@pytest.mark.parametrize(
+    ("layers", "resize", "reduce"),
+    [
+        ([{"reduce": "resize:0.5"}], {"keep": 0.5}, None),
+        ([{"reduce": ["resize:0.5", "dart:0.25"]}], {"keep": 0.5}, {"method": "dart", "keep": 0.25}),
+        (
+            [{"reduce": [{"method": "resize", "tokens": 64}, {"method": "dart"}]}],
+            {"tokens": 64},
+            {"method": "dart"},
+        ),
+        ([{"resize": {"tokens": 64}, "reduce": "dart:0.25"}], {"tokens": 64}, {"method": "dart", "keep": 0.25}),
+        # A layer that names a method starts anew, whichever stage it is of.
+        ([{"reduce": "resize:0.5"}, {"reduce": "dart:0.25"}], {"keep": 0.5}, None),
+        ([{"reduce": "dart:0.25"}, {"reduce": ["resize:0.5", "dart:0.5"]}], None, {"method": "dart", "keep": 0.25}),
+        (
+            [{"reduce": {"keep": 0.1}}, {"reduce": ["resize:0.5", "dart:0.5"]}],
+            {"keep": 0.5},
+            {"method": "dart", "keep": 0.1},
+        ),
+    ],
+)
+def test_two_stages(layers, resize, reduce):
+    assert resolved(*layers) == (resize, reduce)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"reduce": ["dart:0.5", "resize:0.5"]}, "layer 0: reduce: resize works on images, before dart; name it first"),
+        ({"reduce": ["resize:0.5", "resize:0.5"]}, "resize and resize do not go together"),
+        ({"reduce": ["dart:0.5", "divprune:0.5"]}, "dart and divprune do not go together"),
+        ({"reduce": ["resize:0.5", "dart:0.5", "random"]}, "do not go together"),
+        ({"reduce": "resize:0.5", "resize": {"keep": 0.5}}, "resize is given twice"),
+    ],
+)
+def test_stages_that_contradict(layer, message):
+    with pytest.raises(UserError, match=message):
+        resolved(layer)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "should have keep"),
+        ({"keep": 0}, "greater than 0"),
+        ({"keep": 1.5}, "less than or equal to 1"),
+        ({"tokens": 0}, "greater than or equal to 1"),
+        ({"tokens": 2.5}, "valid integer"),
+        ({"share": 0.5}, "unknown key 'resize.share'"),
+    ],
+)
+def test_resize_values(given, message):
+    with pytest.raises(UserError, match=message):
+        Recipe.of("nowhere", scheme="none", resize=given)
+
+
+def test_resize_is_written_as_read():
+    assert compared(["resize:0.5,tokens=64", "dart:0.5"]) == (Resize(keep=0.5, tokens=64), [parse("dart:0.5")])
+    assert str(Resize(keep=0.5, tokens=64)) == "resize:0.5,tokens=64" and str(Resize(keep="1/4")) == "resize:0.25"
+    with pytest.raises(UserError, match="no reducer of tokens"):
+        parse("resize:0.5")

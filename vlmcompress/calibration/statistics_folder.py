@@ -40,6 +40,7 @@ from vlmcompress.common.block_files import BlockFiles, block_file
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.reducer import read as read_reducer
+from vlmcompress.recipe.resize import Resize
 from vlmcompress.statistics.balance import Sensitivity
 from vlmcompress.statistics.gradients import Gradients, sensitivities
 from vlmcompress.statistics.inputs import GroupStats
@@ -150,6 +151,12 @@ class Statistics:
         """The reducer that the statistics were collected behind; None for none."""
         given = self.facts["calibration"].get("reduce")
         return read_reducer(given, f"{self.folder / NAME}: reduce") if given else None
+
+    @property
+    def resize(self) -> Resize | None:
+        """How images were made smaller for these statistics; None: they were as they are."""
+        given = self.facts["calibration"].get("resize")
+        return None if given is None else Resize(**given)
 
 
 def read(folder: Path) -> Statistics:

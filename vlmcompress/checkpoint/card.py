@@ -53,6 +53,8 @@ def render(
         f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
+    if resize := record["recipe"].get("resize"):
+        sections.append("## Image size\n\n" + _resize(resize, record.get("visual_tokens")))
     if reducer := reducer_block.read(config):
         asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"))
@@ -121,6 +123,14 @@ def number_format(args: Mapping[str, Any] | None) -> str:
     pieces["block"] = "block {}x{}".format(*args.get("block_structure") or ("?", "?"))
     how = pieces.get(args["strategy"], "per token")
     return f"{kind} {how}" + ("" if args["symmetric"] else ", asymmetric") + (", dynamic" if args["dynamic"] else "")
+
+
+def _resize(resize: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> str:
+    """The section about images that are made smaller."""
+    text = f"The processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in every engine."
+    if resize.get("keep"):
+        text += f" So the calibration images have at most {resize['keep']:.1%} of the tokens that they had."
+    return text + " No weight depends on it, and the original's processor undoes it."
 
 
 def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +51,7 @@ def write(
     reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
     beside: Mapping[str, Mapping] | None = None,
+    settings: Mapping[str, Any] | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -70,7 +72,8 @@ def write(
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
-        beside: name of a further file -> its content, written as JSON.
+        beside: name of a further file, or of one that is to be other than in the source -> its content, written as JSON.
+        settings: entries of config.json that are to be others than in the source.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
@@ -83,6 +86,7 @@ def write(
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     before = stored_bytes(original or source)
     config = found_draft(spec, spec.completed(config), [entry.name for entry in entries])
+    config |= dict(settings or {})
     if reducer:
         config = reducer_block.write(config, reducer, counter)
     content = Content(plan, quantized, exporter, layers, config, manifest, before, beside or {})
@@ -100,7 +104,7 @@ class Content:
         config: what config.json holds besides that block.
         manifest: the manifest without sizes and hashes.
         before: bytes of the original's tensors.
-        beside: name of a further file -> its content, written as JSON.
+        beside: name of a further file, or of one that is to be other than in the source -> its content, written as JSON.
     """
 
     plan: list[Piece]
@@ -122,7 +126,8 @@ def write_folder(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Write `out`, which `folders.check` has allowed, with copies of the other files of `source`; return its manifest."""
-    limit, others = parse_size(shard_size, "shard_size"), list(_other_files(source))
+    limit, found = parse_size(shard_size, "shard_size"), _other_files(source)
+    others = [(file, target) for file, target in found if str(target) not in content.beside]
     plan, exporter = content.plan, content.exporter
     needed = sum(piece.spec.nbytes for piece in plan)
     _check_space(out, needed + sum(file.stat().st_size for file, _ in others))

@@ -78,9 +78,10 @@ def rotation(parser: argparse.ArgumentParser) -> None:
 
 
 def reducer(parser: argparse.ArgumentParser, about: str) -> None:
-    """The flag of the one reducer that a recipe can have. `about`: what becomes of it."""
-    example = "e.g. dart:0.5, see vlmcompress list reducers"
-    parser.add_argument("--reduce", metavar="METHOD:KEEP", default=argparse.SUPPRESS, help=f"{about}, {example}")
+    """The flag of the reducer that a recipe can have, and of a `resize` before it. `about`: what becomes of it."""
+    example = "e.g. coverage:0.5, see vlmcompress list reducers; resize:0.5 before it, or alone, makes images smaller"
+    none = argparse.SUPPRESS
+    parser.add_argument("--reduce", metavar="METHOD:KEEP", action="append", default=none, help=f"{about}, {example}")
 
 
 def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -120,7 +121,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
             into = values
             for parent in parents:
                 into = into.setdefault(parent, {})
-            into[last] = getattr(args, name)
+            value = getattr(args, name)
+            into[last] = value[0] if isinstance(value, list) and len(value) == 1 else value
     for setting in args.set:
         assign(values, setting)
     return values

@@ -12,6 +12,19 @@ from vlmcompress.common.text import table
 
 PLACE = 140
 Entries = list[dict[str, Any]]
+# It stands among the reducers on the command line, and is a setting of the processor.
+_RESIZE: dict[str, Any] = {
+    "name": "resize",
+    "about": "Make images smaller before the encoder, alone or before a reducer.",
+}
+_RESIZE |= {
+    "stage": "processor",
+    "count": "measured",
+    "served": True,
+    "vllm": None,
+    "why_not": None,
+    "no_better_than": None,
+}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +64,12 @@ def _reducers() -> Entries:
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
     keys |= {"no_better_than": "NO_BETTER_THAN"}
-    return [
+    found = [
         {"name": name, "about": REDUCERS.summary(name), "vllm": served(name)}
         | {key: REDUCERS.constant(name, constant) for key, constant in keys.items()}
         for name in REDUCERS.names()
     ]
+    return sorted([*found, _RESIZE], key=lambda entry: entry["name"])
 
 
 def _suites() -> Entries:
@@ -92,6 +106,8 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     if "stage" not in entry:
         return entry["name"], entry["about"]
     families = entry["vllm"]
+    if families is None:
+        return entry["name"], entry["stage"], f"{entry['count']} count", "every engine", entry["about"]
     where = ", ".join(families) if len(families) <= 3 else f"{len(families)} families"
     where = f"vLLM: {where}" if families else "transformers only"
     weak = f" [measured: no better than {entry['no_better_than']}]" if entry["no_better_than"] else ""

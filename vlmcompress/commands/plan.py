@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands import _lean
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.commands._plan_text import as_data, plan_text, sizes_text
 from vlmcompress.common import hub
@@ -36,7 +36,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--video", metavar="FRAMESxWxH", help="a video, in frames that the model sees")
     parser.add_argument("--text", type=int, default=256, metavar="T", help="text tokens, the chat template's included")
     parser.add_argument("--out", type=int, default=256, metavar="O", help="output tokens")
-    _flags.reducer(parser, "compare with a visual-token reducer")
+    parser.add_argument(
+        "--reduce", metavar="METHOD:KEEP", help="compare with a visual-token reducer, e.g. coverage:0.5"
+    )
     parser.add_argument(
         "--kv-cache", default="auto", metavar="TYPE", help="fp8, int8_per_token_head, ...; default: the model's"
     )
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.capacity.visual import Pictures
     from vlmcompress.recipe.reducer import parse
 
-    chosen = parse(args.reduce) if getattr(args, "reduce", None) else None
+    chosen = parse(args.reduce) if args.reduce else None
     asked = Request(Pictures(*given.pop("pictures")), reduce=chosen, **given)
     model = open_model(Path(hub.local(args.model, weights="headers")))
     found = plan(model, asked)

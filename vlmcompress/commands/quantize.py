@@ -160,6 +160,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "kv_cache": kv_cache(manifest["kv_cache"]),
+        "resize": recipe.get("resize"),
         "reduce": recipe.get("reduce"),
         "visual_tokens": manifest.get("visual_tokens"),
         "warnings": manifest["warnings"],
@@ -195,11 +196,14 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
     lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else changed}")
-    if done["reduce"]:
+    if done["reduce"] or done["resize"]:
         from vlmcompress.planning.reducer import tokens_text
         from vlmcompress.recipe.reducer import read
+        from vlmcompress.recipe.resize import Resize
 
-        lines.append(f"  images    {tokens_text(read(done['reduce']), done['visual_tokens'])}")
+        reducer = read(done["reduce"]) if done["reduce"] else None
+        resize = Resize(**done["resize"]) if done["resize"] else None
+        lines.append(f"  images    {tokens_text(reducer, done['visual_tokens'], resize)}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(done["worst_layers"]):

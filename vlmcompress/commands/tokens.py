@@ -31,7 +31,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--question", metavar="Q", default="", help="text behind the images")
     parser.add_argument("--kv-cache", metavar="TYPE", help="fp8 or bf16; default: the model's own type")
     parser.epilog = (
-        "prefill and KV cache are the language model's; the encoder works on whole images whatever is dropped."
+        "prefill and KV cache are the language model's; the encoder works on whole images whatever a reducer drops, and on\n"
+        "smaller ones with resize, which is shown alone and before each reducer."
     )
 
 
@@ -40,13 +41,13 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     _lean.import_transformers()
-    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.recipe.reducer import compared
     from vlmcompress.reduction import cost
 
     sizes = [_size(text) for text in args.image_size]
-    reducers = [parse(text) for text in args.reduce]
+    resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
-    found = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache))
+    found = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
     data = {"ok": True, "model": str(args.model), **found.to_dict()}

@@ -119,7 +119,7 @@ def _calibrated(
     vlm = _loaded(recipe, read, progress)
     whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
     reducer = settled(recipe.reduce, vlm, whole.batches, progress)
-    recipe = recipe.model_copy(update={"reduce": reducer})
+    recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
     inputs = whole.behind(reducer, progress)
     vlm, origin = inputs.vlm, inputs.origin
     assert origin is not None

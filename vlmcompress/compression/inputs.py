@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data import bundled, encode, load_mixed, provenance, refuse_missing
 from vlmcompress.data.provenance import notes, token_counts
+from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated
+from vlmcompress.recipe.resize import Resize
+from vlmcompress.reduction import resizing
 from vlmcompress.statistics.balance import weighed
 
 
@@ -35,11 +38,13 @@ class Inputs:
         vlm: the model; behind a reducer its decoder alone, with the same modules.
         batches: encoded samples (`data.encode`), one a batch; empty where nothing has to be run.
         origin: the manifest's description of the calibration data; None for no calibration.
+        resize: how images are made smaller, worked out on the samples' images; the model's processor does so.
     """
 
     vlm: VLM
     batches: list[dict[str, Tensor]]
     origin: dict[str, Any] | None
+    resize: Resize | None = None
 
     def behind(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder behind a reducer; unchanged if there are no samples or no reducer before the decoder."""
@@ -49,7 +54,7 @@ class Inputs:
         with phase("reducing"):
             shorter = reduced(self.vlm, self.batches, chosen, progress)
         origin = self.origin | token_counts(shorter) | {"reduce": chosen.plain()}
-        return Inputs(decoder(self.vlm), shorter, origin)
+        return Inputs(decoder(self.vlm), shorter, origin, self.resize)
 
 
 @dataclass(frozen=True)
@@ -69,20 +74,31 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
     settings = recipe.calibrate
     named = _source(recipe, vlm.path, needed)
     if named is None:
-        return Inputs(vlm, [], None)
+        return Inputs(vlm, [], None, recipe.resize)
     source = hub.local(named, "dataset")
     mixed = hub.local(settings.text, "dataset") if settings.text else None
     with phase("encoding"):
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
+        resize = _settled(recipe.resize, vlm, samples)
+        vlm = resizing.resized(vlm, resize) if resize else vlm
         batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
     text = (texts, mixed) if mixed else None
     asked = settings.samples // 2 * 2 if mixed else settings.samples
     more: dict[str, Any] = {"processor": vlm.processor, "text": text, "asked": asked}
     origin = provenance(samples, batches, source, seed=recipe.seed, **more)
+    origin |= {"resize": resize.model_dump()} if resize else {}
     check_balance(recipe, origin["tokens"], source)
     for line in notes(origin):
         note(line)
-    return Inputs(vlm, batches, origin)
+    return Inputs(vlm, batches, origin, resize)
+
+
+def _settled(asked: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
+    """Work out on the samples' images how many tokens an image may have, where that is asked for as a share."""
+    if asked is None or asked.settled:
+        return asked
+    prompts = [tuple(image.size for image in sample.images) for sample in samples]
+    return resizing.settle(vlm.spec, vlm.processor, prompts, asked)
 
 
 def needing(work: Plan) -> str | None:
@@ -91,6 +107,8 @@ def needing(work: Plan) -> str | None:
         return f"scheme '{work.recipe.scheme}'"
     if work.recipe.vision_attention:
         return "vision_attention"
+    if work.recipe.resize and not work.recipe.resize.settled:
+        return str(work.recipe.resize)
     tokens = work.visual_tokens
     return f"reducer '{tokens.reducer.method}'" if tokens and tokens.learns else None
 

@@ -77,7 +77,7 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
         with phase("reducer"):
             reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
             count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
-        work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer}))
+        work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}))
         if work.prefix != "quantized":  # only the reducer learnt from them
             inputs = replace(inputs, batches=[])
         calibrated = inputs.behind(reducer, progress)
@@ -102,10 +102,12 @@ def _inputs(work: Plan) -> Inputs:
     if work.statistics:
         check_balance(recipe, work.statistics.origin["tokens"], work.statistics.folder)
         wanted = recipe.vision_attention or (tokens and tokens.counted)
-        samples = read_inputs(recipe, vlm, needing(work)).batches if wanted else []
-        return Inputs(vlm, samples, work.statistics.origin)
+        resize = work.statistics.resize
+        known = recipe.model_copy(update={"resize": resize})
+        samples = read_inputs(known, vlm, needing(work)).batches if wanted else []
+        return Inputs(vlm, samples, work.statistics.origin, resize)
     if not work.reads_data:
-        return Inputs(vlm, [], None)
+        return Inputs(vlm, [], None, recipe.resize)
     inputs = read_inputs(recipe, vlm, needing(work))
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 

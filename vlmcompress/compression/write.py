@@ -19,7 +19,9 @@ from vlmcompress.common.text import size
 from vlmcompress.compression import reducer as reducers
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.reducer import visual_tokens
 from vlmcompress.reducers import TokenCounter
+from vlmcompress.reduction import resizing
 from vlmcompress.statistics import kv_range
 
 
@@ -53,6 +55,12 @@ def write_checkpoint(
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     source = work.source
+    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
+    setting = None
+    if recipe.resize:
+        processor = models.load_processor(recipe.model, recipe.trust_remote_code)
+        setting = resizing.chosen(source.spec, processor, recipe.resize)
+    beside: dict[str, Mapping] = {vision_scales.NAME: attention} if attention else {}
     return write(
         source.path,
         recipe.out,
@@ -72,13 +80,14 @@ def write_checkpoint(
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=[*_of_plan(work), *reducers.warnings(recipe.reduce, origin), *warnings(results)],
             allocation=work.allocation,
-            visual_tokens=work.visual_tokens.example if work.visual_tokens else None,
+            visual_tokens=tokens.example if tokens else None,
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
-        beside={vision_scales.NAME: attention} if attention else {},
+        beside=beside | (resizing.files(recipe.model, setting) if setting else {}),
+        settings=setting.config if setting else {},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),

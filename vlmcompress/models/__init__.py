@@ -52,6 +52,7 @@ from vlmcompress.models._read import (
     tensor_headers,
 )
 from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
+from vlmcompress.models._sizes import ImageSetting
 from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
 from vlmcompress.models._stream import Stream, Values, stream, untied
@@ -65,6 +66,7 @@ __all__ = [
     "Expert",
     "Experts",
     "Group",
+    "ImageSetting",
     "Layout",
     "LinearGroup",
     "ModelSpec",

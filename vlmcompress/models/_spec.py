@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vlmcompress.models._layout import Cut
+from vlmcompress.models._sizes import Sizes
 
 SmoothKind = Literal["norm", "linear"]
 Prefixes = tuple[tuple[str, str], ...]
@@ -102,6 +103,8 @@ class ModelSpec:
             asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` behind; None where it can't.
         image_token: the config key that holds the id of the placeholder standing for one visual token.
         layout: function that computes which part of an image, of some size, each visual token shows.
+        sizes: function that lists the settings of the processor with which images have fewer tokens; None where images of every
+            size have as many.
         inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
             that read the residual stream and those that write it.
         newlines: parameters besides the projector whose rows lie between visual tokens.
@@ -133,6 +136,7 @@ class ModelSpec:
     vision_groups: tuple[LinearGroup, ...]
     image_token: str
     layout: Cut
+    sizes: Sizes | None = None
     lm_head: str = "lm_head"
     experts: str | None = None
     router: str | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import DOWN, QKV
 from vlmcompress.models._layout import budgeted
+from vlmcompress.models._sizes import budgets
 from vlmcompress.models._spec import LinearGroup, ModelSpec, Prefixes
 
 ENGINE: Prefixes = (
@@ -50,6 +51,7 @@ SPEC = ModelSpec(
     ),
     image_token="image_token_id",
     layout=budgeted,
+    sizes=budgets,
     mixed_blocks="attention in windows, and in large models both ways within an image",
     engine_prefixes=ENGINE,
     engine_mapper=(*ENGINE, ("model", "language_model.model")),

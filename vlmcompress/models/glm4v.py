@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import ATTENTION_OUT, QKV, QWEN_ENGINE
 from vlmcompress.models._layout import filmed
+from vlmcompress.models._sizes import film_pixels
 from vlmcompress.models._spec import LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -32,6 +33,7 @@ SPEC = ModelSpec(
     ),
     image_token="image_token_id",
     layout=filmed,
+    sizes=film_pixels,
     positions="mrope",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import CLIP, LLAMA
 from vlmcompress.models._layout import split
+from vlmcompress.models._sizes import tile_edges
 from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -17,5 +18,6 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_id",
     layout=split,
+    sizes=tile_edges,
     visual_grid="tiles",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import LLAMA, LLAVA_MAPPER
 from vlmcompress.models._layout import tiled
+from vlmcompress.models._sizes import tiles
 from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -22,6 +23,7 @@ SPEC = ModelSpec(
     vision_groups=(),
     image_token="image_token_id",
     layout=tiled,
+    sizes=tiles,
     visual_grid="tiles",
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=LLAVA_MAPPER,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import CLIP, LLAVA_ENGINE, LLAVA_MAPPER
 from vlmcompress.models._layout import adaptive
+from vlmcompress.models._sizes import tiles_or_whole
 from vlmcompress.models._spec import LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -31,6 +32,7 @@ SPEC = ModelSpec(
     image_token="image_token_id",
     inner=("conv.conv", "self_attn.q_layernorm", "self_attn.k_layernorm"),
     layout=adaptive,
+    sizes=tiles_or_whole,
     visual_grid="shapes",
     mixed_blocks="short convolutions",
     engine_prefixes=LLAVA_ENGINE,

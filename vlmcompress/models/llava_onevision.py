@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER
 from vlmcompress.models._layout import anyres
+from vlmcompress.models._sizes import canvases
 from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -18,6 +19,7 @@ SPEC = ModelSpec(
     image_token="image_token_index",
     newlines=("model.image_newline",),
     layout=anyres,
+    sizes=canvases,
     visual_grid="anyres",
     vision_units="resized",
     engine_prefixes=LLAVA_ENGINE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import LLAMA, LLAVA_MAPPER
 from vlmcompress.models._layout import patched
+from vlmcompress.models._sizes import edges
 from vlmcompress.models._spec import LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -27,6 +28,7 @@ SPEC = ModelSpec(
     ),
     image_token="image_token_index",
     layout=patched,
+    sizes=edges,
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=(*LLAVA_MAPPER, ("model", "language_model.model")),
     hub_prefixes=LLAVA_MAPPER,

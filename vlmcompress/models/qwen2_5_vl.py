@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE
 from vlmcompress.models._layout import native
+from vlmcompress.models._sizes import pixels
 from vlmcompress.models._spec import LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
@@ -23,6 +24,7 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    sizes=pixels,
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,

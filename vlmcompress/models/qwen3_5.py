@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE
 from vlmcompress.models._layout import native
+from vlmcompress.models._sizes import pixels
 from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -22,6 +23,7 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    sizes=pixels,
     positions="mrope",
     visual_grid="thw",
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",

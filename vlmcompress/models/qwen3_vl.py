@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vlmcompress.models._blocks import LLAMA, QWEN3_TOWER, QWEN_ENGINE
 from vlmcompress.models._layout import native
+from vlmcompress.models._sizes import pixels
 from vlmcompress.models._spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -21,6 +22,7 @@ SPEC = ModelSpec(
     vision_attention="attn",
     image_token="image_token_id",
     layout=native,
+    sizes=pixels,
     positions="mrope",
     visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,

@@ -179,7 +179,7 @@ def _reducer(plan: Plan, engine: str) -> list[Finding]:
     if plan.visual_tokens is None or plan.problems:
         return []
     title = f"{engine}: visual tokens"
-    if engine not in ("vllm", "transformers"):
+    if plan.visual_tokens.reducer and engine not in ("vllm", "transformers"):
         return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
     return [Finding(title, True, plan.visual_tokens.text)]
 
@@ -198,7 +198,7 @@ def _draft(plan: Plan) -> list[Finding]:
 
 
 def _size(plan: Plan) -> Finding:
-    if plan.recipe.reduce and plan.bytes_after == plan.bytes_before:
+    if (plan.recipe.reduce or plan.recipe.resize) and plan.bytes_after == plan.bytes_before:
         return Finding("size", True, f"{size(plan.bytes_after)}, as the weights stay as they are")
     return Finding(
         "size",

@@ -96,6 +96,7 @@ class Plan:
         return (
             any(self.blocks)
             or bool(self.recipe.vision_attention)
+            or (self.recipe.resize is not None and not self.recipe.resize.settled)
             or (self.visual_tokens is not None and self.visual_tokens.learns)
         )
 
@@ -258,7 +259,7 @@ def _unwritable(recipe: Recipe, layers: Layers, blocks: list[list[Group]]) -> It
     yield from recipe.exporter.problems(layers)
     if recipe.kv_cache and not all(blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {blocks.index([])} has none"
-    others = (recipe.reduce, recipe.vision_attention, recipe.rotate)
+    others = (recipe.reduce, recipe.resize, recipe.vision_attention, recipe.rotate)
     if not layers.quantized and not any(others):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import reduction
+from vlmcompress import models, reduction
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.plugin import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reduction import cost
+from vlmcompress.recipe.resize import Resize
+from vlmcompress.reduction import cost, resizing
 
 TYPICAL = (1024, 768)
 """Width and height of the image that examples are of."""
@@ -25,53 +26,59 @@ class VisualTokens:
     """What becomes of visual tokens.
 
     Attributes:
-        reducer: as the recipe asks for it.
+        reducer: as the recipe asks for it; None: there is none.
         counted: an engine has to be told how many tokens an image keeps, before its encoder finds out.
         example: tokens of a prompt with one typical image, before and after, by the processor alone: keys `image` (its size),
             `before`, `after` (None where the count depends on what the image shows) and `text`; None where the processor
             cannot say.
+        resize: how images are made smaller first; None: they are not.
     """
 
-    reducer: ReducerChoice
+    reducer: ReducerChoice | None
     counted: bool
     example: dict[str, Any] | None
+    resize: Resize | None = None
 
     @property
     def learns(self) -> bool:
         """Whether calibration images have to be looked at first, for thresholds or counts."""
-        return self.counted or self.reducer.options.unlearnt
+        return self.counted or (self.reducer is not None and self.reducer.options.unlearnt)
 
     @property
     def text(self) -> str:
-        """What the reducer does to an image, in words."""
-        return tokens_text(self.reducer, self.example)
+        """What becomes of an image, in words."""
+        return tokens_text(self.reducer, self.example, self.resize)
 
 
 def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
-    """What a recipe that stands means for visual tokens; None without a reducer. `example`: whether to work one out."""
-    reducer = recipe.reduce
-    if reducer is None:
+    """What a recipe that stands means for visual tokens; None where it leaves them. `example`: whether to work one out."""
+    reducer, resize = recipe.reduce, recipe.resize
+    if reducer is None and resize is None:
         return None
-    counted = recipe.engine == "vllm" and reducer.takes_count
-    return VisualTokens(reducer, counted, _example(recipe.model, reducer) if example else None)
+    counted = recipe.engine == "vllm" and reducer is not None and reducer.takes_count
+    found = _example(recipe.model, reducer, resize) if example else None
+    return VisualTokens(reducer, counted, found, resize)
 
 
-def tokens_text(reducer: ReducerChoice, example: Mapping[str, Any] | None) -> str:
-    """What a reducer does to an image, in words; `example` as in `VisualTokens`."""
+def tokens_text(reducer: ReducerChoice | None, example: Mapping[str, Any] | None, resize: Resize | None = None) -> str:
+    """What becomes of an image, in words; `example` as in `VisualTokens`."""
+    label = " + ".join(([str(resize)] if resize else []) + ([reducer.label] if reducer else []))
     if example is None:
-        return reducer.label
+        return label
     before, image = f"{example['before']:,}", example["image"]
     if example["after"] is None:
-        return f"{reducer.label}: fewer than the {before} visual tokens of a {image} image, as it shows"
-    return f"{reducer.label}: {before} -> {example['after']:,} visual tokens of a {image} image"
+        return f"{label}: fewer than the {before} visual tokens of a {image} image, as it shows"
+    return f"{label}: {before} -> {example['after']:,} visual tokens of a {image} image"
 
 
-def _example(model: Path, reducer: ReducerChoice) -> dict[str, Any] | None:
+def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
+    if resize and not resize.settled:  # which hangs on the calibration images
+        return None
     try:
-        found = cost.plan(model, [TYPICAL], "", [reducer])
+        found = cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
     except UserError:  # about the processor, which `check` and calibration look at
         return None
-    (reduced,) = found.reduced.values()
+    reduced = list(found.reduced.values())[-1]  # by everything that is asked for
     after = reduced.visual if reduced else None
     size = "x".join(map(str, TYPICAL))
     return {"image": size, "before": found.full.visual, "after": after, "text": found.text}
@@ -83,17 +90,37 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
         before = reducer_block.read(source.config)
     except UserError as error:
         return [f"{source.path}: {error}"]
+    found = _resize_problems(recipe, source)
     if recipe.reduce is None:
         if before is None:
-            return []
-        return [f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another"]
+            return found
+        return [*found, f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another"]
     if recipe.reduce.options.vtu:
         return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
         reduction.check(source.vlm, recipe.reduce.method, recipe.reduce.options)
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
-    return [reason] if (reason := unserved(recipe, source.config)) else []
+    return [*found, reason] if (reason := unserved(recipe, source.config)) else found
+
+
+def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
+    """Why this model's images cannot be made smaller as the recipe asks: a line at most."""
+    asked = recipe.resize
+    if asked is None:
+        return []
+    if reason := resizing.refusal(source.spec):
+        return [f"{asked}: {reason}"]
+    try:
+        processor = models.load_processor(recipe.model, recipe.trust_remote_code)
+        every = resizing.settings(source.spec, processor)
+        if len(every) == 1:
+            return [f"{asked}: the processor of {recipe.model} has no setting of fewer tokens"]
+        if asked.settled:
+            resizing.chosen(source.spec, processor, asked)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def unserved(recipe: Recipe, config: Mapping[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence
         *_other_software(known),
         *_absent(known, method, bool(recipe.kv_cache), blocks),
         *_other_settings(known, recipe.calibrate),
+        *_other_resize(known, recipe),
         *_other_reducer(known, recipe),
         *_other_rotation(known, recipe),
     ]
@@ -99,6 +100,17 @@ def _other_reducer(known: Statistics, recipe: Recipe) -> list[str]:
         return []
     seen = f"behind the reducer {was}" if was else "of all visual tokens"
     remedy = f"add --reduce {was}" if was else "leave out --reduce"
+    again = f"calibrate with --reduce {now}" if now else "calibrate without one"
+    return [f"statistics {known.folder} are {seen}; {again}, or {remedy}"]
+
+
+def _other_resize(known: Statistics, recipe: Recipe) -> list[str]:
+    """Find a difference of how images are made smaller, as the model sees others then."""
+    was, now = known.resize, recipe.resize
+    if was == now or (was is not None and was.same(now)):
+        return []
+    seen = f"with {was}" if was else "of images as they are"
+    remedy = f"add --reduce {was}" if was else f"leave out {now}"
     again = f"calibrate with --reduce {now}" if now else "calibrate without one"
     return [f"statistics {known.folder} are {seen}; {again}, or {remedy}"]
 

@@ -26,6 +26,7 @@ from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.bits import Bits
 from vlmcompress.recipe.layers import Layer, find, merge
+from vlmcompress.recipe.resize import Resize
 
 if TYPE_CHECKING:
     from vlmcompress.numerics import Scheme
@@ -87,6 +88,7 @@ class Recipe(_Frozen):
         calibrate: the calibration data, or statistics collected before.
         trust_remote_code: run Python code that the model's folder brings along.
         bits: widths that differ between groups of layers, within a budget; None: the scheme's own everywhere.
+        resize: images made smaller before the encoder, by the processor's own settings; None: they are as they were.
         reduce: the visual-token reducer (`recipe.reducer`) that the checkpoint carries; None: all tokens are kept.
         engine: engine that is to run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
@@ -107,6 +109,7 @@ class Recipe(_Frozen):
     skip: tuple[str, ...] = ()
     calibrate: Calibrate = Calibrate()
     bits: Bits | None = None
+    resize: Resize | None = None
     reduce: ReducerChoice | None = None
     engine: Literal["vllm", "transformers"] = "vllm"
     trust_remote_code: bool = False
@@ -213,7 +216,7 @@ def resolve(
         layers.append((f"recipe {path}", yaml_files.read(path, "recipe")))
     for origin, layer in layers:
         _check_keys(layer, Recipe.model_fields, "", origin)
-        for key, part in (("calibrate", Calibrate), ("bits", Bits)):
+        for key, part in (("calibrate", Calibrate), ("bits", Bits), ("resize", Resize)):
             if isinstance(layer.get(key), Mapping):
                 _check_keys(layer[key], part.model_fields, f"{key}.", origin)
     if any("reduce" in layer for _, layer in layers):
@@ -224,7 +227,8 @@ def resolve(
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
     if "scheme" not in values:
-        alone = " (none leaves the weights as they are)" if values.get("reduce") else ""
+        fewer = values.get("reduce") or values.get("resize")
+        alone = " (none leaves the weights as they are)" if fewer else ""
         raise UserError(f"no scheme given; add --scheme ({', '.join(SCHEMES.names())}), --recipe or --target{alone}")
     if "model" not in values:
         raise UserError("no model given; name the folder of the checkpoint")

@@ -5,6 +5,11 @@
     --reduce dymu:thresholds=FILE.json      what `vlmcompress thresholds` wrote
     reduce: {method: dart, keep: 0.25, pivots: 8}
 
+`--reduce resize:0.5` makes images smaller instead, which is the recipe's key `resize`; given before a reducer, both are done:
+
+    --reduce resize:0.5 --reduce coverage:0.5
+    reduce: [resize:0.5, coverage:0.5]
+
 `keep: auto` is the method's own default. Shares may be written as fractions (`1/3`).
 """
 
@@ -21,12 +26,14 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from vlmcompress import reducers
 from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.layers import Layer
+from vlmcompress.recipe.resize import METHOD as RESIZE
+from vlmcompress.recipe.resize import Resize
 from vlmcompress.reducers import REGISTRY, Grid, ReducerOptions
 
 
@@ -98,7 +105,27 @@ def parse(text: str) -> ReducerChoice:
     """Read the reducer from the value of `--reduce`. UserError for an unknown method or option, or a wrong value."""
     where = f"--reduce {text}"
     values = split(text, where)
+    if values["method"] == RESIZE:
+        raise UserError(
+            f"{where}: {RESIZE} is no reducer of tokens but a setting of the processor, which `quantize` writes"
+        )
     return choose(values.pop("method"), values, where)
+
+
+def compared(texts: Sequence[str]) -> tuple[Resize | None, list[ReducerChoice]]:
+    """Read the values of several `--reduce` that are to be compared: a `resize`, if there is one, and reducers."""
+    where = "--reduce"
+    stages = [split(text, f"{where} {text}") for text in texts]
+    given = [values for values in stages if values["method"] == RESIZE]
+    if len(given) > 1:
+        raise UserError(f"{where}: {RESIZE} is given {len(given)} times; give it once")
+    others = [parse(text) for text, values in zip(texts, stages, strict=True) if values["method"] != RESIZE]
+    try:
+        return (Resize(**{key: one for key, one in given[0].items() if key != "method"}) if given else None), others
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = "".join(f" {part}" for part in found["loc"])
+        raise UserError(f"{where} {RESIZE}:{key} {found['msg'].removeprefix('Value error, ')}") from error
 
 
 def split(text: str, where: str) -> dict[str, Any]:
@@ -151,7 +178,7 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
 
 
 def layered(layers: Sequence[Layer]) -> list[Layer]:
-    """Prepare the layers of a recipe, first one strongest, for merging, with `reduce` as a mapping in each.
+    """Prepare the layers of a recipe, first one strongest, for merging: `reduce` as a mapping in each, `resize` beside it.
 
     A layer that names a method starts anew: options of weaker layers belong to another reducer and are left out.
     """
@@ -159,15 +186,34 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
     named = False
     for origin, layer in layers:
         given = layer.get("reduce")
-        if isinstance(given, str):
-            given = split(given, f"{origin}: reduce {given}")
-        if named or "reduce" not in layer:
-            layer = {key: value for key, value in layer.items() if key != "reduce"}
-        else:
-            layer = {**layer, "reduce": given}
-            named = not isinstance(given, Mapping) or "method" in given
-        found.append((origin, layer))
+        rest = {key: value for key, value in layer.items() if key != "reduce"}
+        if not named and "reduce" in layer:
+            resize, reduce = _stages(given, f"{origin}: reduce")
+            if resize is not None and "resize" in rest:
+                raise UserError(f"{origin}: resize is given twice, once as a reducer; remove one")
+            rest |= {} if resize is None else {"resize": resize}
+            rest |= {"reduce": reduce} if reduce is not None or resize is None else {}
+            named = not isinstance(reduce, Mapping) or "method" in reduce
+        found.append((origin, rest))
     return found
+
+
+def _stages(given: Any, where: str) -> tuple[Any, Any]:
+    """Part what `reduce` says into the recipe's `resize` and its reducer, as mappings; None: there is none of that."""
+    every = [split(one, f"{where} {one}") if isinstance(one, str) else one for one in _listed(given)]
+    methods = [one.get("method") if isinstance(one, Mapping) else None for one in every]
+    if methods.count(RESIZE) > 1 or len(every) - methods.count(RESIZE) > 1:
+        names = " and ".join(map(str, methods))
+        raise UserError(f"{where}: {names} do not go together; a recipe has {RESIZE} and one other reducer")
+    if RESIZE not in methods:
+        return None, every[0] if every else None
+    if methods[0] != RESIZE:
+        raise UserError(f"{where}: {RESIZE} works on images, before {methods[0]}; name it first")
+    return {key: value for key, value in every[0].items() if key != "method"}, (every[1] if len(every) > 1 else None)
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
 
 
 def merged(given: Any, origins: Mapping[str, str]) -> ReducerChoice | None:

@@ -1,7 +1,7 @@
 """Cost of images for a model, before and after a reducer, from its config and processor alone: no weights are read.
 
 Visual tokens are those that the processor puts into a prompt with images of these sizes. The cost is that of the language
-model's prefill and cache; the encoder's is not in it, for none of these methods lowers that.
+model's prefill and cache; the encoder's is not in it. No reducer lowers that; `resize` does.
 
     multiply-adds of a block for n tokens: n * (entries of its linear layers) + 2 * (width of the queries) * pairs(n)
     pairs(n): of a token and one that it attends to, n (n + 1) / 2, fewer where the attention slides
@@ -27,6 +27,8 @@ from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.recipe.resize import Resize
+from vlmcompress.reduction import resizing
 from vlmcompress.reduction.support import check, chooses_images
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
@@ -84,6 +86,7 @@ def plan(
     question: str,
     chosen: Sequence[ReducerChoice],
     kv_bytes: int | None = None,
+    resize: Resize | None = None,
 ) -> Planned:
     """Compute the costs of one prompt with images of these sizes.
 
@@ -92,6 +95,7 @@ def plan(
         sizes: `(width, height)` of each image.
         question: text behind the images; the chat template adds its own.
         kv_bytes: bytes of one number in the cache; None: those of the model's own type.
+        resize: images made smaller, alone and before each of the reducers; a share of it is measured on these sizes.
     """
     spec = spec_for(read_config(path, weights=False))
     model, processor = skeleton(path, weights=False), load_processor(path)
@@ -108,16 +112,31 @@ def plan(
     width = kv_bytes or model.dtype.itemsize
     # Of tokens that merge within tiles it is not known beforehand which lie in what is cut off.
     tiled = spec.visual_grid == "anyres"
-    costs = {
-        str(one): None if tiled and hasattr(one.module, "merge") else _reduced(found, layouts, text, one, width)
-        for one in chosen
-    }
+    costs: dict[str, Cost | None] = {}
+    for label, seen in _stages(vlm, sizes, layouts, resize):
+        if label:
+            costs[label] = cost(found, [sum(layout.tokens for layout in seen)] * len(found), text, width)
+        for one in chosen:
+            name = f"{label} + {one}" if label else str(one)
+            costs[name] = None if tiled and hasattr(one.module, "merge") else _reduced(found, seen, text, one, width)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     notes = sorted({f"{one}: {note}" for one in chosen for layout in layouts for note in too_small(one, layout)})
     if context and text + visual > context:
         notes.append(f"the prompt has {text + visual:,} tokens, the model's context {context:,}")
     full, without = (cost(found, [count] * len(found), text, width) for count in (visual, 0))
     return Planned(spec.family, layouts, text, context, without, full, costs, tuple(notes))
+
+
+def _stages(
+    vlm: VLM, sizes: Sequence[tuple[int, int]], layouts: tuple[Layout, ...], resize: Resize | None
+) -> list[tuple[str, tuple[Layout, ...]]]:
+    """Images as they are, with an empty label, and as `resize` makes them."""
+    found = [("", layouts)]
+    if resize is not None:
+        settled = resizing.settle(vlm.spec, vlm.processor, [tuple(sizes)], resize)
+        smaller = resizing.resized(vlm, settled)
+        found.append((str(settled), tuple(_layout(smaller, size, len(sizes)) for size in sizes)))
+    return found
 
 
 def too_small(chosen: ReducerChoice, layout: Layout) -> list[str]:

@@ -16,7 +16,7 @@ def rows(side: Side) -> list[tuple[str, str]]:
     reducer = ("visual-token reducer", side.reducer + attached if side.reducer else "")
     if side.made is None:
         return [reducer] if side.reducer else []
-    found = [*_weights(side.made), reducer, *_origin(side.made)]
+    found = [*_weights(side.made), ("images made smaller", side.made.resize), reducer, *_origin(side.made)]
     return [row for row in found if row[1]] + [("warning", line) for line in side.made.warnings]
 
 

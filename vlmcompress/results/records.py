@@ -55,6 +55,7 @@ class Made(_Record):
         bits: bits per weight of the decoder's quantized layers where groups of layers have widths of their own.
         vision, kv_cache: what became of the vision tower and of the KV cache; "" where the manifest does not say.
         skip: regular expressions of layers that stayed in 16 bits.
+        resize: how images are made smaller by the processor's settings; "" where they are not.
         reducer: the reducer of visual tokens that the checkpoint carries; "" for none.
         calibration: the calibration samples; None where no data were needed.
         warnings: what happened otherwise than asked for, a line each.
@@ -70,6 +71,7 @@ class Made(_Record):
     vision: str = ""
     kv_cache: str = ""
     skip: list[str] = []
+    resize: str = ""
     reducer: str = ""
     calibration: Calibration | None = None
     seed: int | None = None

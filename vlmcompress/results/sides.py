@@ -16,6 +16,7 @@ from vlmcompress.checkpoint import card, manifest, reducer_block
 from vlmcompress.common import hub
 from vlmcompress.errors import UserError
 from vlmcompress.models import read_json, shards
+from vlmcompress.recipe.resize import Resize
 from vlmcompress.results import Calibration, Made, Side
 
 
@@ -66,6 +67,7 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
             vision=recipe.get("vision") or "",
             kv_cache=recipe.get("kv_cache") or "",
             skip=recipe.get("skip") or [],
+            resize=str(Resize(**recipe["resize"])) if recipe.get("resize") else "",
             reducer=_carried(path),
             calibration=_calibration(data) if data else None,
             seed=record.get("seed"),

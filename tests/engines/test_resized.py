@@ -1,0 +1,72 @@
+"""vLLM serves images made smaller by the processor's settings with its own classes, alone and before a reducer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForImageTextToText
+
+from tests.kit import vllm_answers
+from tests.kit.engine import asked
+from tests.kit.inputs import encode
+from tests.kit.tiny import build
+from vlmcompress import models
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.recipe import Recipe
+
+pytestmark = pytest.mark.engine
+CASES = {"qwen2-5-vl": "resize:tokens=4", "idefics3": "resize:tokens=4", "llava-onevision": "resize:tokens=60"}
+STAGES = "both"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Family -> its checkpoint with smaller images; `both`: with a reducer behind them."""
+    found = {}
+    for name, reduce in {**CASES, STAGES: [CASES["qwen2-5-vl"], "uniform:0.5"]}.items():
+        base = tmp_path_factory.mktemp(name)
+        source = build(name if name in CASES else "qwen2-5-vl", base / "source")
+        found[name] = base / "out"
+        quantize(Recipe.of(source, found[name], scheme="none", reduce=reduce))
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(folders) -> dict[str, dict]:
+    """What vLLM makes of each."""
+    return dict(zip(folders, asked("answers", vllm_answers.jobs(folders.values(), max_tokens=6)), strict=True))
+
+
+def visual(vlm: models.VLM, prompt: list[int]) -> int:
+    return prompt.count(getattr(vlm.model.config, vlm.spec.image_token))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_answers_like_transformers(family, folders, served):
+    """Oracle: transformers on the same folder, whose prompts are shorter than the original's."""
+    folder, found = folders[family], served[family]
+    assert "error" not in found, found["error"]
+    original = json.loads((folder.parent / "source" / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == original["architectures"] and "vlmcompress" not in config
+    spec = models.spec_for(config)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    smaller = models.VLM(model, models.load_processor(folder), spec, folder)
+    full = models.VLM(model, models.load_processor(folder.parent / "source"), spec, folder)
+    batch, got = encode(smaller, 1), found["answers"][0]
+    assert got["prompt"] == batch["input_ids"][0].tolist()
+    assert visual(smaller, got["prompt"]) < visual(full, encode(full, 1)["input_ids"][0].tolist())
+    assert vllm_answers.gap(model, batch, got["answer"]) < 0.05
+
+
+def test_a_reducer_acts_on_what_the_smaller_image_has(folders, served):
+    """Half of its tokens are left in vLLM's prompt."""
+    assert "error" not in served[STAGES], served[STAGES]["error"]
+    folder = folders[STAGES]
+    vlm = models.load(folder)
+    tokens = vlm.spec.layout(vlm.processor, 80, 60, 1).tokens
+    alone, both = (served[name]["answers"][0]["prompt"] for name in ("qwen2-5-vl", STAGES))
+    assert visual(vlm, alone) == tokens
+    assert visual(vlm, both) == (tokens + 1) // 2
