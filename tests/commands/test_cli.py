@@ -251,7 +251,10 @@ def test_list_reducers_says_what_their_modules_say(capfd):
 
     assert cli.main(["list", "reducers", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)["reducers"]
-    assert [entry["name"] for entry in found] == REGISTRY.names()
+    assert [entry["name"] for entry in found] == sorted([*REGISTRY.names(), "resize"])
+    (resize,) = (entry for entry in found if entry["name"] == "resize")
+    assert resize["stage"] == "processor" and resize["served"] and resize.keys() == found[0].keys()
+    found.remove(resize)
     for entry in found:
         module = REGISTRY.get(entry["name"])
         assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
@@ -266,6 +269,7 @@ def test_list_reducers_says_what_their_modules_say(capfd):
     text = " ".join(capfd.readouterr().out.split())
     assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
     assert " fastv llm fixed count transformers only FastV: after" in text
+    assert " resize processor measured count every engine Make images smaller" in text
     assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in found)
 
 

@@ -89,7 +89,7 @@ def _needs(text: str) -> frozenset[str]:
 
 def _refuse_foreign(values: dict[str, Any]) -> None:
     """Raise `UserError` for recipe keys that mean nothing to a calibration."""
-    known = ("model", "out", "kv_cache", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
+    known = ("model", "out", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
     foreign = [key for key in values if key not in known]
     foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:
@@ -102,8 +102,7 @@ def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> d
     Args:
         facts: the manifest of the statistics.
     """
-    reduce = facts["calibration"].get("reduce")
-    same = f" --reduce {shlex.quote(_asked_for(reduce))}" if reduce else ""
+    same = "".join(f" --reduce {shlex.quote(stage)}" for stage in _stages(facts["calibration"]))
     return {
         "ok": True,
         "out": str(out),
@@ -134,14 +133,18 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         ("tokens", tokens),
         ("prefix", "float: the model ran unquantized"),
     ]
-    if data.get("reduce"):
-        rows.append(("behind", f"{_asked_for(data['reduce'])}, whose dropped tokens are not counted"))
+    if stages := _stages(data):
+        rows.append(("behind", f"{' + '.join(stages)}, whose dropped tokens are not counted"))
     spent = phases_text(done["timing"], done["seconds"]) if verbose else []
     lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), *spent, "Next:"]
     return "\n".join([*lines, *(f"  {command}" for command in done["next"])])
 
 
-def _asked_for(reduce: Mapping[str, Any]) -> str:
+def _stages(calibration: Mapping[str, Any]) -> list[str]:
+    """What the statistics are behind, each as `--reduce` takes it: images made smaller, a reducer, both or neither."""
     from vlmcompress.recipe.reducer import read
+    from vlmcompress.recipe.resize import Resize
 
-    return str(read(reduce).asked_for)
+    resize, reduce = calibration.get("resize"), calibration.get("reduce")
+    stages = [str(Resize(**resize))] if resize else []
+    return [*stages, str(read(reduce).asked_for)] if reduce else stages
