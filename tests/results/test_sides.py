@@ -71,6 +71,7 @@ def test_how_it_was_made(made):
         "vision": "fp8",
         "kv_cache": "fp8",
         "skip": [],
+        "resize": "",
         "reducer": "",
         "seed": 3,
         "warnings": ["damped"],

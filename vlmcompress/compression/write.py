@@ -46,7 +46,7 @@ def write_checkpoint(
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
         attention: scales of the vision tower's attention (`calibration.tower_attention`); None: none are wanted.
     """
-    recipe, exporter = work.recipe, work.recipe.exporter
+    recipe = work.recipe
     assert recipe.out is not None
     results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
     language = StoredWeights(store, work.blocks, work.method)
@@ -54,13 +54,7 @@ def write_checkpoint(
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
-    source = work.source
-    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
-    setting = None
-    if recipe.resize:
-        processor = models.load_processor(recipe.model, recipe.trust_remote_code)
-        setting = resizing.chosen(source.spec, processor, recipe.resize)
-    beside: dict[str, Mapping] = {vision_scales.NAME: attention} if attention else {}
+    source, setting = work.source, _setting(work)
     return write(
         source.path,
         recipe.out,
@@ -68,7 +62,7 @@ def write_checkpoint(
         quantized=quantized,
         names=source.names,
         written=source.written,
-        exporter=exporter,
+        exporter=recipe.exporter,
         layers=work.layers,
         manifest=manifest.build(
             vlm.path,
@@ -80,18 +74,38 @@ def write_checkpoint(
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
             warnings=[*_of_plan(work), *reducers.warnings(recipe.reduce, origin), *warnings(results)],
             allocation=work.allocation,
-            visual_tokens=tokens.example if tokens else None,
+            visual_tokens=_example(work),
         ),
         changed=_changed_parameters(vlm.model, smoothed, quantized),
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
-        beside=beside | (resizing.files(recipe.model, setting) if setting else {}),
+        beside=({vision_scales.NAME: attention} if attention else {}) | _processor_files(work, setting),
         settings=setting.config if setting else {},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),
     )
+
+
+def _setting(work: Plan) -> models.ImageSetting | None:
+    """The setting by which the processor is to make images smaller; None where they stay as they are."""
+    recipe = work.recipe
+    if recipe.resize is None:
+        return None
+    processor = models.load_processor(recipe.model, recipe.trust_remote_code)
+    return resizing.chosen(work.source.spec, processor, recipe.resize)
+
+
+def _example(work: Plan) -> dict[str, Any] | None:
+    """The manifest's count of an image's visual tokens, with what the calibration images settled."""
+    tokens = visual_tokens(work.recipe, example=True) if work.recipe.resize else work.visual_tokens
+    return tokens.example if tokens else None
+
+
+def _processor_files(work: Plan, setting: models.ImageSetting | None) -> dict[str, Mapping[str, Any]]:
+    """The processor's files with that setting in them."""
+    return resizing.files(work.recipe.model, setting) if setting else {}
 
 
 def _of_plan(work: Plan) -> list[str]:
