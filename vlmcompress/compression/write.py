@@ -50,8 +50,7 @@ def write_checkpoint(
     assert recipe.out is not None
     results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
     language = StoredWeights(store, work.blocks, work.method)
-    tower = _quantize_vision(vlm.model, work, progress)
-    quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
+    quantized = ChainMap(_quantize_vision(vlm.model, work, progress), language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     source, setting = work.source, _setting(work)
