@@ -10,7 +10,8 @@
 Figures go to eval/reducers.json. All questions of the split that have images are asked (text-only prompts pass a reducer
 untouched), greedily, by `reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is
 fixed, or learnt for a share as DyMU's thresholds are from the calibration split, are asked at five shares; those that decide
-the count themselves at settings of their own, and their share is what they kept on average. `random` is asked with several
+the count themselves at settings of their own, and their share is what they kept on average; so are images that are made
+smaller (`resize`), alone and before `coverage`, where the family's processor can. `random` is asked with several
 seeds. Where a default does not fit models this small, it is scaled before anything is measured: VScan's shallow layer to a
 quarter of the encoder and its window to a third of the grid; FastV and DART also one layer earlier than published, as layer 2
 is half of these models. DART on projected tokens is asked with the published 4 pivots, too. With `--groups`, and `--shares`,
@@ -26,7 +27,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,14 @@ import reducers_plot
 import reducers_speed
 import reducers_table
 import torch
-from reduced_answers import Asker
+from reduced_answers import Asker, Found
 
 from vlmcompress import models
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.recipe.reducer import ReducerChoice, choose
-from vlmcompress.reduction import refusal
+from vlmcompress.recipe.resize import Resize
+from vlmcompress.reduction import refusal, resizing
 from vlmcompress.reduction.learning import learn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,18 +79,20 @@ OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "litevlm": [{"keep": 0.5}],
     "pool": [{"window": window} for window in ("1x2", "2x2", "3x3")],
 }
+RESIZED = (64, 49, 36, 25, 16)  # most tokens of an image; the demo world's have 81 and more
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A reducer, or none; `group`: the name of its row of the table, without share and seed."""
+    """A reducer, or none, behind images made smaller or not; `group`: its row of the table, without share and seed."""
 
     chosen: ReducerChoice | None
     group: str
+    resize: Resize | None = None
 
     @property
     def key(self) -> str:
-        return str(self.chosen or "full")
+        return " + ".join(str(stage) for stage in (self.resize, self.chosen) if stage) or "full"
 
 
 def settings() -> list[Setting]:
@@ -101,12 +106,17 @@ def settings() -> list[Setting]:
         if share == SHARES[0]:
             for method, variants in OWN_COUNT.items():
                 found += [Setting(choose(method, options, "setting"), method) for options in variants]
+            found += [Setting(None, "resize", Resize(tokens=tokens)) for tokens in RESIZED]
+            found += [
+                Setting(choose("coverage", {"keep": share}, "setting"), "resize + coverage", Resize(tokens=tokens))
+                for tokens in RESIZED[:2]
+            ]
     return sorted(found, key=_later)
 
 
 def _later(setting: Setting) -> bool:
     """Whether a setting comes later: further seeds, and variants at other than the first two shares."""
-    if setting.chosen is None or setting.chosen.method in OWN_COUNT:
+    if setting.chosen is None or setting.resize or setting.chosen.method in OWN_COUNT:
         return False
     variant = setting.group != setting.chosen.method and setting.chosen.options.keep not in SHARES[:2]
     return variant or getattr(setting.chosen.options, "seed", 0) > 1
@@ -141,8 +151,10 @@ def measure(args: argparse.Namespace) -> None:
                 askers[model] = Asker(vlm, asked)
             if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
+            if setting.resize and resizing.refusal(askers[model].vlm.spec):
+                continue
             start = time.process_time()
-            row = describe(askers[model], setting, model) | {"seconds": round(time.process_time() - start, 1)}
+            row = describe(askers[model], setting, model, args) | {"seconds": round(time.process_time() - start, 1)}
             row = {"model": model, "split": args.split, "per_family": args.per_family} | row
             with args.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -152,25 +164,31 @@ def measure(args: argparse.Namespace) -> None:
 
 def _wanted(setting: Setting, args: argparse.Namespace) -> bool:
     """Whether `--groups` and `--shares` leave a setting in; the model without a reducer always is."""
-    if setting.chosen is None:
+    if setting.key == "full":
         return True
-    keep = setting.chosen.options.keep
+    keep = setting.chosen.options.keep if setting.chosen and not setting.resize else None
     grouped = not args.groups or setting.group in (*args.groups, "random")
     return grouped and (not args.shares or keep is None or any(abs(keep - share) < 1e-3 for share in args.shares))
 
 
-def describe(asker: Asker, setting: Setting, model: str) -> dict[str, Any]:
+def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
     rows that the caches of all blocks hold."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
     if chosen and chosen.method == "dymu":
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
-    found = asker.ask(chosen)
+    found = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
     kept = float(found.after.sum() / found.before.sum())
     whole = chosen.options.layer if chosen and chosen.module.STAGE == "llm" else 0  # blocks that see everything
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
-    if chosen:
+    if setting.resize:
+        row |= {
+            "method": "resize",
+            "options": setting.resize.model_dump() | {"then": str(chosen or "")},
+            "stage": "processor",
+        }
+    elif chosen:
         row |= {"method": chosen.method, "options": dataclasses.asdict(chosen.options), "stage": chosen.module.STAGE}
         row["seed"] = getattr(chosen.options, "seed", 0)
         if chosen.module.COUNT == "adaptive":
@@ -179,6 +197,15 @@ def describe(asker: Asker, setting: Setting, model: str) -> dict[str, Any]:
     row |= {"before": int(found.before.sum()), "after": int(found.after.sum())}
     row["cached"] = (whole + (layers - whole) * kept) / layers
     return row | {"exact": "".join(map(str, found.exact.int().tolist()))}
+
+
+def _ask(asker: Asker, setting: Setting, chosen: ReducerChoice | None, asked: Callable[[], list[Sample]]) -> Found:
+    """The answers of a setting; of smaller images, which are other inputs, with the tokens that there were before."""
+    if setting.resize is None:
+        return asker.ask(chosen)
+    vlm = resizing.resized(asker.vlm, setting.resize)
+    found = Asker(vlm, reduced_answers.prepare(vlm, asked())).ask(chosen)
+    return replace(found, before=asker.visual())
 
 
 def main() -> None:

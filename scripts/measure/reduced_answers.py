@@ -115,7 +115,7 @@ class Asker:
         """Ask all questions, with a reducer or without (None)."""
         asked = self.questions.asked
         exact = torch.zeros(len(asked), dtype=torch.bool)
-        before, after = torch.zeros(2, len(asked), dtype=torch.int64)
+        before, after = self.visual(), torch.zeros(len(asked), dtype=torch.int64)
         stepwise = chosen is not None and while_generating(chosen.module)
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
@@ -123,14 +123,17 @@ class Asker:
                 stack.enter_context(self._remembered())
             for batch in self.questions.batches(stepwise):
                 index = torch.tensor(batch)
-                ids = torch.cat([asked[number].tokens["input_ids"] for number in batch])
-                before[index] = (ids == getattr(self.vlm.model.config, self.vlm.spec.image_token)).sum(1)
                 exact[index] = self._exact(batch, stepwise)
                 dropped = torch.zeros(len(batch), dtype=torch.int64)
                 for unit in attached.seen if attached else ():
                     dropped[unit.row] += len(unit.columns) - len(unit.reduction.anchor)
                 after[index] = before[index] - dropped
         return Found(exact, before, after)
+
+    def visual(self) -> Tensor:
+        """Number of visual tokens in the prompt of each question, `[questions]` int64."""
+        token = getattr(self.vlm.model.config, self.vlm.spec.image_token)
+        return torch.stack([(one.tokens["input_ids"] == token).sum() for one in self.questions.asked])
 
     def _exact(self, batch: Sequence[int], stepwise: bool) -> Tensor:
         """Test for prompts of one length whether their answers are right, `[batch]` bool."""
