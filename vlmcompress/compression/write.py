@@ -33,6 +33,8 @@ def write_checkpoint(
     counter: TokenCounter | None,
     attention: Mapping[str, Any] | None = None,
     *,
+    trained: Mapping[str, Tensor] | None = None,
+    recovery: Mapping[str, Any] | None = None,
     overwrite: bool,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -45,6 +47,8 @@ def write_checkpoint(
         origin: the manifest's description of the calibration data; None for no calibration.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
         attention: scales of the vision tower's attention (`calibration.tower_attention`); None: none are wanted.
+        trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
+        recovery: the manifest's description of that training; None: there was none.
     """
     recipe, exporter = work.recipe, work.recipe.exporter
     assert recipe.out is not None
@@ -60,6 +64,7 @@ def write_checkpoint(
     if recipe.resize:
         processor = models.load_processor(recipe.model, recipe.trust_remote_code)
         setting = resizing.chosen(source.spec, processor, recipe.resize)
+    unseen = reducers.warnings(recipe.reduce, origin)
     beside: dict[str, Mapping] = {vision_scales.NAME: attention} if attention else {}
     return write(
         source.path,
@@ -78,11 +83,12 @@ def write_checkpoint(
             errors={name: error for result in results for name, error in result.errors.items()},
             maxima={name: owners for result in results for name, owners in result.maxima.items()},
             kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[*_of_plan(work), *reducers.warnings(recipe.reduce, origin), *warnings(results)],
+            warnings=[*_of_plan(work, origin), *warnings(results), *([] if recovery else unseen)],
             allocation=work.allocation,
             visual_tokens=tokens.example if tokens else None,
+            recovery=recovery,
         ),
-        changed=_changed_parameters(vlm.model, smoothed, quantized),
+        changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
@@ -94,9 +100,9 @@ def write_checkpoint(
     )
 
 
-def _of_plan(work: Plan) -> list[str]:
-    """What the plan's model and recipe are to be warned of, a line each."""
-    return [*_untied(work), *_unread(work), *_changed(work.source)]
+def _of_plan(work: Plan, origin: Mapping[str, Any] | None) -> list[str]:
+    """What the plan's model and recipe are to be warned of, a line each. `origin`: of the data that were read, if any."""
+    return [*_untied(work), *(_unread(work) if origin is None else []), *_changed(work.source)]
 
 
 def _changed(source: Source) -> list[str]:

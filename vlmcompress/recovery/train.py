@@ -24,6 +24,7 @@ PATIENCE = 4
 DIVERGED = 2.0
 WARM_UP = 0.1  # share of the steps in which the rate rises
 MOST_WARM_UP = 20  # steps
+_NOISE = 1e-4  # nats: below it a divergence is what rounding makes
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -76,7 +77,7 @@ class Course:
         if better:
             self.best, self.best_step = value, self.step
         since = sum(step > self.best_step for step, _ in self.history)
-        if not math.isfinite(value) or value > DIVERGED * self.first:
+        if not math.isfinite(value) or value > DIVERGED * max(self.first, _NOISE):
             self.ended = f"it diverged: at step {self.step} the held-out divergence was {value:.4g}"
         elif since >= PATIENCE:
             self.ended = f"the held-out divergence had not fallen for {since} measurements"
@@ -184,7 +185,8 @@ class _Loop:
         found = {f"best/{name}": tensor for name, tensor in best.items()}
         for name, tensor in self.trained.items():
             found[f"now/{name}"] = tensor.detach().cpu().clone()
-            found |= {f"{key}/{name}": self.optimizer.state[tensor][key].cpu() for key in _MOMENTS}
+            moments = self.optimizer.state.get(tensor) or {}  # one that nothing depends on never has any
+            found |= {f"{key}/{name}": moments[key].cpu() for key in _MOMENTS if moments}
         return found
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[Course, dict[str, Tensor]]:
@@ -192,6 +194,8 @@ class _Loop:
         for name, tensor in self.trained.items():
             with torch.no_grad():
                 tensor.copy_(state[f"now/{name}"])
+            if f"step/{name}" not in state:
+                continue
             moments = {key: state[f"{key}/{name}"] for key in _MOMENTS}
             self.optimizer.state[tensor] = {
                 key: one.clone() if key == "step" else one.to(tensor.device, copy=True) for key, one in moments.items()
