@@ -1,8 +1,8 @@
 """What a model says at its answer tokens, as a teacher with all visual tokens and as a student behind a reducer.
 
 The teacher runs a whole sample at once. The student runs the prompt, which is what its reducer sees, and then the tokens of the
-answer behind it, by the cache that the prompt has filled. So it generates, too: methods that read the text, or decide within the
-language model, never see the answer. The graph goes through both runs and through the cache. Only the last answer of a
+answer behind it, by the cache that the prompt has filled. So it generates, too: methods that read the text, or decide within
+the language model, never see the answer. The graph goes through both runs and through the cache. Only the last answer of a
 conversation counts; earlier ones are part of the prompt.
 """
 
@@ -53,9 +53,11 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
         end = cut - 1 + count
         more: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
         if vlm.spec.positions == "mrope":
-            base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
-            behind = torch.arange(cut, end, device=ids.device)[None] + base.rope_deltas
-            more["position_ids"] = behind[None].expand(3, -1, -1)
+            base: Any = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
+            ahead = (
+                base.rope_deltas if "pixel_values" in inputs else 0
+            )  # without images the model leaves an older one there
+            more["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)
         rest = vlm.model(input_ids=ids[:, cut:end], past_key_values=first.past_key_values, use_cache=True, **more)
     return torch.cat([first.logits, rest.logits], 1)[0]
 
@@ -72,7 +74,9 @@ def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
     """The model's own answer to a prompt from `encode_prompt`, of at most `most` tokens."""
     inputs = _placed(vlm, batch)
     with float_products(vlm.model):
-        tokens = vlm.model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=most, pad_token_id=0)
+        tokens = vlm.model.generate(  # type: ignore[operator]
+            **inputs, do_sample=False, num_beams=1, max_new_tokens=most, pad_token_id=0
+        )
     answer = tokens[0, inputs["input_ids"].shape[1] :]
     return vlm.processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
 

@@ -110,7 +110,7 @@ def needing(work: Plan) -> str | None:
     if work.recipe.resize and not work.recipe.resize.settled:
         return str(work.recipe.resize)
     tokens = work.visual_tokens
-    return f"reducer '{tokens.reducer.method}'" if tokens and tokens.learns else None
+    return f"reducer '{tokens.reducer.method}'" if tokens and tokens.reducer and tokens.learns else None
 
 
 def refuse_without_data(work: Plan) -> None:

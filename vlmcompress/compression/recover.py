@@ -123,7 +123,8 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
         samples = recovery_data.read(source, recipe)
         files = RecoveryFiles(recipe.out, _settings(recipe, asked, samples), resume)
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-        vlm.model.to(accelerator() or "cpu")
+        if device := accelerator():
+            vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):
         data = recovery_data.answered(vlm, samples, source, files, progress)
         origin = recovery_data.taught(vlm, data, recipe, files, progress)

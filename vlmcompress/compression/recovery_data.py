@@ -52,11 +52,11 @@ def held_out(samples: int) -> int:
 
 
 def read(source: str | Path, recipe: Recipe) -> list[Sample]:
-    """Read the samples that a recipe asks for. UserError: one has no image, or there are too few."""
+    """Read the samples that a recipe asks for. UserError: too few of them have images.
+
+    Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
+    """
     samples = load_samples(hub.local(source, "dataset"), samples=recipe.calibrate.samples, seed=recipe.seed)
-    for sample in samples:
-        if not sample.images:
-            raise UserError(f"{sample.name} has no image; recover needs one with every question, so drop the row")
     _enough(samples, source)
     return samples
 
@@ -102,8 +102,11 @@ def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress:
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:
-    if len(samples) < FEWEST:
+    shown = sum(bool(sample.images) for sample in samples)
+    if not shown:
+        raise UserError(f"{source} has no images; recover needs questions about images")
+    if shown < FEWEST:
         raise UserError(
-            f"{source} gives {len(samples)} samples; recover needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
+            f"{source} gives {shown} samples with images; recover needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
         )

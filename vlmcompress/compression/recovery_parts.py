@@ -1,7 +1,8 @@
 """The tensors that a recovery trains, in float32, and their way into the model and back.
 
 A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
-gets it rounded. Linear layers of the language model have adapters (`recovery.lora`) and stay as they are until these are merged.
+gets it rounded. Linear layers of the language model have adapters (`recovery.lora`) and stay as they are until these are
+merged.
 """
 
 from __future__ import annotations

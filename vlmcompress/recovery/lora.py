@@ -2,8 +2,8 @@
 
 `A` is drawn, `B` begins as zero, so that the first step starts from the model as it is. Adapters are float32; while they train
 they add `2 (x A^T) B^T` to a layer's output, computed in the type of its input. Merged, they become part of the weight, which
-is rounded to its own type: in bfloat16 a small change of a large weight is lost there, so what is kept is measured merged. Costs
-`rank (in + out)` numbers for each layer, with two more copies in the optimizer.
+is rounded to its own type: in bfloat16 a small change of a large weight is lost there, so what is kept is measured merged.
+Costs `rank (in + out)` numbers for each layer, with two more copies in the optimizer.
 """
 
 from __future__ import annotations
