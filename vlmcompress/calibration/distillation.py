@@ -8,8 +8,8 @@ conversation counts; earlier ones are part of the prompt.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,10 +62,12 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
     return torch.cat([first.logits, rest.logits], 1)[0]
 
 
-@contextmanager
-def graph() -> Iterator[None]:
-    """Within the context a graph may go through caches that are written to in place, as those of recurrent states are."""
-    with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
+@contextlib.contextmanager
+def graph(vlm: VLM) -> Iterator[None]:
+    """Within the context a graph may go through the model's caches. Those of recurrent states are written to in place, and what
+    they held is copied then, which takes time."""
+    copied = torch.autograd.graph.allow_mutation_on_saved_tensors if vlm.spec.mixed_blocks else contextlib.nullcontext
+    with torch.enable_grad(), copied():  # type: ignore[operator]
         yield
 
 

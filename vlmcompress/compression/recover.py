@@ -215,7 +215,7 @@ def _trained(
         return objective.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
 
     def backward(index: int, factor: float) -> float:
-        with distillation.graph():
+        with distillation.graph(vlm):
             found = loss(index)
             (found * factor).backward()
         return float(found.detach())
