@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -168,6 +169,8 @@ def test_nothing_better_leaves_the_weights(models, data, tmp_path, capsys):
 def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
     """The student sees images that the processor has made smaller, the teacher those that it had."""
     big = calibration_rows.write(tmp_path, 20)
+    for row in range(20):
+        Image.open(tmp_path / f"{row}.png").resize((224, 224)).save(tmp_path / f"{row}.png")
     given = ("--reduce", "resize:0.5", "--reduce", "divprune:0.5", "--calib", big, "-o", tmp_path / "out", *FEW)
     code, text, err = run(capsys, "recover", models["qwen2-5-vl"], *given, "--train", "tower,projector", "--json")
     assert code == 0, err
