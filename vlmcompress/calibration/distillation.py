@@ -67,7 +67,7 @@ def graph(vlm: VLM) -> Iterator[None]:
     """Within the context a graph may go through the model's caches. Those of recurrent states are written to in place, and what
     they held is copied then, which takes time."""
     copied = torch.autograd.graph.allow_mutation_on_saved_tensors if vlm.spec.mixed_blocks else contextlib.nullcontext
-    with torch.enable_grad(), copied():  # type: ignore[operator]
+    with torch.enable_grad(), copied():
         yield
 
 

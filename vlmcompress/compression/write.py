@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import solve_block, warnings
+from vlmcompress.blocks.solve import BlockResult, solve_block, warnings
 from vlmcompress.blocks.store import BlockStore, StoredWeights
 from vlmcompress.checkpoint import manifest, vision_scales
 from vlmcompress.checkpoint.write import write
@@ -58,13 +58,10 @@ def write_checkpoint(
     quantized = ChainMap(tower, language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
-    source = work.source
-    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
-    setting = None
+    source, setting = work.source, None
     if recipe.resize:
         processor = models.load_processor(recipe.model, recipe.trust_remote_code)
         setting = resizing.chosen(source.spec, processor, recipe.resize)
-    unseen = reducers.warnings(recipe.reduce, origin)
     beside: dict[str, Mapping] = {vision_scales.NAME: attention} if attention else {}
     return write(
         source.path,
@@ -75,19 +72,7 @@ def write_checkpoint(
         written=source.written,
         exporter=exporter,
         layers=work.layers,
-        manifest=manifest.build(
-            vlm.path,
-            family=vlm.spec.family,
-            recipe=recipe.plain(),
-            calibration=origin,
-            errors={name: error for result in results for name, error in result.errors.items()},
-            maxima={name: owners for result in results for name, owners in result.maxima.items()},
-            kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[*_of_plan(work, origin), *warnings(results), *([] if recovery else unseen)],
-            allocation=work.allocation,
-            visual_tokens=tokens.example if tokens else None,
-            recovery=recovery,
-        ),
+        manifest=_manifest(work, vlm, results, origin, recovery),
         changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
@@ -97,6 +82,33 @@ def write_checkpoint(
         shard_size=recipe.shard_size,
         overwrite=overwrite,
         progress=lambda done, total: progress("writing", done, total),
+    )
+
+
+def _manifest(
+    work: Plan,
+    vlm: VLM,
+    results: Sequence[BlockResult],
+    origin: Mapping[str, Any] | None,
+    recovery: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest without sizes and hashes. `results`: of the decoder's blocks; others as in `write_checkpoint`."""
+    recipe = work.recipe
+    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
+    kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
+    unseen = [] if recovery else reducers.warnings(recipe.reduce, origin)
+    return manifest.build(
+        vlm.path,
+        family=vlm.spec.family,
+        recipe=recipe.plain(),
+        calibration=origin,
+        errors={name: error for result in results for name, error in result.errors.items()},
+        maxima={name: owners for result in results for name, owners in result.maxima.items()},
+        kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
+        warnings=[*_of_plan(work, origin), *unseen, *warnings(results)],
+        allocation=work.allocation,
+        visual_tokens=tokens.example if tokens else None,
+        recovery=recovery,
     )
 
 
