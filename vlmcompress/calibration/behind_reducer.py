@@ -107,7 +107,7 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress
 def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
     """Inputs of one sample: the reduced prompt, followed by the answer."""
     modality, ids = batch["modality"], batch["input_ids"]
-    length, cut = ids.shape[1], _prompt_length(batch["modality"][0])
+    length, cut = ids.shape[1], prompt_length(batch["modality"][0])
     inputs = {
         name: value[:, :cut] if value.shape[:2] == (1, length) else value
         for name, value in batch.items()
@@ -137,7 +137,7 @@ def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
     return result
 
 
-def _prompt_length(modality: Tensor) -> int:
+def prompt_length(modality: Tensor) -> int:
     """Number of tokens before a sample's last answer, from `modality [n]`; all tokens if an image follows that answer."""
     answered = (modality == ANSWER).nonzero().flatten()
     if not len(answered):

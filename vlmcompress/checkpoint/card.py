@@ -50,15 +50,17 @@ def render(
     facts = metadata(record["model"]["source"], config, front, base_model=base_model, quantized_by=owner)
     sections = [
         header(facts),
-        f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record['size'])}",
+        f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {_sizes(record)}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
     if resize := record["recipe"].get("resize"):
         sections.append("## Image size\n\n" + _resize(resize, record.get("visual_tokens")))
     if reducer := reducer_block.read(config):
         asks = ASKS if reducer.reducer.asks and record["recipe"].get("engine", "vllm") == "vllm" else ""
-        text = _reducer(reducer.reducer.label, record.get("visual_tokens"))
+        text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
         sections.append("## Visual tokens\n\n" + text + asks)
+    if recovery := record.get("recovery"):
+        sections.append("## Recovered\n\n" + _recovery(recovery))
     if measured:
         sections.append("## Measured\n\n" + measured.strip())
     usage = _usage(name, config, str(reducer.reducer) if reducer else None, record["recipe"], repository)
@@ -79,10 +81,10 @@ def _plain(name: str) -> str:
     return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
 
 
-def _sizes(recorded: Mapping[str, int]) -> str:
-    before, after = recorded["weights_before"], recorded["weights_after"]
+def _sizes(record: Mapping[str, Any]) -> str:
+    before, after = record["size"]["weights_before"], record["size"]["weights_after"]
     if before == after:
-        return f"Weights: {size(after)}, as they were."
+        return f"Weights: {size(after)}, {'trained' if _recovered(record) else 'as they were'}."
     return f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
 
 
@@ -133,14 +135,34 @@ def _resize(resize: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> str:
     return text + " No weight depends on it, and the original's processor undoes it."
 
 
-def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
+def _recovered(record: Mapping[str, Any]) -> bool:
+    """Whether weights were trained behind the reducer."""
+    return bool((record.get("recovery") or {}).get("changed"))
+
+
+def _recovery(recovery: Mapping[str, Any]) -> str:
+    """The section about training behind the reducer."""
+    kl, samples = recovery["held_out_kl"], recovery["samples"]
+    how = f"{recovery['steps']} steps on {samples['trained_on']} samples"
+    if not recovery["changed"]:
+        return f"{how} lowered nothing on {samples['held_out']} held-out samples; the weights are the original's."
+    parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
+    return (
+        f"Trained behind the reducer to answer as the original does: {how}, of which step {recovery['best_step']} is kept. "
+        f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
+        f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
+    )
+
+
+def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) -> str:
     """The section about the reducer: what it removes, and in which engines."""
     text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
     if tokens and tokens["after"] is None:
         text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."
     elif tokens:
         text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
-    text += " Tokens that are kept have their original positions, and no weight depends on it."
+    text += " Tokens that are kept have their original positions, and "
+    text += "the weights are trained for it." if recovered else "no weight depends on it."
     return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 

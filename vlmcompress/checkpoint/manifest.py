@@ -14,6 +14,7 @@ Schema 1, one JSON object:
 | kv_cache | attention module -> ranges, clipping and rounding of keys and values by modality (`statistics.kv_range`), or {} |
 | warnings | what happened otherwise than asked for, a line each |
 | visual_tokens | of a reduced checkpoint: tokens of a prompt with one typical image, before and after |
+| recovery | of a recovered checkpoint: settings, what was trained, held-out divergence before and after, steps |
 | allocation | where the recipe has `bits`: the widths of groups with all predicted errors, bits per weight, uniform widths |
 | size | bytes of weights before and after |
 | tensors | number of stored tensors |
@@ -50,6 +51,7 @@ def build(
     warnings: Sequence[str] = (),
     allocation: Mapping[str, Any] | None = None,
     visual_tokens: Mapping[str, Any] | None = None,
+    recovery: Mapping[str, Any] | None = None,
 ) -> dict:
     """Build the manifest without sizes and hashes, which `checkpoint.write` adds.
 
@@ -66,6 +68,7 @@ def build(
         allocation: how a budget of bits was shared out; None: one scheme for all groups.
         visual_tokens: tokens of a prompt with one typical image, before and after the reducer; None: there is no reducer,
             or its number of tokens is not known.
+        recovery: how the model was trained behind its reducer (`compression.recover`); None: it was not.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -80,6 +83,7 @@ def build(
         "warnings": list(warnings),
         **({"allocation": dict(allocation)} if allocation else {}),
         **({"visual_tokens": dict(visual_tokens)} if visual_tokens else {}),
+        **({"recovery": dict(recovery)} if recovery else {}),
     }
 
 

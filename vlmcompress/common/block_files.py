@@ -55,17 +55,7 @@ class BlockFiles:
 
     def write(self, layer: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
         """Write a block's tensors to its file, which is on disk when this returns."""
-        path = self.path(layer)
-        aside = path.with_suffix(".part")
-        with folders.user_errors(path):
-            try:
-                save_file(tensors, aside, metadata)
-            except SafetensorError as error:  # carries an OSError only as text
-                if number := re.search(r"os error (\d+)", str(error)):
-                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-                raise
-            folders.sync_file(aside)
-            aside.rename(path)
+        write_whole(self.path(layer), tensors, metadata)
 
     def note(self, name: str, data: Any) -> None:
         """Write small JSON data under a name; they are on disk when this returns."""
@@ -89,3 +79,17 @@ class BlockFiles:
 def block_file(layer: int) -> str:
     """Name of the file of a block."""
     return f"layer-{layer:04d}.safetensors"
+
+
+def write_whole(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that appears whole, in the place of an older one; it is on disk when this returns."""
+    aside = path.with_suffix(".part")
+    with folders.user_errors(path):
+        try:
+            save_file(tensors, aside, metadata)
+        except SafetensorError as error:  # carries an OSError only as text
+            if number := re.search(r"os error (\d+)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            raise
+        folders.sync_file(aside)
+        aside.rename(path)

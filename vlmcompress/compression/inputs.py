@@ -72,14 +72,14 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
         needed: what needs samples, in words for the message that they are missing; None: nothing.
     """
     settings = recipe.calibrate
-    named = _source(recipe, vlm.path, needed)
+    named = data_source(recipe, vlm.path, needed)
     if named is None:
         return Inputs(vlm, [], None, recipe.resize)
     source = hub.local(named, "dataset")
     mixed = hub.local(settings.text, "dataset") if settings.text else None
     with phase("encoding"):
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
-        resize = _settled(recipe.resize, vlm, samples)
+        resize = settled_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
         batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
     text = (texts, mixed) if mixed else None
@@ -93,7 +93,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
     return Inputs(vlm, batches, origin, resize)
 
 
-def _settled(asked: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
+def settled_resize(asked: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
     """Work out on the samples' images how many tokens an image may have, where that is asked for as a share."""
     if asked is None or asked.settled:
         return asked
@@ -120,10 +120,10 @@ def refuse_without_data(work: Plan) -> None:
         if named is not None and hub.parse(named, "dataset") is None:
             refuse_missing(Path(named))
     if not work.statistics or work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted):
-        _source(work.recipe, work.recipe.model, needing(work))
+        data_source(work.recipe, work.recipe.model, needing(work))
 
 
-def _source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
+def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
     """Find the path of the calibration samples; None where there are none and nothing needs them."""
     source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
     if source is None and needed:

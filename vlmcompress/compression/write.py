@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import solve_block, warnings
+from vlmcompress.blocks.solve import BlockResult, solve_block, warnings
 from vlmcompress.blocks.store import BlockStore, StoredWeights
 from vlmcompress.checkpoint import manifest, vision_scales
 from vlmcompress.checkpoint.write import write
@@ -33,6 +33,8 @@ def write_checkpoint(
     counter: TokenCounter | None,
     attention: Mapping[str, Any] | None = None,
     *,
+    trained: Mapping[str, Tensor] | None = None,
+    recovery: Mapping[str, Any] | None = None,
     overwrite: bool,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -45,6 +47,8 @@ def write_checkpoint(
         origin: the manifest's description of the calibration data; None for no calibration.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
         attention: scales of the vision tower's attention (`calibration.tower_attention`); None: none are wanted.
+        trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
+        recovery: the manifest's description of that training; None: there was none.
     """
     recipe = work.recipe
     assert recipe.out is not None
@@ -63,19 +67,8 @@ def write_checkpoint(
         written=source.written,
         exporter=recipe.exporter,
         layers=work.layers,
-        manifest=manifest.build(
-            vlm.path,
-            family=vlm.spec.family,
-            recipe=recipe.plain(),
-            calibration=origin,
-            errors={name: error for result in results for name, error in result.errors.items()},
-            maxima={name: owners for result in results for name, owners in result.maxima.items()},
-            kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
-            warnings=[*_of_plan(work), *reducers.warnings(recipe.reduce, origin), *warnings(results)],
-            allocation=work.allocation,
-            visual_tokens=_example(work),
-        ),
-        changed=_changed_parameters(vlm.model, smoothed, quantized),
+        manifest=_manifest(work, vlm, results, origin, recovery),
+        changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
@@ -96,20 +89,41 @@ def _setting(work: Plan) -> models.ImageSetting | None:
     return resizing.chosen(work.source.spec, processor, recipe.resize)
 
 
-def _example(work: Plan) -> dict[str, Any] | None:
-    """The manifest's count of an image's visual tokens, with what the calibration images settled."""
-    tokens = visual_tokens(work.recipe, example=True) if work.recipe.resize else work.visual_tokens
-    return tokens.example if tokens else None
-
-
 def _processor_files(work: Plan, setting: models.ImageSetting | None) -> dict[str, Mapping[str, Any]]:
     """The processor's files with that setting in them."""
     return resizing.files(work.recipe.model, setting) if setting else {}
 
 
-def _of_plan(work: Plan) -> list[str]:
-    """What the plan's model and recipe are to be warned of, a line each."""
-    return [*_untied(work), *_unread(work), *_changed(work.source)]
+def _manifest(
+    work: Plan,
+    vlm: VLM,
+    results: Sequence[BlockResult],
+    origin: Mapping[str, Any] | None,
+    recovery: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest without sizes and hashes. `results`: of the decoder's blocks; others as in `write_checkpoint`."""
+    recipe = work.recipe
+    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
+    kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
+    unseen = [] if recovery else reducers.warnings(recipe.reduce, origin)
+    return manifest.build(
+        vlm.path,
+        family=vlm.spec.family,
+        recipe=recipe.plain(),
+        calibration=origin,
+        errors={name: error for result in results for name, error in result.errors.items()},
+        maxima={name: owners for result in results for name, owners in result.maxima.items()},
+        kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
+        warnings=[*_of_plan(work, origin), *unseen, *warnings(results)],
+        allocation=work.allocation,
+        visual_tokens=tokens.example if tokens else None,
+        recovery=recovery,
+    )
+
+
+def _of_plan(work: Plan, origin: Mapping[str, Any] | None) -> list[str]:
+    """What the plan's model and recipe are to be warned of, a line each. `origin`: of the data that were read, if any."""
+    return [*_untied(work), *(_unread(work) if origin is None else []), *_changed(work.source)]
 
 
 def _changed(source: Source) -> list[str]:

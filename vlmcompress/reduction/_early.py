@@ -74,10 +74,12 @@ class Early(Attachment):
         """Hook behind the projector: put its rows back at their anchors, so that they go where the placeholders are."""
         if not self._merged or not isinstance(output, Tensor):
             return None
-        full = output.new_zeros(len(output), len(self._merged[0].target), *output.shape[2:])
-        for image, rows, result in zip(full, output, self._merged, strict=True):
+        found = []
+        for rows, result in zip(output, self._merged, strict=True):
+            image = rows.new_zeros(len(result.target), *rows.shape[1:])  # one by one, so that gradients pass
             image[result.anchor] = rows
-        return full
+            found.append(image)
+        return torch.stack(found)
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")

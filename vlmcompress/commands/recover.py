@@ -1,0 +1,155 @@
+"""Train a model for some steps to answer behind a token reducer as it does without; the result is a plain checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._text import phases_text
+from vlmcompress.common import hub
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.text import duration, table
+from vlmcompress.errors import UserError, did_you_mean
+
+PLACE = 25
+PARTS = ("projector", "norms", "lora", "tower")  # `recovery_parts.PARTS`, which would bring torch along
+DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, in 16 bits or more")
+    parser.add_argument("-o", "--out", default=none, required=True, help="folder to write")
+    _flags.reducer(parser, "what the model is to run behind, and the checkpoint carries")
+    _flags.data(parser)
+    parser.add_argument(
+        "--train",
+        metavar="A,B",
+        default="projector,norms,lora",
+        help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower; "
+        "default: projector,norms,lora",
+    )
+    parser.add_argument("--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="of the adapters; default: 8")
+    parser.add_argument("--steps", type=int, metavar="N", default=DEFAULTS["steps"], help="most steps; default: 300")
+    parser.add_argument("--batch", type=int, metavar="B", default=DEFAULTS["batch"], help="samples a step; default: 4")
+    parser.add_argument("--lr", type=float, default=DEFAULTS["lr"], help="highest learning rate; default: 2e-4")
+    parser.add_argument(
+        "--every", type=int, metavar="N", default=DEFAULTS["every"], help="steps between measurements; default: 25"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        default=[],
+        help="calibrate.max_length, engine, shard_size or trust_remote_code",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
+    parser.epilog = (
+        "The objective is the divergence KL(original || reduced model) at answer tokens; where DATA have no answers, the\n"
+        "original's own are taken. A tenth of DATA, 8 samples at least, is held out. The state with the lowest divergence\n"
+        "there is written, or the original weights where none is lower. The run ends once 4 measurements in a row are no\n"
+        "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Train the model, and say what came of it."""
+    names = args.train.split(",")
+    for name in names:
+        if name not in PARTS:
+            raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
+    from vlmcompress.recipe import resolve
+
+    given = _flags.given(args)
+    _refuse_foreign(given)
+    from vlmcompress.compression.recover import Asked, recover
+
+    asked = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
+    given["calibrate"] = {"samples": asked.samples} | given.get("calibrate", {})
+    recipe = resolve(given | {"scheme": "none"}).recipe
+    began = time.monotonic()
+    with closing(ProgressBar()) as progress:
+        done = recover(recipe, asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    for line in done.manifest["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
+    return OK, data, text(data, args.verbose)
+
+
+def _refuse_foreign(values: Mapping[str, Any]) -> None:
+    """Raise `UserError` for recipe keys that mean nothing to a recovery."""
+    for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
+        if key in values.get("calibrate", {}):
+            raise UserError(f"{flag} is for calibration; recover trains on images with questions alone, leave it out")
+    known = ("model", "out", "reduce", "resize", "calibrate", "trust_remote_code", "seed", "engine", "shard_size")
+    foreign = [key for key in values if key not in known]
+    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
+    if foreign:
+        raise UserError(f"--set {foreign[0]}: no such key of recover{did_you_mean(foreign[0], known)}")
+
+
+def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """What was trained and written, as data for `--json`."""
+    recovery, recipe = manifest["recovery"], manifest["recipe"]
+    folder = shlex.quote(str(out))
+    flags = "".join(f" --reduce {shlex.quote(one)}" for one in _reducers(recipe))
+    engine = "" if recipe.get("engine", "vllm") == "vllm" else " --engine hf"
+    return {
+        "ok": True,
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "reduce": recipe.get("reduce"),
+        "resize": recipe.get("resize"),
+        "recovery": recovery,
+        "calibration": manifest["calibration"],
+        "warnings": manifest["warnings"],
+        "timing": manifest.get("timing", {}),
+        "next": [
+            f"vlmcompress eval {folder} --baseline {shlex.quote(str(model))}{engine}",
+            f"vlmcompress quantize {folder}{flags} --scheme SCHEME --calib DATA -o OUT",
+        ],
+    }
+
+
+def _reducers(recipe: Mapping[str, Any]) -> list[str]:
+    """The reducer of a recipe in the form of the command line. A `resize` is in the processor's files already."""
+    from vlmcompress.recipe.reducer import read
+
+    return [str(read(recipe["reduce"]).asked_for)] if recipe.get("reduce") else []
+
+
+def text(done: Mapping[str, Any], verbose: bool = False) -> str:
+    """What came of it, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
+    recovery, data = done["recovery"], done["calibration"]
+    samples, kl = recovery["samples"], recovery["held_out_kl"]
+    parts = ", ".join(f"{name} {count:,}" for name, count in recovery["parameters"].items())
+    written = samples["answers_of_the_teacher"]
+    answers = f", {written} answers by the original itself" if written else ""
+    steps = f"{recovery['steps']} of at most {recovery['settings']['steps']}"
+    kept = f", step {recovery['best_step']} is kept" if recovery["changed"] else ""
+    rows = [
+        ("held-out KL", f"{kl['before']:.4f} -> {kl['after']:.4f} nats an answer token, {_change(recovery)}"),
+        ("trained", f"{parts} numbers"),
+        ("steps", steps + kept + (f"; {recovery['ended']}" if recovery["ended"] else "")),
+        ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
+    ]
+    spent = phases_text(done["timing"], done["seconds"]) if verbose else []
+    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), *spent]
+    if not recovery["changed"]:
+        lines.append("Nothing was better than the original weights, which were written with the reducer.")
+    return "\n".join([*lines, "Next:", *(f"  {command}" for command in done["next"])])
+
+
+def _change(recovery: Mapping[str, Any]) -> str:
+    kl = recovery["held_out_kl"]
+    return f"{1 - kl['after'] / kl['before']:.0%} less" if recovery["changed"] else "no better"

@@ -1,0 +1,69 @@
+"""Low-rank adapters: `W' = W + 2 B A` with `A [rank, in]`, `B [out, rank]` (LoRA, arXiv 2106.09685), and their merging.
+
+`A` is drawn, `B` begins as zero, so that the first step starts from the model as it is. Adapters are float32; while they train
+they add `2 (x A^T) B^T` to a layer's output, computed in the type of its input. Merged, they become part of the weight, which
+is rounded to its own type: in bfloat16 a small change of a large weight is lost there, so what is kept is measured merged.
+Costs `rank (in + out)` numbers for each layer, with two more copies in the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SCALE = 2.0
+"""What the product of the two matrices is multiplied by: LoRA's alpha over the rank."""
+DOWN, UP = "lora_down", "lora_up"
+
+
+def create(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[str, Tensor]:
+    """Make adapters that change nothing yet.
+
+    Args:
+        shapes: layer -> (outputs, inputs) of its weight.
+        rank: of every adapter; at most the smaller side of a weight is used.
+        seed: of the matrices that are drawn.
+
+    Returns:
+        `LAYER.lora_down [rank, in]` and `LAYER.lora_up [out, rank]` of each layer, float32.
+    """
+    random = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for name, (rows, columns) in shapes.items():
+        own = min(rank, rows, columns)
+        found[f"{name}.{DOWN}"] = torch.randn(own, columns, generator=random) / columns**0.5
+        found[f"{name}.{UP}"] = torch.zeros(rows, own)
+    return found
+
+
+def layers(adapters: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have an adapter, in their order."""
+    return [name.removesuffix(f".{UP}") for name in adapters if name.endswith(f".{UP}")]
+
+
+@contextlib.contextmanager
+def attached(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within the context the layers of `model` compute with their adapters; gradients reach these."""
+    with contextlib.ExitStack() as hooks:
+        for name in layers(adapters):
+            hook = functools.partial(_add, adapters[f"{name}.{DOWN}"], adapters[f"{name}.{UP}"])
+            hooks.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+        yield
+
+
+def merged(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """The weight `[out, in]` with its adapter in it: computed in float32 or wider, in the weight's own type."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + SCALE * (up.to(wide) @ down.to(wide))).to(weight.dtype)
+
+
+def _add(down: Tensor, up: Tensor, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Any:
+    """Hook behind a linear layer: add what its adapter makes of the input `[..., in]`."""
+    x = args[0]
+    narrow = nn.functional.linear(x, down.to(x.dtype))
+    return output + SCALE * nn.functional.linear(narrow, up.to(x.dtype))
