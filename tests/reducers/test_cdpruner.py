@@ -97,8 +97,7 @@ def test_half_precision_question_and_tokens():
     assert torch.equal(run("cdpruner", s, chosen).anchor, run("cdpruner", narrow, chosen).anchor)
 
 
-def test_who_is_asked():
-    assert parse("cdpruner:0.5,relevance=question").asks and not parse("cdpruner:0.5").asks
+def test_options():
     assert parse("cdpruner:0.5,relevance=question").plain() == {
         "method": "cdpruner",
         "keep": 0.5,

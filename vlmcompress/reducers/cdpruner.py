@@ -8,8 +8,8 @@ By default all tokens are equally relevant, so this is the plain process, and an
 `relevance=question` is the conditional one that the paper is about. Where it differs: the paper takes r from CLIP's text
 encoder, which checkpoints of language models do not have; here it is the mean cosine of the projected token to the
 embeddings of the question's words, the only text that transformers and vLLM both have before the language model runs,
-stretched to 0...1 as published. No training brought those two kinds of rows together, so expect less of it. The published code
-for LLaVA turns CLIP's cosines round, the least similar token being the most relevant; this does not.
+stretched to 0...1 as published. Nobody trained their cosines to say anything, so expect less of it than of CLIP's. The
+published code for LLaVA turns CLIP's round, the least similar token being the most relevant; this does not.
 
 The published determinant is 0 for more tokens than directions and for copies, and rounding then decides. Here every token has
 a direction of its own besides, `OWN` of its squared length, so the choice goes on among those that are least spanned. Without

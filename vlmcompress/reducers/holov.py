@@ -1,18 +1,17 @@
 """HoloV: every part of the image gets tokens, more where attention and variety are (arXiv 2510.02912).
 
 Each frame is cut into `crops` x `crops` tiles. A token's score is the attention that it receives plus `beta` times the
-variance of its cosines to the other tokens of its crop, each in units of its mean over the image. The budget is shared out among
-crops by a softmax of their mean scores, which are 1 on average, times `sharpness`; a crop of more tokens counts for as many
-more. What a full crop cannot take goes to the others. Within a crop the highest scores stay.
+variance of its cosines to the other tokens of its crop, each in units of its mean over the image. The budget is shared out
+among crops by a softmax of their mean scores, which are 1 on average, times `sharpness`; a crop of more tokens counts for as
+many more. What a full crop cannot take goes to the others. Within a crop the highest scores stay.
 
 Attention is that from CLS in the layer whose output is used. Only LLaVA's CLIP gives it here; in other families, whose
 encoders have no CLS or are not opened by this package, the score is the variance alone.
 
-The published code differs from its description and from this. It cuts the raster into 16 runs of tokens, which in a square
-image are bands of rows; this cuts both ways, and frames of a video on their own. It scales variance to the attention of each
-crop, so that crops do not differ by it, shares out by the score itself, about the same as the softmax near the mean, and keeps
-what is most attended within a crop; and it leaves places empty where a crop has fewer tokens than its share. It
-compares the encoder's rows, this the projected ones.
+The published code differs from this. It cuts the raster into runs of tokens, 16 of them, which in a square image are bands of
+rows; this cuts both ways, and each frame of a video on its own. It scales variance to the attention of each crop, so that
+crops do not differ by it; shares out by the score itself, about the same as the softmax near the mean; keeps what is most
+attended within a crop; and leaves places empty where a crop has fewer tokens than its share.
 
 Costs `n^2 d / crops^2` multiply-adds for an image, and `4 n^2 / crops^4` bytes.
 """
@@ -125,8 +124,7 @@ def shared(scores: Sequence[float], sizes: Sequence[int], count: int, sharpness:
     """
     highest = max(scores)
     worth = [
-        size * math.exp(max(_DEEPEST, sharpness * (score - highest)))
-        for score, size in zip(scores, sizes, strict=True)
+        size * math.exp(max(_DEEPEST, sharpness * (score - highest))) for score, size in zip(scores, sizes, strict=True)
     ]
     quotas, left, free = [0] * len(sizes), count, list(range(len(sizes)))
     while full := [crop for crop in free if left * worth[crop] >= sizes[crop] * sum(worth[one] for one in free)]:
