@@ -174,7 +174,8 @@ class Asker:
 
 def encoder_untouched(module: ModuleType) -> bool:
     """Whether the method neither changes what the encoder and the projector compute nor reads it on the way."""
-    return module.STAGE in ("projected", "llm") and "windowed" not in module.NEEDS
+    read = module.NEEDS | getattr(module, "OPTIONAL", frozenset())
+    return module.STAGE == "llm" or (module.STAGE == "projected" and not read & {"saliency", "windowed"})
 
 
 def while_generating(module: ModuleType) -> bool:

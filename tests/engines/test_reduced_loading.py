@@ -51,7 +51,7 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("dart:0.5", {"reduce": {"method": "dart", "keep": 7}}, "keep must be"),
         ("dart:0.5", {"reduce": {"method": "future", "keep": 0.5}}, "unknown reducer 'future'"),
         ("fastv:0.5", {}, "choose from"),
-        ("dart-llm:0.5", {}, "choose from coverage"),
+        ("dart-llm:0.5", {}, "choose from cdpruner"),
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
         ("pixelprune", {}, "before the encoder"),
@@ -83,6 +83,13 @@ def test_text_pivots_need_the_question():
     asking = parse("dart:0.5,text_pivots=4")
     assert refusal("LlavaForConditionalGeneration", asking) is None
     assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
+
+
+def test_relevance_needs_the_question():
+    asking = parse("cdpruner:0.5,relevance=question")
+    assert refusal("LlavaForConditionalGeneration", asking) is None
+    assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
+    assert refusal("Idefics3ForConditionalGeneration", parse("cdpruner:0.5")) is None
 
 
 def test_families_have_specs():

@@ -120,7 +120,15 @@ def test_what_has_to_be_learnt():
 
 
 @pytest.mark.parametrize(
-    ("text", "asks"), [("dart:0.5", False), ("dart:0.5,text_pivots=1", True), ("relevance:0.5", True), ("tome", False)]
+    ("text", "asks"),
+    [
+        ("dart:0.5", False),
+        ("dart:0.5,text_pivots=1", True),
+        ("relevance:0.5", True),
+        ("tome", False),
+        ("cdpruner:0.5", False),
+        ("cdpruner:0.5,relevance=question", True),
+    ],
 )
 def test_who_has_to_be_shown_the_question(text, asks):
     assert parse(text).asks is asks

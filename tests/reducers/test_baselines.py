@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.kit.reducer_data import cosine, options, run, signals
 from vlmcompress.reducers import coverage, pool
+from vlmcompress.reducers._selecting import cover
 
 
 @pytest.mark.parametrize("grid", [(1, 6, 8), (1, 7, 5), (3, 4, 5), (1, 1, 9)])
@@ -67,14 +68,14 @@ def test_coverage_is_near_the_best_of_all_choices(seed):
     features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
     worth = slow_worth(features, 0.2)
     best = max(covered(worth, kept) for kept in itertools.combinations(range(10), 4))
-    found = covered(worth, coverage.select(coverage.represented(features, 0.2), 4).tolist())
+    found = covered(worth, cover(coverage.represented(features, 0.2), 4).tolist())
     assert (1 - 1 / math.e) * best < 0.95 * best <= found <= best + 1e-6
 
 
 def test_coverage_takes_one_of_many_alike_before_one_that_stands_alone():
     features = torch.tensor([[0.0, 1.0], *[[1.0, 0.01 * i] for i in range(9)]])
-    assert coverage.select(coverage.represented(features, 0.2), 1).item() > 0
-    assert set(coverage.select(coverage.represented(features, 0.2), 2).tolist()) >= {0}
+    assert cover(coverage.represented(features, 0.2), 1).item() > 0
+    assert set(cover(coverage.represented(features, 0.2), 2).tolist()) >= {0}
 
 
 def test_temperatures_that_are_none_are_refused():

@@ -36,7 +36,9 @@ def test_outputs_are_means_of_a_chosen_token_and_those_most_like_it(name, simila
 
 
 def test_there_are_methods_that_have_the_option():
-    assert {"coverage", "dart", "divprune", "random", "uniform"} <= {*NAMES} and "fastv" not in NAMES
+    assert {"cdpruner", "coverage", "dart", "divprune", "holov", "random", "scope", "uniform"} <= {
+        *NAMES
+    } and "fastv" not in NAMES
 
 
 def test_features_are_needed():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from tests.kit import reference
 from tests.kit.attached_cases import FAMILIES, INSIDE, given, recorded
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
+from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import attach
+from vlmcompress.reduction.support import listens
 
 
 def eager(vlm, inputs, part: str):
@@ -28,7 +32,7 @@ def eager(vlm, inputs, part: str):
     return found["maps"]
 
 
-@pytest.mark.parametrize("method", ["visionzip", "vscan"])
+@pytest.mark.parametrize("method", ["visionzip", "vscan", "scope", "holov"])
 def test_encoder(method, monkeypatch):
     vlm = tiny("llava")
     inputs = encode(vlm, ONE, TWO)
@@ -47,10 +51,31 @@ def test_encoder(method, monkeypatch):
         assert signals.grid == (1, 4, 4) and signals.heads == 4
         if method == "vscan":
             torch.testing.assert_close(signals.windowed, maps[0][number, :, 0, 1:].mean(0), atol=1e-7, rtol=1e-6)
+        if method != "visionzip":
             expected = vlm.model.model.multi_modal_projector(states[-2][number, 1:])
         else:
             expected = states[-2][number, 1:]
         torch.testing.assert_close(signals.features, expected)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llava"])
+def test_methods_that_take_attention_do_without_where_there_is_none(family, monkeypatch):
+    vlm, found = tiny(family), recorded(monkeypatch)
+    with attach(vlm, "scope", {"keep": 0.4}):
+        vlm.model(**encode(vlm, ONE, TWO))
+    assert found and all(signals.saliency is None and signals.features is not None for signals in found)
+
+
+def test_attention_is_taken_only_where_the_model_has_it_and_the_method_reads_it():
+    spec, config = tiny("llava").spec, copy.deepcopy(tiny("llava").model.config)
+    names = ("scope", "holov", "cdpruner", "uniform", "fastv", "litevlm", "vscan", "visionzip")
+    heard = {name for name in names if listens(spec, config, REGISTRY.get(name))}
+    assert heard == {"scope", "holov", "vscan", "visionzip"}
+    config.vision_feature_select_strategy = "full"
+    assert not listens(spec, config, REGISTRY.get("scope"))
+    config = copy.deepcopy(tiny("llava").model.config)
+    config.vision_config.model_type = "siglip_vision_model"
+    assert not listens(spec, config, REGISTRY.get("scope"))
 
 
 @pytest.mark.parametrize("family", INSIDE)

@@ -94,7 +94,19 @@ def test_refusals_are_one_line(spec, method):
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "dyrate", "fastv", "pevlm", "surrogate"]
-    after = ["coverage", "dart", "divprune", "evs", "pool", "random", "relevance", "uniform"]
+    after = [
+        "cdpruner",
+        "coverage",
+        "dart",
+        "divprune",
+        "evs",
+        "holov",
+        "pool",
+        "random",
+        "relevance",
+        "scope",
+        "uniform",
+    ]
     merging = ["dymu", "tome"]
     assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside, *merging])
@@ -107,7 +119,7 @@ def test_what_is_refused_and_what_is_not():
         assert works[family] == sorted([*after, *inside])
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
-    with pytest.raises(UserError, match="block of patches.*use coverage, "):
+    with pytest.raises(UserError, match="block of patches.*use cdpruner, "):
         attach(tiny("qwen2-vl"), "tome")
 
 

@@ -31,6 +31,7 @@ REDUCERS = [
     "surrogate:0.25",
     "fastv:0.25,layer=1",
     "vscan:0.25,shallow=1,window=3",
+    "scope:0.25",
     "tome:0.25",
     "dyrate:factor=0.5",
 ]

@@ -52,7 +52,7 @@ class ReducerChoice:
     @property
     def asks(self) -> bool:
         """Whether the method looks at the question."""
-        return "query" in self.module.NEEDS or self.options.text_pivots > 0
+        return "query" in self.module.NEEDS or self.options.asks
 
     @property
     def takes_count(self) -> bool:

@@ -251,8 +251,13 @@ class ReducerOptions:
 
     @property
     def text_pivots(self) -> int:
-        """How many tokens of the question are pivots; above 0 the method has to be shown the question, whatever it NEEDS."""
+        """How many tokens of the question are pivots; above 0 the method has to be shown the question."""
         return 0
+
+    @property
+    def asks(self) -> bool:
+        """Whether these options have the method look at the question, whatever it NEEDS."""
+        return self.text_pivots > 0
 
     @property
     def vtu(self) -> bool:

@@ -1,4 +1,4 @@
-"""What methods share that choose some of the tokens: the share that they keep, and what becomes of the others."""
+"""What methods share that choose some of the tokens: the share that they keep, a greedy choice, what becomes of the others."""
 
 from __future__ import annotations
 
@@ -47,3 +47,22 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     parent = torch.where(likeness >= options.similar, kept.anchor[nearest], -1)
     parent[kept.anchor] = kept.anchor
     return Reduction.join(parent)
+
+
+def cover(worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0) -> Tensor:
+    """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice.
+
+    Greedy: always the column that raises that sum most, times `weight [n]` where that is given; the lowest index of those that
+    fall short of the most by a share of at most `slack`. Maxima begin at 0.
+    """
+    best = torch.zeros(len(worth), 1, device=worth.device)
+    taken = torch.zeros(worth.shape[1], dtype=torch.bool, device=worth.device)
+    chosen = torch.empty(count, dtype=torch.int64, device=worth.device)
+    for i in range(count):
+        gain = (worth - best).clamp_(min=0).sum(0)
+        gain = gain if weight is None else gain * weight
+        gain = gain.masked_fill(taken, -1.0)
+        chosen[i] = (gain >= gain.amax() * (1 - slack)).int().argmax()
+        taken[chosen[i]] = True
+        best = torch.maximum(best, worth[:, chosen[i], None])
+    return chosen

@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from vlmcompress.reducers._base import Grid, Reduction, Signals, share, unit
-from vlmcompress.reducers._selecting import SelectingOptions, selected
+from vlmcompress.reducers._selecting import SelectingOptions, cover, selected
 
 STAGE = "projected"
 NEEDS = frozenset({"features"})
@@ -47,7 +46,7 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens that represent all of them best."""
     assert signals.features is not None
-    kept = select(represented(signals.features, options.temperature), budget(signals.grid, options))
+    kept = cover(represented(signals.features, options.temperature), budget(signals.grid, options))
     return selected(kept, signals, options)
 
 
@@ -55,16 +54,3 @@ def represented(features: Tensor, temperature: float) -> Tensor:
     """How well token j represents token i, `[n, n]`, for rows `features [n, d]`; each row sums to 1."""
     rows = unit(features)
     return (rows @ rows.T / temperature).softmax(1)
-
-
-def select(worth: Tensor, count: int) -> Tensor:
-    """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice."""
-    best = torch.zeros(len(worth), 1, device=worth.device)
-    taken = torch.zeros(worth.shape[1], dtype=torch.bool, device=worth.device)
-    chosen = torch.empty(count, dtype=torch.int64, device=worth.device)
-    for i in range(count):
-        gain = (worth - best).clamp_(min=0).sum(0)
-        chosen[i] = gain.masked_fill(taken, -1.0).argmax()
-        taken[chosen[i]] = True
-        best = torch.maximum(best, worth[:, chosen[i], None])
-    return chosen

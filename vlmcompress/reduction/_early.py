@@ -12,7 +12,7 @@ from vlmcompress.reducers import Reduction, Signals
 from vlmcompress.reduction import ahead as _ahead
 from vlmcompress.reduction._attach import Attachment, full_mask
 from vlmcompress.reduction.slots import Slots
-from vlmcompress.reduction.support import feature_layers, needs_encoder
+from vlmcompress.reduction.support import feature_layers, listens
 from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
 
@@ -24,9 +24,9 @@ class Early(Attachment):
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
         self._merged: list[Reduction] = []  # reductions decided before the projector
         self._levels: list[Tensor] = []  # this call's features for the first layers
-        if not needs_encoder(self.module):
-            return
         config = self.vlm.model.config
+        if not listens(self.vlm.spec, config, self.module):
+            return
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1
         self._undo.append(tap(layers[last].self_attn, self._last))

@@ -60,6 +60,12 @@ def needs_encoder(module: ModuleType) -> bool:
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
 
 
+def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
+    """Whether signals from within this model's encoder are read: those that the method needs, or takes where there are any."""
+    takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
+    return needs_encoder(module) or (takes and spec.vision_cls and _closed(config) is None)
+
+
 def _runs_blocks(module: ModuleType) -> bool:
     """Whether the method needs signals of decoder blocks, in place or run ahead."""
     return module.STAGE == "llm" or "ahead" in module.NEEDS
@@ -117,15 +123,19 @@ def _check_deepstack(config: Any, layer: int) -> None:
         raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
 
 
-def _check_encoder(config: Any, options: ReducerOptions) -> None:
+def _closed(config: Any) -> str | None:
+    """The reason why an encoder's attention cannot be read, though its family's can; None when it can."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
-        raise UserError(
-            "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
-        )
+        return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
     if config.vision_config.model_type != "clip_vision_model":
-        raise UserError(
-            f"the encoder is a {config.vision_config.model_type}, without CLS; attach a reducer of the projected tokens"
-        )
+        kind = config.vision_config.model_type
+        return f"the encoder is a {kind}, without CLS; attach a reducer of the projected tokens"
+    return None
+
+
+def _check_encoder(config: Any, options: ReducerOptions) -> None:
+    if reason := _closed(config):
+        raise UserError(reason)
     layers = config.vision_config.num_hidden_layers
     if options.shallow is not None and options.shallow >= layers:
         raise UserError(

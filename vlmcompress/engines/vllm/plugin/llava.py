@@ -18,8 +18,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.models import spec_for
 from vlmcompress.reducers import Reduction
-from vlmcompress.reduction.support import needs_encoder
+from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads")
@@ -45,7 +46,7 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         tower: Any = self.vision_tower
         if hasattr(method, "merge"):
             self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer)
-        elif needs_encoder(method):
+        elif listens(spec_for({"model_type": self.config.model_type}), self.config, method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
 

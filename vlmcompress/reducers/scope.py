@@ -1,0 +1,72 @@
+"""SCOPE: tokens that are salient and cover what the chosen ones do not (arXiv 2510.24214).
+
+A set covers a token as well as its best cosine to one of the set, at least 0. Greedy, as published: always the token of largest
+gain times `saliency^alpha`, its gain being by how much it raises the sum of that over all tokens. `alpha=0` is coverage
+alone, a large one the most salient tokens alone. Unlike `coverage`, cosines count as they are, not as a softmax of them.
+
+Saliency is the attention from CLS in the layer whose output is used, as in the paper. Only LLaVA's CLIP gives it here; in
+other families, whose encoders have no CLS or are not opened by this package, all tokens are equally salient and the choice is
+by coverage alone. The published code compares the encoder's rows, this the projected ones, which every family has: so what is
+covered is what the language model would get, but tokens may differ from that code's.
+
+Where saliency does not tell them apart, two tokens that cover nothing but each other gain exactly the same, as cosines are
+symmetric; so gains within `SLACK` of the largest are taken for equal, or rounding would decide.
+
+Costs `n^2 d` multiply-adds for the cosines, `4 n^2` bytes, and `n^2` additions for each token kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmcompress.reducers._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reducers._selecting import SelectingOptions, cover, selected
+
+STAGE = "projected"
+NEEDS = frozenset({"features"})
+OPTIONAL = frozenset({"saliency"})
+COUNT = "fixed"
+SERVED = True
+SLACK = 1e-4
+"""Gains that differ by less are equal, and the lower index comes first."""
+
+
+@dataclass(frozen=True)
+class Options(SelectingOptions):
+    """`keep`: share of the tokens; `alpha`: power of the saliency, 1 as published, 0 for none of it."""
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if not number or not 0 <= self.alpha <= 100:
+            raise ValueError(f"alpha must be a number from 0 to 100, got {self.alpha!r}")
+
+
+def budget(grid: Grid, options: Options) -> int:
+    """Number of tokens to keep: the share `keep`."""
+    return share(grid, options.keep)
+
+
+def reduce(signals: Signals, options: Options) -> Reduction:
+    """Keep the tokens of largest gain times saliency."""
+    assert signals.features is not None
+    weight = None if signals.saliency is None else emphasis(signals.saliency, options.alpha)
+    kept = select(signals.features, weight, budget(signals.grid, options))
+    return selected(kept, signals, options)
+
+
+def emphasis(saliency: Tensor, alpha: float) -> Tensor:
+    """The power `alpha` of `saliency [n]`, in units of the largest, so that none is too small for float32 at once."""
+    wide = saliency.float()
+    return (wide / wide.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=0) ** alpha
+
+
+def select(features: Tensor, weight: Tensor | None, count: int) -> Tensor:
+    """Choose `count` of rows `[n, d]`, whose gains count `weight [n]` times; indices in the order of their choice."""
+    rows = unit(features)
+    return cover(rows @ rows.T, count, weight, SLACK)
