@@ -22,7 +22,6 @@ line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -189,7 +188,7 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
             "stage": "processor",
         }
     elif chosen:
-        row |= {"method": chosen.method, "options": dataclasses.asdict(chosen.options), "stage": chosen.module.STAGE}
+        row |= {"method": chosen.method, "options": chosen.options.settings(), "stage": chosen.module.STAGE}
         row["seed"] = getattr(chosen.options, "seed", 0)
         if chosen.module.COUNT == "adaptive":
             shares = (found.after / found.before).double()

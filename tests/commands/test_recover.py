@@ -191,7 +191,7 @@ def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
         (("--reduce", "divprune:0.25", "--steps", 0), "--steps is 0; it should be at least 1"),
         (("--reduce", "divprune:0.25", "--lr", -1), "--lr is -1; it should be above 0"),
         (("--reduce", "divprune:0.25", "--text", "x.jsonl"), "--text is for calibration"),
-        (("--reduce", "divprune:0.25", "--samples", 10), "gives 10 samples with images; recover needs at least 16"),
+        (("--reduce", "divprune:0.25", "--samples", 10), "gives 10 samples with images; training needs at least 16"),
         (("--reduce", "tome:0.5", "--train", "tower"), "--train tower: tome:0.5 merges tokens within the tower"),
         (("--reduce", "divprune:0.25", "--set", "scheme=fp8"), "--set scheme: no such key of recover"),
     ],
@@ -208,7 +208,7 @@ def test_other_bad_input(models, data, tmp_path, capsys):
     texts.write_text("\n".join([json.dumps(row)] * 20))
     common = ("recover", models["llava"], "--reduce", "divprune:0.25")
     code, _, err = run(capsys, *common, "--calib", texts, "-o", tmp_path / "out")
-    assert code == 2 and "has no images; recover needs questions about images" in err
+    assert code == 2 and "has no images; training needs questions about images" in err
     (tmp_path / "there").mkdir()
     code, _, err = run(capsys, *common, "--calib", data, "-o", tmp_path / "there")
     assert code == 2 and "exists; choose another folder or pass --overwrite" in err

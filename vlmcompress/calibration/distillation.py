@@ -32,6 +32,14 @@ def answer_tokens(batch: Inputs) -> tuple[int, int]:
 @torch.no_grad()
 def teacher_logits(vlm: VLM, batch: Inputs) -> Tensor:
     """Logits `[answer tokens, vocabulary]` of the model as it is, for one sample that has an answer."""
+    return gated_logits(vlm, batch)
+
+
+def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
+    """The same with a graph, and with the gates that are attached, if any (`reduction.gated`).
+
+    These see the image alone, so the answer may stand behind the prompt.
+    """
     cut, count = answer_tokens(batch)
     columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)
     with float_products(vlm.model):

@@ -50,7 +50,7 @@ def write(
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
-    beside: Mapping[str, Mapping] | None = None,
+    beside: Mapping[str, Mapping | bytes] | None = None,
     settings: Mapping[str, Any] | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -72,7 +72,7 @@ def write(
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
-        beside: name of a further file, or of one that is to be other than in the source -> its content, written as JSON.
+        beside: name of a further file, or of one that is to be other than in the source -> bytes, or what is written as JSON.
         settings: entries of config.json that are to be others than in the source.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
@@ -104,7 +104,7 @@ class Content:
         config: what config.json holds besides that block.
         manifest: the manifest without sizes and hashes.
         before: bytes of the original's tensors.
-        beside: name of a further file, or of one that is to be other than in the source -> its content, written as JSON.
+        beside: name of a further file, or of one that is to be other than in the source -> bytes, or what is written as JSON.
     """
 
     plan: list[Piece]
@@ -114,7 +114,7 @@ class Content:
     config: dict
     manifest: dict
     before: int
-    beside: Mapping[str, Mapping] = field(default_factory=dict)
+    beside: Mapping[str, Mapping | bytes] = field(default_factory=dict)
 
 
 def write_folder(
@@ -137,7 +137,11 @@ def write_folder(
         block = exporter.config(content.layers)
         write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
         for name, more in {**exporter.files(content.layers), **content.beside}.items():
-            write_json(tree / name, dict(more))
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(more, bytes):
+                (tree / name).write_bytes(more)
+            else:
+                write_json(tree / name, dict(more))
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)

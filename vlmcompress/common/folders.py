@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from vlmcompress.errors import UserError
@@ -96,8 +96,8 @@ def dump(data: object) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def save(folder: str | Path, texts: dict[str, tuple[str, str]]) -> dict[str, Path]:
-    """Write files, given as kind -> (name, text), and return kind -> path. Older files stay until all new ones are on disk."""
+def save(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
+    """Write files, given as kind -> (name, content), and return kind -> path. Older files stay until all new ones are there."""
     folder = Path(folder)
     with user_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def save(folder: str | Path, texts: dict[str, tuple[str, str]]) -> dict[str, Pat
         try:
             for name, text in texts.values():
                 part = parts[folder / name]
-                part.write_text(text, encoding="utf-8", errors="replace")
+                part.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
                 sync_file(part)
             for path, part in parts.items():
                 part.replace(path)

@@ -26,7 +26,7 @@ from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import resizing
+from vlmcompress.reduction import resizing, scorer_file
 from vlmcompress.statistics.balance import weighed
 
 
@@ -53,7 +53,7 @@ class Inputs:
             return self
         with phase("reducing"):
             shorter = reduced(self.vlm, self.batches, chosen, progress)
-        origin = self.origin | token_counts(shorter) | {"reduce": chosen.plain()}
+        origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
         return Inputs(decoder(self.vlm), shorter, origin, self.resize)
 
 

@@ -40,7 +40,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.recovery import objective
 from vlmcompress.recovery.train import Course, Settings, train
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.reduction import attach, resizing
+from vlmcompress.reduction import attach, resizing, scorer_file
 
 LEARNT_FROM = 128
 """Most samples that a reducer learns its numbers from."""
@@ -131,7 +131,8 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
     with phase("reducer"):
         vlm, work, batches, count = _behind(vlm, work, data, progress)
     reducer, resize = work.recipe.reduce, work.recipe.resize
-    origin |= ({"reduce": reducer.plain()} if reducer else {}) | ({"resize": resize.model_dump()} if resize else {})
+    origin |= {"reduce": scorer_file.carried(reducer).plain()} if reducer else {}
+    origin |= {"resize": resize.model_dump()} if resize else {}
     with phase("training"):
         found = _trained(vlm, work, asked, files, batches, data.held_out, count, progress)
     written = write_checkpoint(
@@ -226,7 +227,7 @@ def _trained(
         return sum(found) / len(found)
 
     settings = Settings(asked.steps, asked.batch, asked.lr, asked.every, recipe.seed)
-    how: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": parts.changed}
+    how: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
     with torch.inference_mode(False), _reduced(vlm, recipe, count):
         with parts.attached():
             course, best = train(parts.tensors, first, settings, **how, store=files, progress=progress)

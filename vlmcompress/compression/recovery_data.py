@@ -104,9 +104,9 @@ def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress:
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:
     shown = sum(bool(sample.images) for sample in samples)
     if not shown:
-        raise UserError(f"{source} has no images; recover needs questions about images")
+        raise UserError(f"{source} has no images; training needs questions about images")
     if shown < FEWEST:
         raise UserError(
-            f"{source} gives {shown} samples with images; recover needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
+            f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
         )

@@ -10,7 +10,7 @@ from vlmcompress.models import VLM
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated, same
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.reduction import learning, threshold_file
+from vlmcompress.reduction import learning, scorer_file, threshold_file
 
 Samples = Sequence[Mapping[str, Any]]
 
@@ -26,6 +26,8 @@ def settled(
         progress: called with (label, done, total).
         known: the reducer that statistics were collected behind, whose learnt numbers are taken over.
     """
+    if reducer is not None and reducer.options.scorer is not None:
+        return scorer_file.known(vlm.model.config, reducer)
     if reducer is None or not reducer.options.learns:
         return reducer
     if known is not None and same(known, reducer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.reducer import visual_tokens
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.reduction import resizing
+from vlmcompress.reduction import resizing, scorer_file
 from vlmcompress.statistics import kv_range
 
 
@@ -50,14 +51,15 @@ def write_checkpoint(
         trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
         recovery: the manifest's description of that training; None: there was none.
     """
-    recipe = work.recipe
+    setting, beside = _setting(work), _beside(work, attention)
+    work = _carrying(work)
+    source, recipe = work.source, work.recipe
     assert recipe.out is not None
     results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
     language = StoredWeights(store, work.blocks, work.method)
     quantized = ChainMap(_quantize_vision(vlm.model, work, progress), language)  # type: ignore[arg-type]  # neither is written to
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
-    source, setting = work.source, _setting(work)
     return write(
         source.path,
         recipe.out,
@@ -72,7 +74,7 @@ def write_checkpoint(
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
-        beside=({vision_scales.NAME: attention} if attention else {}) | _processor_files(work, setting),
+        beside=beside | (resizing.files(recipe.model, setting) if setting else {}),
         settings=setting.config if setting else {},
         shard_size=recipe.shard_size,
         overwrite=overwrite,
@@ -89,9 +91,19 @@ def _setting(work: Plan) -> models.ImageSetting | None:
     return resizing.chosen(work.source.spec, processor, recipe.resize)
 
 
-def _processor_files(work: Plan, setting: models.ImageSetting | None) -> dict[str, Mapping[str, Any]]:
-    """The processor's files with that setting in them."""
-    return resizing.files(work.recipe.model, setting) if setting else {}
+def _beside(work: Plan, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
+    """Further files: scales of the tower's attention, and the scorer of a reducer that goes by one."""
+    found: dict[str, Mapping[str, Any] | bytes] = {vision_scales.NAME: attention} if attention else {}
+    reduce = work.recipe.reduce
+    return found | ({scorer_file.CARRIED: scorer_file.content(reduce)} if reduce and reduce.options.scorer else {})
+
+
+def _carrying(work: Plan) -> Plan:
+    """The plan with the reducer as the checkpoint has it."""
+    recipe = work.recipe
+    if recipe.reduce is None:
+        return work
+    return replace(work, recipe=recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)}))
 
 
 def _manifest(

@@ -28,6 +28,7 @@ from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import Group, ModelSpec
+from vlmcompress.reduction import scorer_file
 
 
 def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
@@ -171,6 +172,7 @@ def _reducer(subject: _Subject) -> str:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
     reduction.check(vlm, found.reducer.method, found.reducer.options)
+    scorer_file.known(subject.skeleton.config, found.reducer, subject.path)
     reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
     return f"{found.reducer.label}, {where}"

@@ -23,6 +23,7 @@ from vlmcompress.planning import attention, fit, memory, reducer, reuse, rotatio
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import scorer_file
 
 Others = Mapping[tuple[int, str], Method]
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
@@ -148,6 +149,8 @@ def survey(
         source: the recipe's model, if its headers have been read already.
     """
     source = _usable(source or Source.of(recipe.model))
+    if recipe.reduce:
+        recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
     before = sum(spec.nbytes for spec in source.stored.values())
     source = rotation.outlined(recipe, source)
     own = _own_others(recipe, source)

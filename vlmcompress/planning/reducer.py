@@ -15,7 +15,7 @@ from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import cost, resizing
+from vlmcompress.reduction import cost, resizing, scorer_file
 
 TYPICAL = (1024, 768)
 """Width and height of the image that examples are of."""
@@ -94,11 +94,13 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
     if recipe.reduce is None:
         if before is None:
             return found
-        return [*found, f"the model carries the reducer {before.reducer}; add --reduce {before.reducer}, or another"]
+        own = scorer_file.carried(before.reducer, source.path)
+        return [*found, f"the model carries the reducer {before.reducer}; add --reduce {own}, or another"]
     if recipe.reduce.options.vtu:
         return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
         reduction.check(source.vlm, recipe.reduce.method, recipe.reduce.options)
+        scorer_file.known(source.vlm.model.config, recipe.reduce)
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
     return [*found, reason] if (reason := unserved(recipe, source.config)) else found

@@ -84,14 +84,17 @@ class ReducerChoice:
         So versions that do not know `positions` or `merge` read the mapping too, where these are not used.
         """
         common = {one.name: one.default for one in dataclasses.fields(self.options) if one.kw_only}
-        found = dataclasses.asdict(self.options)
+        found = self.options.settings()
         own = {key: value for key, value in found.items() if key not in common or value != common[key]}
         return {"method": self.method, **own}
 
     def __str__(self) -> str:
-        """Write the reducer in the command line's form: the share, and options that differ from their defaults."""
+        """Write the reducer in the command line's form: the share, and options that differ from their defaults.
+
+        The hash of a file that an option names is left out.
+        """
         default = type(self.options)()
-        given = {name: value for name, value in dataclasses.asdict(self.options).items() if name != "keep"}
+        given = {name: value for name, value in self.options.settings().items() if name not in ("keep", "sha256")}
         parts = [] if self.options.keep is None else [_share(self.options.keep)]
         parts += [f"{name}={_yaml_text(value)}" for name, value in given.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
@@ -160,7 +163,7 @@ def choose(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     types = typing.get_type_hints(cls)
-    hints, checked = {field.name: types[field.name] for field in dataclasses.fields(cls)}, {}
+    hints, checked = {name: types[name] for name in cls().settings()}, {}
     for key, value in values.items():
         if key not in hints:
             share = key == "keep"

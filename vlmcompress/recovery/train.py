@@ -2,8 +2,8 @@
 
 The learning rate rises over the first steps and falls to zero as a cosine. Gradients are clipped to a norm of 1. Every so many
 steps the divergence of the held-out samples is measured. The loop ends early where it has not been lower than before for
-`PATIENCE` measurements, and where it diverges: a loss that is not finite, or a held-out divergence above `DIVERGED` times the
-first one. What the loop goes by is stored at each measurement, so that a run that goes on from there comes to the same bits.
+as many measurements as the settings say, and where it diverges: a loss that is not finite, or a held-out divergence above
+`DIVERGED` times the first one. What the loop goes by is stored at each measurement, so that a run that goes on from there comes to the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from vlmcompress.common.progress import Progress, silent
 
 PATIENCE = 4
-"""How many measurements in a row may be no better than the best."""
+"""How many measurements in a row may be no better than the best, where the settings do not say."""
 DIVERGED = 2.0
 WARM_UP = 0.1  # share of the steps in which the rate rises
 MOST_WARM_UP = 20  # steps
@@ -38,6 +38,7 @@ class Settings:
         lr: the highest learning rate.
         every: steps between two measurements of the held-out samples.
         seed: of the order of samples.
+        patience: how many measurements in a row may be no better than the best.
     """
 
     steps: int
@@ -45,6 +46,7 @@ class Settings:
     lr: float
     every: int
     seed: int
+    patience: int = PATIENCE
 
 
 @dataclass
@@ -70,8 +72,8 @@ class Course:
         self.best = min(self.best, self.first)
         self.history = [(int(step), value) for step, value in self.history]
 
-    def note(self, value: float) -> bool:
-        """Take up a measurement after `step`; return whether it is the best one so far."""
+    def note(self, value: float, patience: int = PATIENCE) -> bool:
+        """Take up a measurement after `step`; return whether it is the best one so far. `patience`: as of `Settings`."""
         self.history.append((self.step, value))
         better = value < self.best
         if better:
@@ -79,7 +81,7 @@ class Course:
         since = sum(step > self.best_step for step, _ in self.history)
         if not math.isfinite(value) or value > DIVERGED * max(self.first, _NOISE):
             self.ended = f"it diverged: at step {self.step} the held-out divergence was {value:.4g}"
-        elif since >= PATIENCE:
+        elif since >= patience:
             self.ended = f"the held-out divergence had not fallen for {since} measurements"
         return better
 
@@ -120,7 +122,7 @@ def train(
     *,
     backward: Callable[[int, float], float],
     held_out: Callable[[], float],
-    changed: Callable[[], None],
+    changed: Callable[[int], None],
     store: Store,
     progress: Progress = silent,
 ) -> tuple[Course, dict[str, Tensor]]:
@@ -132,7 +134,8 @@ def train(
         backward: called with a sample's number and a factor; adds the gradient of factor times its loss to `trained`, and
             returns the loss.
         held_out: measures the divergence of the held-out samples, in nats.
-        changed: called after the values of `trained` have changed, and before anything is run with them.
+        changed: called with the number of steps done after the values of `trained` have changed, and before anything is run
+            with them.
         progress: called with (label, done, total).
 
     Returns:
@@ -142,7 +145,7 @@ def train(
     found = store.load()
     if found:
         course, best = loop.restore(*found)
-        changed()
+        changed(course.step)
     else:
         course, best = Course(held_out()), dict[str, Tensor]()
     while course.step < settings.steps and not course.ended:
@@ -151,10 +154,10 @@ def train(
         if not math.isfinite(sum(losses)) or not loop.update(course.step):
             course.ended = f"it diverged: at step {course.step + 1} the loss or its gradient was not finite"
             break
-        changed()
         course.step += 1
+        changed(course.step)
         if course.step % settings.every == 0 or course.step == settings.steps:
-            if course.note(held_out()):
+            if course.note(held_out(), settings.patience):
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
             store.save(loop.state(best), dataclasses.asdict(course))
         progress("recovering", course.step, settings.steps)

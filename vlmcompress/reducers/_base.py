@@ -293,6 +293,20 @@ class ReducerOptions:
         """The options with these thresholds; themselves where the method learns none."""
         return self
 
+    @property
+    def scorer(self) -> str | None:
+        """The file of a trained network that the method goes by, "" where none is named; None: it goes by none."""
+        return None
+
+    @property
+    def network(self) -> Any:
+        """That network, once its file has been read; no setting, so that no recipe and no checkpoint holds it."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """The options by name, as recipes and checkpoints have them."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "network"}
+
 
 LEAST_SHARE = 1e-6
 """The smallest `keep`: a smaller share of any image with fewer than half a million tokens would be no token."""

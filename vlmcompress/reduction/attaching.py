@@ -8,7 +8,7 @@ from typing import Any
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.reducers import REGISTRY, TokenCounter
-from vlmcompress.reduction import threshold_file
+from vlmcompress.reduction import scorer_file, threshold_file
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction._blocks import Blocks
 from vlmcompress.reduction._early import Early
@@ -38,7 +38,7 @@ def attach(
         ready = isinstance(options, REGISTRY.get(method).Options)
         method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
-    method = threshold_file.known(vlm, method)
+    method = scorer_file.known(vlm.model.config, threshold_file.known(vlm, method))
     if counter:
         check_counter(vlm.model.config, method, counter)
         return Merging(vlm, method.module, method.options, counter)

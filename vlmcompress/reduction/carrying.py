@@ -15,6 +15,7 @@ from typing import Any
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, read_json, spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction._attach import Attachment
 from vlmcompress.reduction.attaching import attach
 
@@ -40,4 +41,6 @@ def attach_carried(
     vlm = VLM(model, processor, spec_for(config), Path(folder))
     if reducer is not None:
         return attach(vlm, reducer)
-    return attach(vlm, found.reducer, counter=found.count) if found else None
+    if found is None:
+        return None
+    return attach(vlm, scorer_file.known(model.config, found.reducer, Path(folder)), counter=found.count)

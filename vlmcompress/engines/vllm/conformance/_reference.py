@@ -20,6 +20,7 @@ from vlmcompress import models, reduction
 from vlmcompress.checkpoint.reducer_block import CarriedReducer
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
+from vlmcompress.reduction import scorer_file
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,13 @@ class Reference:
     @contextlib.contextmanager
     def reduced(self, found: CarriedReducer | None) -> Iterator[None]:
         """Within the context, the reducer that a checkpoint carries is attached; None: no reducer is."""
-        attach = reduction.attach(self.vlm, found.reducer, counter=found.count) if found else contextlib.nullcontext()
-        with attach as attached:
+        with self._attach(found) if found else contextlib.nullcontext() as attached:
             self._attached = attached
             yield
+
+    def _attach(self, found: CarriedReducer) -> reduction.Attachment:
+        chosen = scorer_file.known(self.vlm.model.config, found.reducer, self.vlm.path)
+        return reduction.attach(self.vlm, chosen, counter=found.count)
 
     def ask(self, messages: list[dict[str, Any]], tokens: int) -> Expected:
         """Continue a conversation by `tokens` greedily."""

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from vlmcompress import __version__, reducers
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.common import hub
 from vlmcompress.engines.vllm.plugin._serves import refusal
 from vlmcompress.errors import UserError
 from vlmcompress.models import spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
+from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.support import check_config, check_counter
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
@@ -46,6 +48,7 @@ class ServedReducer:
             raise UserError(f"{where}: {reason}")
         try:
             check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
+            reducer = scorer_file.known(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
             if found.count:
                 check_counter(hf_config, reducer, found.count)
         except UserError as error:

@@ -1,0 +1,279 @@
+"""Train the scorer of the reducer `learned` on calibration images, by what the model says with all visual tokens.
+
+The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
+recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`recovery.gating`). The
+held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
+are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.calibration import distillation
+from vlmcompress.calibration.devices import accelerator
+from vlmcompress.common import hub, identity, phases, team
+from vlmcompress.common.phases import phase
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.compression import recovery_data
+from vlmcompress.compression.inputs import data_source
+from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
+from vlmcompress.compression.recovery_files import RecoveryFiles
+from vlmcompress.data import Sample, data_hash
+from vlmcompress.data.encoded import Encoded
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.recipe import Recipe
+from vlmcompress.recovery import gating, objective
+from vlmcompress.recovery.train import Course, Settings, train
+from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce
+from vlmcompress.reduction import refusal, scorer_file
+from vlmcompress.reduction.gated import Gate, Gated
+
+MEASURED = 64
+"""Samples that mean and spread of the channels are measured on."""
+TEMPERATURES = (0.5, 0.3)
+"""Of the soft selection, at the first and at the last step, in units of the spread of an image's worths."""
+NOISE = 0.3
+"""Standard deviation of what is added to worths where training chooses, in the same units."""
+PATIENCE = 6
+COMPARED = ("uniform", "coverage")
+"""Reducers that the outcome names beside it, as they need no training."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a scorer is trained: the flags of the verb. UserError for a value that is not right."""
+
+    keep: float = 0.25
+    steps: int = 600
+    batch: int = 16
+    lr: float = 3e-3
+    every: int = 50
+    hidden: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep < 1:
+            raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
+        for name in ("steps", "batch", "every", "hidden"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; it should be at least 1")
+        if self.hidden > scorer_file.MOST_HIDDEN:
+            raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
+        if not 0 < self.lr < 1:
+            raise UserError(f"--lr is {self.lr:g}; it should be above 0 and below 1, such as 1e-3")
+
+    @property
+    def samples(self) -> int:
+        """As many samples as are seen once each, with those that are held out."""
+        seen = self.steps * self.batch
+        return seen + max(LEAST_HELD_OUT, -(-seen // 9))
+
+
+def learn_reducer(
+    recipe: Recipe, asked: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
+) -> dict[str, Any]:
+    """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts that it holds.
+
+    Args:
+        recipe: resolved recipe of scheme `none`; its model, data and seed are used.
+        asked: how it is trained.
+        resume: go on after an interrupted run with the same settings.
+        overwrite: replace an existing file.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input, or nothing was learnt; nothing was written.
+    """
+    with phases.measured():
+        out = recipe.out
+        assert out is not None, "a scorer has a file"
+        _refuse(recipe, out, overwrite)
+        source = data_source(recipe, recipe.model, "learn-reducer")
+        assert source is not None
+        with phase("loading"):
+            samples = recovery_data.read(source, recipe)
+            files = RecoveryFiles(out, _settings(recipe, asked, samples), resume)
+            vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+            vlm.model.requires_grad_(False)
+            if device := accelerator():
+                vlm.model.to(device)  # type: ignore[arg-type]
+        with phase("teacher"):
+            data = recovery_data.answered(vlm, samples, source, files, progress)
+            origin = recovery_data.taught(vlm, data, recipe, files, progress)
+        with phase("training"), torch.inference_mode(False):
+            batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+            course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
+        if not best:
+            raise UserError(_nothing(course))
+        facts = _facts(recipe, asked, vlm, course, data, origin, others)
+        scorer_file.save(out, best, facts)
+        files.remove()
+        return facts | {"timing": phases.so_far()}
+
+
+class _Training:
+    """A run: the model with gates on its visual tokens, and the scorer's tensors."""
+
+    def __init__(
+        self, vlm: VLM, asked: Asked, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
+    ) -> None:
+        self.vlm, self.asked, self.seed, self.files, self.batches = vlm, asked, seed, files, batches
+        self.first = len(batches) - held_out
+        self.gated = Gated(vlm)
+        self.step = 0
+        self.weights: dict[str, Tensor] = {}
+
+    def run(self, progress: Progress) -> tuple[Course, dict[str, Tensor], dict[str, float]]:
+        """Train; return how it went, the best tensors, and the held-out divergence behind the reducers `COMPARED`."""
+        asked = self.asked
+        with self.gated:
+            mean, spread = self._spread()
+            start = learned.initial(mean, spread, asked.hidden, self.seed)
+            self.weights = {name: value.to(self.vlm.model.device) for name, value in start.items()}
+            trained = {
+                name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
+            }
+            others = {name: self._measured(_chosen_by(name, asked.keep)) for name in COMPARED}
+            course, best = train(
+                trained,
+                self.first,
+                Settings(asked.steps, asked.batch, asked.lr, asked.every, self.seed, PATIENCE),
+                backward=self._backward,
+                held_out=lambda: self._measured(self._hard),
+                changed=self._changed,
+                store=self.files,
+                progress=lambda label, done, total: progress("training the scorer", done, total),
+            )
+        fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
+        return course, best | fixed, others
+
+    def _changed(self, step: int) -> None:
+        self.step = step
+
+    def _loss(self, index: int, gate: Gate) -> Tensor:
+        self.gated.gate = gate
+        return objective.divergence(self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index]))
+
+    def _backward(self, index: int, factor: float) -> float:
+        """Add a sample's gradient, with noise that its number, the step and the seed decide."""
+        random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
+        first, last = TEMPERATURES
+        temperature = first * (last / first) ** (self.step / self.asked.steps)
+
+        def soft(features: Tensor, grid: Grid) -> Tensor:
+            values = learned.worth(self.weights, features, grid)
+            noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
+            return gating.gates(values, self._count(grid), temperature, noise)
+
+        with torch.enable_grad():
+            found = self._loss(index, soft)
+            if found.requires_grad:  # a sample of text alone has no gates
+                (found * factor).backward()
+        return float(found.detach())
+
+    def _hard(self, features: Tensor, grid: Grid) -> Tensor:
+        return gating.gates(learned.worth(self.weights, features, grid), self._count(grid), 1.0)
+
+    def _count(self, grid: Grid) -> int:
+        return learned.budget(grid, learned.Options(keep=self.asked.keep))
+
+    @torch.no_grad()
+    def _measured(self, gate: Gate) -> float:
+        """The mean divergence of the held-out samples that have images, in nats."""
+        shown = [i for i in range(self.first, len(self.batches)) if "pixel_values" in self.batches[i]]
+        return sum(float(self._loss(index, gate)) for index in shown) / len(shown)
+
+    @torch.no_grad()
+    def _spread(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the visual tokens of some samples, `[d]` each."""
+        rows: list[Tensor] = []
+
+        def look(features: Tensor, grid: Grid) -> Tensor:
+            rows.append(features.float().cpu())
+            return features.new_ones(len(features), dtype=torch.float32)
+
+        for index in range(min(MEASURED, self.first)):
+            self.gated.gate = look
+            distillation.gated_logits(self.vlm, self.batches[index])
+        every = torch.cat(rows)
+        return every.mean(0), every.std(0, correction=0)
+
+
+def _chosen_by(name: str, keep: float) -> Callable[[Tensor, Grid], Tensor]:
+    """Gates of what another reducer keeps."""
+    method = REGISTRY.get(name)
+
+    def gate(features: Tensor, grid: Grid) -> Tensor:
+        kept = reduce(method, Signals(grid, features=features), method.Options(keep=keep)).anchor
+        return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+
+    return gate
+
+
+def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
+    if team.size() > 1 or not team.first():
+        raise UserError("learn-reducer runs in one process; start it without torchrun")
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out} is to be a file of a scorer; give it a name that ends in .safetensors")
+    if out.is_dir() or (out.exists() and not overwrite):
+        raise UserError(f"{out} is there already; choose another name, or add --overwrite")
+    if reason := refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
+        raise UserError(reason)
+
+
+def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, Any]:
+    """All that decides a run, by names for messages."""
+    return {
+        **{f"--{name}": value for name, value in asdict(asked).items()},
+        "--seed": recipe.seed,
+        "calibrate.max_length": recipe.calibrate.max_length,
+        "samples with the hash": data_hash(samples),
+        "a model with the files": str(identity.source_identity(recipe.model)),
+        "versions": str(identity.versions()),
+    }
+
+
+def _nothing(course: Course) -> str:
+    why = f" ({course.ended})" if course.ended else ""
+    return (
+        f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or a lower --lr"
+    )
+
+
+def _facts(
+    recipe: Recipe,
+    asked: Asked,
+    vlm: VLM,
+    course: Course,
+    data: Data,
+    origin: dict[str, Any],
+    others: dict[str, float],
+) -> dict[str, Any]:
+    """What the file says of itself."""
+    return {
+        "model_type": vlm.model.config.model_type,
+        "source": hub.shown(recipe.model),
+        "width": vlm.model.config.get_text_config().hidden_size,
+        "hidden": asked.hidden,
+        "keep": asked.keep,
+        "training": asdict(asked) | {"seed": recipe.seed},
+        "samples": {
+            "source": origin["source"],
+            "trained_on": len(data.samples) - data.held_out,
+            "held_out": data.held_out,
+            "answers_of_the_teacher": data.written,
+        },
+        "held_out_kl": {"untrained": course.first, "learned": course.best, **others, "unit": "nats per answer token"},
+        "steps": course.step,
+        "best_step": course.best_step,
+        "ended": course.ended,
+        "created_by": identity.versions(),
+    }
