@@ -43,7 +43,7 @@ TEMPERATURES = (0.5, 0.3)
 """Of the soft selection, at the first and at the last step, in units of the spread of an image's worths."""
 NOISE = 0.3
 """Standard deviation of what is added to worths where training chooses, in the same units."""
-PATIENCE = 6
+PATIENCE, DIVERGED = 6, 4.0
 COMPARED = ("uniform", "coverage")
 """Reducers that the outcome names beside it, as they need no training."""
 
@@ -127,7 +127,7 @@ class _Training:
     ) -> None:
         self.vlm, self.asked, self.seed, self.files, self.batches = vlm, asked, seed, files, batches
         self.first = len(batches) - held_out
-        self.gated = Gated(vlm)
+        self.gated, self.options = Gated(vlm), learned.Options(keep=asked.keep)
         self.step = 0
         self.weights: dict[str, Tensor] = {}
 
@@ -145,7 +145,7 @@ class _Training:
             course, best = train(
                 trained,
                 self.first,
-                Settings(asked.steps, asked.batch, asked.lr, asked.every, self.seed, PATIENCE),
+                Settings(asked.steps, asked.batch, asked.lr, asked.every, self.seed, PATIENCE, DIVERGED),
                 backward=self._backward,
                 held_out=lambda: self._measured(self._hard),
                 changed=self._changed,
@@ -169,9 +169,10 @@ class _Training:
         temperature = first * (last / first) ** (self.step / self.asked.steps)
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
-            values = learned.worth(self.weights, features, grid)
+            values = gating.standard(learned.worth(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
-            return gating.gates(values, self._count(grid), temperature, noise)
+            best, cover = self._chosen(values.detach() + noise, features, grid)
+            return gating.gates(values, best, temperature).index_fill(0, cover, 1.0)
 
         with torch.enable_grad():
             found = self._loss(index, soft)
@@ -180,10 +181,12 @@ class _Training:
         return float(found.detach())
 
     def _hard(self, features: Tensor, grid: Grid) -> Tensor:
-        return gating.gates(learned.worth(self.weights, features, grid), self._count(grid), 1.0)
+        kept = torch.cat(self._chosen(learned.worth(self.weights, features, grid), features, grid))
+        return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
 
-    def _count(self, grid: Grid) -> int:
-        return learned.budget(grid, learned.Options(keep=self.asked.keep))
+    def _chosen(self, values: Tensor, features: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The tokens that are kept for their worth, and those that cover the image beside them."""
+        return learned.choose(values, features, learned.budget(grid, self.options), self.options.cover)
 
     @torch.no_grad()
     def _measured(self, gate: Gate) -> float:

@@ -1,7 +1,7 @@
 """Gates that let a selection be trained: what is kept is exact, what would change it is estimated.
 
-Forward, a token's gate is 1 where it is among the `count` of highest worth, else 0: just what the language model will get.
-Backward, it is `sigmoid((worth - level) / temperature)`, with the level at which these add up to `count` (a straight-through
+Forward, a token's gate is 1 where it is chosen for its worth, else 0: just what the language model will get. Backward, it is
+`sigmoid((worth - level) / temperature)`, with the level at which these add up to as many as are chosen (a straight-through
 estimator, Bengio et al., arXiv 1308.3432). Attention weighs each key by its gate,
 
     out_i = sum_j gate_j exp(q_i k_j) v_j / sum_j gate_j exp(q_i k_j)
@@ -28,19 +28,20 @@ def level(worth: Tensor, count: int, temperature: float) -> Tensor:
     return (low + high) / 2
 
 
-def gates(worth: Tensor, count: int, temperature: float, noise: Tensor | None = None) -> Tensor:
-    """Gates of an image's tokens, `[n]`: `count` ones and zeros, with the gradient of a soft selection.
+def standard(worth: Tensor) -> Tensor:
+    """Bring `worth [n]` to mean 0 and spread 1, so that its scale does not matter."""
+    return (worth - worth.mean()) / (worth.std(correction=0) + 1e-6)
+
+
+def gates(values: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+    """Gates of an image's tokens, `[n]`: ones at `chosen` and zeros, with the gradient of a soft selection of as many.
 
     Args:
-        worth: `[n]`; its scale does not matter, as it is brought to a spread of 1.
-        count: how many are kept.
-        temperature: of the soft selection, in units of that spread.
-        noise: `[n]`, added where the tokens are chosen, so that others are tried, too; None: none.
+        values: `[n]`, worths in units of their spread (`standard`).
+        chosen: `[k]`, indices of what is kept.
+        temperature: of the soft selection, in the same units.
     """
-    values = (worth - worth.mean()) / (worth.std(correction=0) + 1e-6)
-    fixed = values.detach()
-    soft = torch.sigmoid((values - level(fixed, count, temperature)) / temperature)
-    chosen = (fixed if noise is None else fixed + noise).sort(descending=True, stable=True).indices[:count]
+    soft = torch.sigmoid((values - level(values.detach(), len(chosen), temperature)) / temperature)
     hard = torch.zeros_like(soft).index_fill(0, chosen, 1.0)
     return hard + soft - soft.detach()
 

@@ -1,9 +1,10 @@
 """The loop of a recovery: AdamW on a few tensors, judged by samples that it never trains on, and the best state is kept.
 
-The learning rate rises over the first steps and falls to zero as a cosine. Gradients are clipped to a norm of 1. Every so many
-steps the divergence of the held-out samples is measured. The loop ends early where it has not been lower than before for
+The learning rate rises over the first steps and falls to zero as a cosine. Gradients are clipped to a norm of 1. Every so
+many steps the divergence of the held-out samples is measured. The loop ends early where it has not been lower than before for
 as many measurements as the settings say, and where it diverges: a loss that is not finite, or a held-out divergence above
-`DIVERGED` times the first one. What the loop goes by is stored at each measurement, so that a run that goes on from there comes to the same bits.
+`DIVERGED` times the first one. What the loop goes by is stored at each measurement, so that a run that goes on from there
+comes to the same bits.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Settings:
         every: steps between two measurements of the held-out samples.
         seed: of the order of samples.
         patience: how many measurements in a row may be no better than the best.
+        diverged: a held-out divergence of so many times the first ends the run.
     """
 
     steps: int
@@ -47,6 +49,7 @@ class Settings:
     every: int
     seed: int
     patience: int = PATIENCE
+    diverged: float = DIVERGED
 
 
 @dataclass
@@ -72,14 +75,14 @@ class Course:
         self.best = min(self.best, self.first)
         self.history = [(int(step), value) for step, value in self.history]
 
-    def note(self, value: float, patience: int = PATIENCE) -> bool:
-        """Take up a measurement after `step`; return whether it is the best one so far. `patience`: as of `Settings`."""
+    def note(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
+        """Take up a measurement after `step`; return whether it is the best one so far. The others are as of `Settings`."""
         self.history.append((self.step, value))
         better = value < self.best
         if better:
             self.best, self.best_step = value, self.step
         since = sum(step > self.best_step for step, _ in self.history)
-        if not math.isfinite(value) or value > DIVERGED * max(self.first, _NOISE):
+        if not math.isfinite(value) or value > diverged * max(self.first, _NOISE):
             self.ended = f"it diverged: at step {self.step} the held-out divergence was {value:.4g}"
         elif since >= patience:
             self.ended = f"the held-out divergence had not fallen for {since} measurements"
@@ -157,7 +160,7 @@ def train(
         course.step += 1
         changed(course.step)
         if course.step % settings.every == 0 or course.step == settings.steps:
-            if course.note(held_out(), settings.patience):
+            if course.note(held_out(), settings.patience, settings.diverged):
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
             store.save(loop.state(best), dataclasses.asdict(course))
         progress("recovering", course.step, settings.steps)

@@ -49,14 +49,19 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     return Reduction.join(parent)
 
 
-def cover(worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0) -> Tensor:
+def cover(
+    worth: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, given: Tensor | None = None
+) -> Tensor:
     """Choose `count` columns of `worth [m, n]`, whose rowwise maxima have a large sum; indices in the order of their choice.
 
     Greedy: always the column that raises that sum most, times `weight [n]` where that is given; the lowest index of those that
-    fall short of the most by a share of at most `slack`. Maxima begin at 0.
+    fall short of the most by a share of at most `slack`. Maxima begin at 0, or at those of the columns `given`, which are not
+    chosen again.
     """
     best = torch.zeros(len(worth), 1, device=worth.device)
     taken = torch.zeros(worth.shape[1], dtype=torch.bool, device=worth.device)
+    if given is not None and len(given):
+        best, taken[given] = worth[:, given].amax(1, keepdim=True), True
     chosen = torch.empty(count, dtype=torch.int64, device=worth.device)
     for i in range(count):
         gain = (worth - best).clamp_(min=0).sum(0)

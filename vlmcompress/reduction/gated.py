@@ -42,6 +42,10 @@ class Gated(Attachment):
         method = REGISTRY.get("learned")
         super().__init__(vlm, method, method.Options())
 
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        self._gates = None  # a prompt without images has none
+        return super()._begin(module, args, kwargs)
+
     def _hook(self) -> None:
         AttentionInterface.register(_NAME, _run)
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.layers)
@@ -64,7 +68,6 @@ class Gated(Attachment):
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds = kwargs["inputs_embeds"]
-        self._gates = None
         if self.gate is not None:
             gates = torch.ones(embeds.shape[:2], device=embeds.device)
             for unit in units:
