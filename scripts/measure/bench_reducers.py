@@ -61,6 +61,10 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
     "coverage": [{}, {"merge": "nearest"}],
+    "learned": [{}, {"merge": "nearest"}],
+    "cdpruner": [{}, {"relevance": "question"}],
+    "scope": [{}],
+    "holov": [{}],
     "dart": [{}, {"pivots": 4}, {"pivots": 4, "text_pivots": 4}],
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}, {"layer": 1}],
@@ -150,6 +154,8 @@ def measure(args: argparse.Namespace) -> None:
                 askers[model] = Asker(vlm, asked)
             if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
+            if setting.group.startswith("learned") and not args.scorers:
+                continue
             if setting.resize and resizing.refusal(askers[model].vlm.spec):
                 continue
             start = time.process_time()
@@ -177,6 +183,9 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     if chosen and chosen.method == "dymu":
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
+    if chosen and chosen.method == "learned":
+        scorer = str(args.scorers / f"{model}.safetensors")
+        chosen = ReducerChoice("learned", replace(chosen.options, scorer=scorer))  # type: ignore[arg-type]
     found = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
     kept = float(found.after.sum() / found.before.sum())
     whole = chosen.options.layer if chosen and chosen.module.STAGE == "llm" else 0  # blocks that see everything
@@ -216,6 +225,12 @@ def main() -> None:
     parser.add_argument("--per-family", type=int, help="questions of each of the nine families; default: all")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
+    parser.add_argument(
+        "--scorers",
+        type=Path,
+        metavar="DIR",
+        help="folder with MODEL.safetensors of `vlmcompress learn-reducer` for each model, for the rows of `learned`",
+    )
     parser.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="shares to measure; default: all")
     parser.add_argument("--speed", type=int, metavar="ROUNDS", help="measure prefill time and cache instead")
     parser.add_argument("--layers", type=int, default=28, help="decoder blocks of the models for --speed")

@@ -68,7 +68,8 @@ def test_a_named_method_starts_anew_and_an_option_amends(tmp_path):
         ("dart:0.5,pivot=3", "no option 'pivot'; did you mean 'pivots'"),
         ("dart:0.5,0.3", "'0.3' is no setting"),
         ({"keep": 0.5}, "write it like {method: dart, keep: 0.5}"),
-        (["dart"], "write it like {method: dart, keep: 0.5}"),
+        (["dart", "fastv"], "dart and fastv do not go together; a recipe has resize and one other reducer"),
+        (5, "write it like {method: dart, keep: 0.5}"),
         ({"method": "dart", "keep": "half"}, "keep is 'half', should be a number"),
     ],
 )

@@ -14,8 +14,8 @@ from vlmcompress.reduction import refusal
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if refusal(spec, "fastv") is None]  # methods within the language model
-WHOLE = ("litevlm", "evs")  # chooses among images; looks at videos
-SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in WHOLE]
+APART = ("litevlm", "evs", "learned")  # chooses among images; looks at videos; has to be trained (test_learned)
+SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [
     (spec.family, method)

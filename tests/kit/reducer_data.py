@@ -11,10 +11,15 @@ from contextlib import contextmanager
 import torch
 
 from vlmcompress import reducers
-from vlmcompress.reducers import REGISTRY, Reduction, Signals
+from vlmcompress.reducers import REGISTRY, Reduction, Signals, learned
 
 LAYERS = 4
-EXTRA = {"dymu": {"thresholds": (0.7, 0.75, 0.8, 0.85)}, "vscan": {"window": 3}}
+WIDTH = 12
+EXTRA = {
+    "dymu": {"thresholds": (0.7, 0.75, 0.8, 0.85)},
+    "vscan": {"window": 3},
+    "learned": {"network": learned.Network(learned.initial(torch.zeros(WIDTH), torch.ones(WIDTH), hidden=8, seed=0))},
+}
 """Options without which a method does not run, or not on images this small."""
 
 
@@ -30,7 +35,7 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
     keys = keys + keys.roll(1, 0)
     ahead = Signals(
         grid,
-        features=draw(n, 12),
+        features=draw(n, WIDTH),
         keys=draw(n, 16),
         heads=2,
         saliency=draw(n),
@@ -40,7 +45,7 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
     return Signals(
         ahead=ahead,
         grid=grid,
-        features=draw(n, 12),
+        features=draw(n, WIDTH),
         keys=keys.bfloat16().float(),
         heads=heads,
         saliency=draw(n).exp().bfloat16().float(),

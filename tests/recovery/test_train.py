@@ -90,7 +90,7 @@ def fitted(store: Kept, steps: int = 40, lr: float = 0.05, broken: float | None 
         return sum(float(loss(index)) for index in range(16, 24)) / 8
 
     settings = Settings(steps, batch=3, lr=lr, every=5, seed=1)
-    how = {"backward": backward, "held_out": held_out, "changed": lambda: None}
+    how = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
     return train(trained, 16, settings, **how, store=store), trained
 
 

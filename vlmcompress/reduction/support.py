@@ -27,8 +27,14 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
         return None
     if "pixels" in module.NEEDS:
         return f"'{method}' leaves out patches, and the encoder of {spec.family} takes whole pictures; use a Qwen model"
-    others = ", ".join(name for name in REGISTRY.names() if _fits(spec, REGISTRY.get(name)))
+    modules = {name: REGISTRY.get(name) for name in REGISTRY.names()}
+    others = ", ".join(name for name, other in modules.items() if _fits(spec, other) and not _weak(other))
     return f"'{method}' {_unfit(spec, module)}; use {others}"
+
+
+def _weak(module: ModuleType) -> bool:
+    """Whether a method is not worth naming: it saves nothing in engines, or beat no baseline."""
+    return not module.SERVED or getattr(module, "NO_BETTER_THAN", None) is not None
 
 
 def _fits(spec: ModelSpec, module: ModuleType) -> bool:
