@@ -43,7 +43,7 @@ def gates(values: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     """
     soft = torch.sigmoid((values - level(values.detach(), len(chosen), temperature)) / temperature)
     hard = torch.zeros_like(soft).index_fill(0, chosen, 1.0)
-    return hard + soft - soft.detach()
+    return hard + (soft - soft.detach())
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor | None, scale: float) -> Tensor:

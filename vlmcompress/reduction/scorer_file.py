@@ -1,12 +1,8 @@
 """The file of a trained scorer, which `vlmcompress learn-reducer` writes, recipes name and checkpoints carry.
 
-It is a safetensors file with the float32 tensors of `reducers.learned.shapes`. Its metadata, all texts:
-
-| key | content |
-|---|---|
-| format | `vlmcompress scorer` |
-| schema_version | 1 |
-| facts | a JSON object: `model_type`, `source` (the model's name), `width`, `hidden`, `keep`, and how it was trained |
+It is a safetensors file with the float32 tensors of `reducers.learned.shapes`. Its metadata have one entry,
+`vlmcompress_scorer`, with a JSON object: `schema_version` (1), `model_type`, `source` (the model's name), `width` (channels
+of a token), `hidden`, `keep`, and how it was trained.
 
 A checkpoint carries it as `reducer/scorer.safetensors`: engines take every safetensors file of the folder itself for weights.
 A file may come from anywhere. Nothing in it is code, and its size, names, shapes and numbers are checked.
@@ -33,7 +29,7 @@ from vlmcompress.reducers import learned
 
 CARRIED = "reducer/scorer.safetensors"
 """Where a checkpoint has the file."""
-FORMAT, SCHEMA_VERSION = "vlmcompress scorer", 1
+FACTS, SCHEMA_VERSION = "vlmcompress_scorer", 1
 LARGEST, MOST_HIDDEN = 64 << 20, 1024
 COMMAND = "vlmcompress learn-reducer MODEL --calib DATA --keep 0.25 -o FILE.safetensors"
 
@@ -108,7 +104,7 @@ def content(chosen: ReducerChoice) -> bytes:
 
 def save(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Scorer:
     """Write the file, whole or not at all."""
-    metadata = {"format": FORMAT, "schema_version": str(SCHEMA_VERSION), "facts": json.dumps(facts, sort_keys=True)}
+    metadata = {FACTS: json.dumps({"schema_version": SCHEMA_VERSION, **facts}, sort_keys=True)}
     data = safetensors.torch.save({name: value.float().cpu().contiguous() for name, value in weights.items()}, metadata)
     folders.save(path.parent, {"safetensors": (path.name, data)})
     return read(path)
@@ -137,18 +133,18 @@ def _bytes(path: Path) -> bytes:
 
 def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """The facts of a file, once they, the names, shapes and numbers of its tensors are found to be right."""
-    if metadata.get("format") != FORMAT:
+    if FACTS not in metadata:
         raise UserError(f"{path} holds no scorer; train one with `{COMMAND}`")
-    if metadata.get("schema_version") != str(SCHEMA_VERSION):
-        found = str(metadata.get("schema_version"))[:20]
-        raise UserError(f"scorer {path} is of schema {found}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it")
     try:
-        facts = json.loads(metadata["facts"])
+        facts = json.loads(metadata[FACTS])
+        if (schema := facts.pop("schema_version")) != SCHEMA_VERSION:
+            found = str(schema)[:20]
+            raise UserError(f"scorer {path} is of schema {found}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it")
         width, hidden = facts["width"], facts["hidden"]
         if type(width) is not int or type(hidden) is not int or not (0 < hidden <= MOST_HIDDEN and width > 0):
             raise ValueError
         facts |= {"model_type": str(facts["model_type"]), "source": str(facts["source"])[:80]}
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"scorer {path} does not say what it is of; train one with `{COMMAND}`") from error
     shapes = learned.shapes(width, hidden)
     for name in sorted(weights.keys() | shapes.keys()):

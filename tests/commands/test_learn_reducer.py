@@ -1,0 +1,180 @@
+"""`vlmcompress learn-reducer` on tiny models: what it writes, who carries it, how it goes on, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.kit import calibration_rows, tiny
+from tests.kit.inputs import encode
+from vlmcompress import cli
+from vlmcompress.compression import learn_reducer
+from vlmcompress.models import load
+from vlmcompress.reduction import attach, attach_carried, scorer_file
+
+FEW = ("--steps", 6, "--every", 2, "--batch", 4, "--hidden", 8)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows over three images only, so that what is held out is like what is trained on."""
+    return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, lambda row: f"{row % 3}.png", side=112)
+
+
+def run(capsys, *arguments):
+    code = cli.main(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def scorers(models, data, tmp_path_factory):
+    """Model -> the file of its scorer."""
+    folder, found = tmp_path_factory.mktemp("scorers"), {}
+    for name, model in models.items():
+        found[name] = folder / f"{name}.safetensors"
+        given = ("learn-reducer", model, "-o", found[name], "--calib", data, "--keep", "0.5", *FEW, "--steps", 30)
+        assert cli.main([*map(str, given)]) == 0
+    return found
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])
+def test_a_checkpoint_carries_it(models, scorers, tmp_path, capsys, name):
+    """Written, checked by the doctor, read back: reduced as the model with the scorer's file is."""
+    out, model = tmp_path / "out", models[name]
+    reduce = f"learned:0.5,scorer={scorers[name]}"
+    code, text, err = run(capsys, "quantize", model, "--scheme", "none", "--reduce", reduce, "-o", out)
+    assert code == 0, err
+    assert (out / scorer_file.CARRIED).read_bytes() == scorers[name].read_bytes()
+    block = json.loads((out / "config.json").read_text())["vlmcompress"]["reduce"]
+    assert block["scorer"] == scorer_file.CARRIED and len(block["sha256"]) == 64 and "network" not in block
+    assert str(scorers[name].parent) not in "".join(path.read_text() for path in out.glob("*.json"))
+    assert "reducer/scorer.safetensors" in json.loads((out / "vlmcompress.json").read_text())["files"]
+    code, text, err = run(capsys, "doctor", out, "--source", model)
+    assert code == 0 and "learned:0.5" in text, text
+    vlm = load(model)
+    batch = encode(vlm, 1)
+    with torch.no_grad(), attach(vlm, "learned", {"keep": 0.5, "scorer": str(scorers[name])}) as attached:
+        wanted = vlm.model(**batch).logits
+        kept = [unit.reduction.anchor.tolist() for unit in attached.seen]
+    read = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
+    with torch.no_grad(), attach_carried(read, vlm.processor, out) as attached:
+        assert torch.equal(read(**batch).logits, wanted)
+        assert [unit.reduction.anchor.tolist() for unit in attached.seen] == kept
+    (out / scorer_file.CARRIED).write_bytes(b"")
+    code, text, _ = run(capsys, "doctor", out, "--source", model)
+    assert code != 0 and "scorer" in text
+
+
+def test_calibration_goes_on_behind_it(models, scorers, data, tmp_path, capsys):
+    """Statistics remember the file by its content; another one is refused."""
+    model, stats, other = models["llava"], tmp_path / "stats", tmp_path / "other.safetensors"
+    reduce = ("--reduce", f"learned:0.5,scorer={scorers['llava']}")
+    assert run(capsys, "calibrate", model, "-o", stats, "--calib", data, *reduce)[0] == 0
+    given = ("quantize", model, "--scheme", "int8", "--stats", stats)
+    code, _, err = run(capsys, *given, *reduce, "-o", tmp_path / "out")
+    assert code == 0, err
+    found = scorer_file.read(scorers["llava"])
+    scorer_file.save(other, found.weights | {"bias": found.weights["bias"] + 1}, found.facts)
+    code, _, err = run(capsys, *given, "--reduce", f"learned:0.5,scorer={other}", "-o", tmp_path / "no")
+    assert code == 2 and "statistics" in err and not (tmp_path / "no").exists()
+
+
+def test_what_it_says(models, data, tmp_path, capsys):
+    out = tmp_path / "s.safetensors"
+    code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, "--json", *FEW)
+    assert code == 0, err
+    done = json.loads(text)
+    assert done["steps"] == 6 and done["samples"]["held_out"] == 8 and done["samples"]["trained_on"] == 16
+    kl = done["held_out_kl"]
+    assert kl["learned"] == min(kl["learned"], kl["untrained"]) and kl["coverage"] > 0 and kl["uniform"] > 0
+    assert done["next"][1].startswith(f"vlmcompress quantize {models['llava']} --reduce learned:0.25,scorer={out}")
+    facts = scorer_file.read(out).facts
+    assert facts["model_type"] == "llava" and facts["hidden"] == 8 and facts["keep"] == 0.25
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"], "what a run keeps to go on is gone"
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, capsys, monkeypatch):
+    given = ("learn-reducer", models["llava"], "--calib", data, *FEW)
+    assert run(capsys, *given, "-o", tmp_path / "whole.safetensors")[0] == 0
+    out, backward = tmp_path / "part.safetensors", learn_reducer._Training._backward
+
+    def interrupted(self, index, factor):
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return backward(self, index, factor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learn_reducer._Training, "_backward", interrupted)
+        assert run(capsys, *given, "-o", out)[0] == 130 and not out.exists()
+    code, _, err = run(capsys, *given, "-o", out, "--resume", "--lr", "0.01")
+    assert code == 2 and "--resume: the interrupted run had --lr 0.003, this one has 0.01" in err
+    assert run(capsys, *given, "-o", out, "--resume")[0] == 0
+    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_path, capsys, monkeypatch):
+    out, run_class = tmp_path / "s.safetensors", learn_reducer._Training
+    backward, measured = run_class._backward, iter([0.5, 0.4, 0.3, 0.1])  # uniform, coverage, untrained, step 2
+    monkeypatch.setattr(run_class, "_measured", lambda self, gate: next(measured))
+    monkeypatch.setattr(
+        run_class, "_backward", lambda self, *given: backward(self, *given) if self.step < 3 else float("nan")
+    )
+    code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *FEW)
+    assert code == 0, err
+    assert "step 2 is kept; it diverged: at step 4 the loss or its gradient was not finite" in text
+    assert scorer_file.read(out).facts["held_out_kl"]["learned"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (("--keep", "0"), "keep must be a number above 0"),
+        (("--keep", "1"), "--keep is 1; it should be above 0 and below 1"),
+        (("--steps", 0), "--steps is 0; it should be at least 1"),
+        (("--hidden", 4096), "--hidden is 4096; it should be at most 1024"),
+        (("--lr", 2), "--lr is 2; it should be above 0 and below 1"),
+        (("--samples", 10), "training needs at least 16"),
+        (("--set", "kv_cache=fp8"), "--set kv_cache: no such key of learn-reducer"),
+        (("--text", "x.jsonl"), "--text is for calibration"),
+    ],
+)
+def test_bad_input_is_one_line(models, data, tmp_path, capsys, more, text):
+    out = tmp_path / "s.safetensors"
+    code, _, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *more)
+    assert code == 2 and text in err and err.count("\n") == 1 and not out.exists()
+
+
+def test_what_else_is_refused(models, scorers, data, tmp_path, capsys):
+    names = ("a.safetensors", "b.bin")
+    there, odd = (tmp_path / name for name in names)
+    there.write_bytes(b"mine")
+    given = ("learn-reducer", models["llava"], "--calib", data)
+    for out, text in (
+        (there, "is there already; choose another name, or add --overwrite"),
+        (odd, "ends in .safetensors"),
+    ):
+        code, _, err = run(capsys, *given, "-o", out)
+        assert code == 2 and text in err
+    assert there.read_bytes() == b"mine"
+    texts = tmp_path / "texts.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    texts.write_text("".join(json.dumps({"id": str(i), "messages": turns}) + "\n" for i in range(30)))
+    code, _, err = run(capsys, *given[:2], "--calib", texts, "-o", tmp_path / "c.safetensors")
+    assert code == 2 and "has no images" in err
+    given = ("quantize", models["llava"], "--scheme", "none", "-o", tmp_path / "out")
+    for reduce, text in (
+        ("learned:0.5", "'learned' has no scorer; train one with"),
+        ("learned:0.5,scorer=nowhere.safetensors", "cannot read scorer nowhere.safetensors"),
+        (f"learned:0.5,scorer={scorers['qwen2-5-vl']}", "of another model"),
+    ):
+        code, _, err = run(capsys, *given, "--reduce", reduce)
+        assert code == 2 and text in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
