@@ -24,6 +24,7 @@ CASES = {
     "run ahead": ("demo", "surrogate:0.25,rule=dart", CHUNKED | CACHED, 2),
     "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
     "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
+    "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
     "internvl": ("internvl", "evs:0.5", CHUNKED | CACHED, 2),
 }
@@ -68,6 +69,7 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
         path, vlm = models[source]
         turns = cases.questions(count, "llava") if source == "demo" else cases.noisy()
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
+        reducer = cases.trained(reducer, vlm, folder / name)
         answers = cases.reference(vlm, reducer, requests, TOKENS)
         films = [cases.film(vlm, folder / name / "videos", frames) for frames in (6, 3) if name in FILMED]
         answers += [cases.film_reference(vlm, reducer, film, TOKENS) for film in films]

@@ -51,6 +51,7 @@ TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
 MORE = {
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
+    "qwen2-5-vl, by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
     "qwen3-vl, videos only": Case("qwen3-vl", "evs:0.5", BOTH, passes=2, film=True),
     "qwen2-vl by pixels": Case("qwen2-vl", "pixelprune", BOTH, passes=2),
     "qwen3-vl by pixels": Case("qwen3-vl", "pixelprune", BOTH, passes=2),
@@ -77,11 +78,12 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
         source, vlm = models[case.source]
         turns = prompts(case)
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
-        answers = cases.reference(vlm, case.reducer, requests, TOKENS)
+        reducer = cases.trained(case.reducer, vlm, folder / name)
+        answers = cases.reference(vlm, reducer, requests, TOKENS)
         if case.film:
             requests.append(cases.film(vlm, folder / name / "video"))
-            answers.append(cases.film_reference(vlm, case.reducer, requests[-1], TOKENS))
-        reduced = cases.reduced(source, folder / name / "model", case.reducer)
+            answers.append(cases.film_reference(vlm, reducer, requests[-1], TOKENS))
+        reduced = cases.reduced(source, folder / name / "model", reducer)
         jobs.append(
             {
                 "folder": str(reduced),

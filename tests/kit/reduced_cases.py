@@ -21,8 +21,8 @@ from tests.kit.vllm_reduced import about
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.models import VLM, load
 from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reducers import Grid, Signals, TokenCounter, reduce
-from vlmcompress.reduction import attach
+from vlmcompress.reducers import Grid, Signals, TokenCounter, learned, reduce
+from vlmcompress.reduction import attach, scorer_file
 
 Turns = list[dict[str, Any]]
 
@@ -32,14 +32,31 @@ def chosen(reducer: str | ReducerChoice) -> ReducerChoice:
     return parse(reducer) if isinstance(reducer, str) else reducer
 
 
+def trained(reducer: str, vlm: VLM, folder: Path) -> str | ReducerChoice:
+    """A reducer that goes by a scorer with the file of one, of random numbers, in `folder`; any other as it is."""
+    if not reducer.startswith("learned"):
+        return reducer
+    config = vlm.model.config
+    width, random = config.get_text_config().hidden_size, torch.Generator().manual_seed(4)
+    weights = learned.initial(torch.zeros(width), torch.ones(width), 16, seed=4)
+    facts = {"model_type": config.model_type, "source": vlm.path.name, "width": width, "hidden": 16, "keep": 0.25}
+    path = folder / "scorer.safetensors"
+    scorer_file.save(path, weights | {"value": torch.randn(16, 16, generator=random) / 4}, facts)
+    return parse(f"{reducer},scorer={path}")
+
+
 def reduced(source: Path, folder: Path, reducer: str | ReducerChoice, counter: TokenCounter | None = None) -> Path:
     """The checkpoint in `source`, with a reducer, in `folder`. Its files are links."""
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, chosen(reducer), counter)))
+    config, carried = json.loads((source / "config.json").read_text()), scorer_file.named(chosen(reducer))
+    if carried.options.scorer:
+        (folder / scorer_file.CARRIED).parent.mkdir()
+        (folder / scorer_file.CARRIED).write_bytes(scorer_file.content(carried))
+        carried = scorer_file.carried(carried)
+    (folder / "config.json").write_text(json.dumps(reducer_block.write(config, carried, counter)))
     return folder
 
 
