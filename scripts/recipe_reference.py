@@ -106,7 +106,8 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
             yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
     else:
         for one in dataclasses.fields(cls):
-            yield one.name, _value(one.default), ""
+            if one.name != "network":  # of a file that an option names
+                yield one.name, _value(one.default), ""
 
 
 def _limit(metadata: Any) -> str:

@@ -116,7 +116,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
         patch.setattr(learn_reducer._Training, "_backward", interrupted)
         assert run(capsys, *given, "-o", out)[0] == 130 and not out.exists()
     code, _, err = run(capsys, *given, "-o", out, "--resume", "--lr", "0.01")
-    assert code == 2 and "--resume: the interrupted run had --lr 0.003, this one has 0.01" in err
+    assert code == 2 and "--resume: the interrupted run had --lr 0.001, this one has 0.01" in err
     assert run(capsys, *given, "-o", out, "--resume")[0] == 0
     assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 

@@ -19,7 +19,7 @@ from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
 
 PLACE = 81
-DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 3e-3, "every": 50, "hidden": 64}
+DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "hidden": 64}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +27,16 @@ def options(parser: argparse.ArgumentParser) -> None:
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original")
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .safetensors")
-    parser.add_argument("--keep", metavar="SHARE", default="0.25", help="of an image's tokens; default: 0.25")
+    parser.add_argument(
+        "--keep",
+        metavar="SHARE",
+        default="0.25",
+        help="of an image's tokens, around which it is trained; default: 0.25",
+    )
     _flags.data(parser)
     parser.add_argument("--steps", type=int, metavar="N", default=DEFAULTS["steps"], help="most steps; default: 600")
     parser.add_argument("--batch", type=int, metavar="B", default=DEFAULTS["batch"], help="samples a step; default: 16")
-    parser.add_argument("--lr", type=float, default=DEFAULTS["lr"], help="highest learning rate; default: 3e-3")
+    parser.add_argument("--lr", type=float, default=DEFAULTS["lr"], help="highest learning rate; default: 1e-3")
     parser.add_argument(
         "--every", type=int, metavar="N", default=DEFAULTS["every"], help="steps between measurements; default: 50"
     )

@@ -43,6 +43,9 @@ TEMPERATURES = (0.5, 0.3)
 """Of the soft selection, at the first and at the last step, in units of the spread of an image's worths."""
 NOISE = 0.3
 """Standard deviation of what is added to worths where training chooses, in the same units."""
+SPREAD, MOST = 2.25, 0.9
+"""Shares are drawn between a `SPREAD`th of `keep` and so many times it, at most `MOST`, evenly in their logarithm: trained
+at one share alone, a scorer orders tokens well at that threshold only."""
 PATIENCE, DIVERGED = 6, 4.0
 COMPARED = ("uniform", "coverage")
 """Reducers that the outcome names beside it, as they need no training."""
@@ -55,7 +58,7 @@ class Asked:
     keep: float = 0.25
     steps: int = 600
     batch: int = 16
-    lr: float = 3e-3
+    lr: float = 1e-3
     every: int = 50
     hidden: int = 64
 
@@ -127,7 +130,7 @@ class _Training:
     ) -> None:
         self.vlm, self.asked, self.seed, self.files, self.batches = vlm, asked, seed, files, batches
         self.first = len(batches) - held_out
-        self.gated, self.options = Gated(vlm), learned.Options(keep=asked.keep)
+        self.gated = Gated(vlm)
         self.step = 0
         self.weights: dict[str, Tensor] = {}
 
@@ -163,15 +166,17 @@ class _Training:
         return objective.divergence(self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index]))
 
     def _backward(self, index: int, factor: float) -> float:
-        """Add a sample's gradient, with noise that its number, the step and the seed decide."""
+        """Add a sample's gradient, with a share and noise that its number, the step and the seed decide."""
         random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
         first, last = TEMPERATURES
         temperature = first * (last / first) ** (self.step / self.asked.steps)
+        power = 2 * float(torch.rand((), generator=random)) - 1
+        share = min(MOST, self.asked.keep * SPREAD**power)
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
             values = gating.standard(learned.worth(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
-            best, cover = self._chosen(values.detach() + noise, features, grid)
+            best, cover = self._chosen(values.detach() + noise, features, grid, share)
             return gating.gates(values, best, temperature).index_fill(0, cover, 1.0)
 
         with torch.enable_grad():
@@ -181,12 +186,14 @@ class _Training:
         return float(found.detach())
 
     def _hard(self, features: Tensor, grid: Grid) -> Tensor:
-        kept = torch.cat(self._chosen(learned.worth(self.weights, features, grid), features, grid))
+        values = learned.worth(self.weights, features, grid)
+        kept = torch.cat(self._chosen(values, features, grid, self.asked.keep))
         return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
 
-    def _chosen(self, values: Tensor, features: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
         """The tokens that are kept for their worth, and those that cover the image beside them."""
-        return learned.choose(values, features, learned.budget(grid, self.options), self.options.cover)
+        options = learned.Options(keep=keep)
+        return learned.choose(values, features, learned.budget(grid, options), options.cover)
 
     @torch.no_grad()
     def _measured(self, gate: Gate) -> float:
