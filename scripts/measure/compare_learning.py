@@ -1,0 +1,166 @@
+#!/usr/bin/env python
+"""What training adds to a token reducer: a scorer (`vlmcompress learn-reducer`), then the model itself (`vlmcompress recover`).
+
+    scripts/measure/compare_learning.py --models demo-llava     train on one model, and ask: half an hour on two cores
+    scripts/measure/compare_learning.py                         on both
+    scripts/measure/compare_learning.py --summarise             figures of what WORK has, without training
+    scripts/measure/compare_learning.py --render                the docs' table, from eval/learning.json
+
+Trained is on questions about images of the training split, drawn here anew; a tenth of them is held out by the verbs. Asked are
+all questions about images of the test split, by `reduced_answers.py`. What training makes is kept in WORK, and not made again.
+Differences are to the model with all its tokens, in points, with their 95% interval, clustered by image. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import reduced_answers
+import torch
+from bench_reducers import DEMO, MODELS, ROOT, samples
+from methods_table import about
+
+sys.path.insert(0, str(ROOT))
+from eval.world.freeze import SCHEMA
+from eval.world.rows import family_rows
+from eval.world.vocab import FAMILIES
+from vlmcompress import models
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.evaluation.compare import compare
+from vlmcompress.recipe.reducer import parse
+
+RESULTS = ROOT / "eval" / "learning.json"
+PER_FAMILY = 250
+KEEP = 0.25
+SHARES = ("0.5", "0.25", "1/9")
+UNTRAINED = ("coverage:{}", "coverage:{},merge=nearest")
+
+
+def rows(work: Path, model: str) -> Path:
+    """A file of questions about images of the training split, in the world that the model knows."""
+    path, variant = work / f"{model}.parquet", model.removeprefix("demo-")
+    if not path.exists():
+        families = [family_rows("train", name, variant, PER_FAMILY) for name in FAMILIES if name != "text"]
+        every = [row for together in zip(*families, strict=True) for row in together]
+        pq.write_table(pa.Table.from_pylist(every, schema=SCHEMA), path, compression="zstd")
+    return path
+
+
+def verb(out: Path, *arguments: object) -> None:
+    """Run a verb of vlmcompress that writes `out`, unless it is there; its outcome as JSON goes beside."""
+    if out.exists():
+        return
+    began = time.monotonic()
+    command = [sys.executable, "-m", "vlmcompress", *map(str, arguments), "-o", str(out), "--json", "--resume"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    out.with_suffix(".json").write_text(json.dumps(json.loads(done.stdout) | {"wall": time.monotonic() - began}))
+
+
+def train(work: Path, model: str) -> tuple[Path, Path]:
+    """Train the scorer of a model, and the model behind it; return the file and the folder."""
+    scorer, recovered, data = work / f"{model}.safetensors", work / f"{model}-recovered", rows(work, model)
+    verb(scorer, "learn-reducer", DEMO / model, "--calib", data, "--samples", 9 * PER_FAMILY, "--keep", KEEP)
+    reduce = f"learned:{KEEP},scorer={scorer}"
+    verb(recovered, "recover", DEMO / model, "--reduce", reduce, "--calib", data, "--samples", 9 * PER_FAMILY)
+    return scorer, recovered
+
+
+def ask(work: Path, model: str) -> dict[str, Any]:
+    """Ask the test split with every reducer, of the model as it is and as it was trained."""
+    asked = samples(model, "test", None)
+    names: dict[str, int] = {}
+    clusters = [names.setdefault(about(sample), len(names)) for sample in asked]
+    scorer, recovered = work / f"{model}.safetensors", work / f"{model}-recovered"
+    full: list[float] = []
+    found = []
+    for folder, trained in ((DEMO / model, False), (recovered, True)):
+        if not folder.exists():
+            continue
+        vlm = models.load(folder)
+        asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, asked))
+        full = full or asker.ask(None).exact.double().tolist()
+        kinds = (f"learned:{KEEP}",) if trained else ("learned:{}", *UNTRAINED)
+        for share in SHARES[1:2] if trained else SHARES:
+            for kind in kinds:
+                text = kind.format(share)
+                more = f",scorer={scorer}" if text.startswith("learned") else ""
+                exact = asker.ask(parse(text + more)).exact.double().tolist()
+                change = compare(full, exact, clusters)
+                row = {"reduce": text, "recovered": trained, "share": share, "exact": sum(exact) / len(exact)}
+                row |= {"change": [change.difference, change.low, change.high]}
+                found.append(row)
+                print(
+                    f"{model} {'recovered ' if trained else ''}{text}: {100 * row['exact']:.1f}%",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    times = {
+        path.name: json.loads(path.with_suffix(".json").read_text()) for path in (scorer, recovered) if path.exists()
+    }
+    known = {
+        name: {"seconds": done["wall"], "held_out_kl": done.get("held_out_kl") or done["recovery"]["held_out_kl"]}
+        for name, done in times.items()
+    }
+    return {"full": sum(full) / len(full), "questions": len(full), "rows": found, "training": known}
+
+
+def render(found: dict[str, Any]) -> str:
+    """The docs' table: exact match at each share, and the difference to all tokens at `KEEP`."""
+    lines = [
+        "| model | reducer | 50% | 25% | 11% | 25% less all tokens | trained for |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
+    for model, one in found.items():
+        seconds = [done["seconds"] for done in one["training"].values()]
+        groups: dict[str, dict[str, Any]] = {}
+        for row in one["rows"]:
+            name = row["reduce"].replace(f":{row['share']}", "") + (", recovered" if row["recovered"] else "")
+            groups.setdefault(name, {})[row["share"]] = row
+        for name, own in groups.items():
+            cells = [f"{100 * own[share]['exact']:.1f}" if share in own else "" for share in SHARES]
+            change, low, high = (100 * value for value in own["0.25"]["change"])
+            spent = sum(seconds[: 2 if "recovered" in name else 1]) if name.startswith("learned") else 0
+            time_spent = f"{spent / 60:.0f} min" if spent else ""
+            cells += [f"{change:+.1f} ({low:+.1f} to {high:+.1f})", time_spent]
+            lines.append(f"| {model.removeprefix('demo-')} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("out/learning"), help="folder for what training makes")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--summarise", action="store_true", help="train nothing")
+    parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    quiet_libraries()
+    torch.set_num_threads(1)
+    found = json.loads(args.results.read_text()) if args.results.exists() else {}
+    if not args.render:
+        args.work.mkdir(parents=True, exist_ok=True)
+        for model in args.models:
+            if not args.summarise:
+                train(args.work, model)
+            found[model] = ask(args.work, model)
+        args.results.write_text(json.dumps(found, indent=1) + "\n")
+    print(render(found))
+    print(json.dumps({model: len(one["rows"]) for model, one in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
