@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from vlmcompress.errors import UserError
@@ -85,5 +86,6 @@ def _run(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     gates = module._vlmcompress_gates()
     if gates is None:
         gates = query.new_ones(key.shape[0], key.shape[2], dtype=torch.float32)
-    out = attend(query, key, value, gates, mask, kwargs["scaling"])
+    # Attention maps of all blocks would take far more memory than all else, so backward computes each again.
+    out = checkpoint(attend, query, key, value, gates, mask, kwargs["scaling"], use_reentrant=False)
     return out.transpose(1, 2).contiguous(), None
