@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -45,8 +46,12 @@ from vlmcompress.recipe.reducer import parse
 
 RESULTS = ROOT / "eval" / "learning.json"
 PER_FAMILY = 250
-KEEP = 0.25
+KEEP = "0.25"
 SHARES = ("0.5", "0.25", "1/9")
+RECOVERED = {  # share -> how the model is trained behind the scorer's selection
+    "0.25": (),
+    "1/9": ("--train", "projector,norms,lora,tower", "--steps", 600),
+}
 UNTRAINED = ("coverage:{}", "coverage:{},merge=nearest")
 
 
@@ -64,19 +69,35 @@ def verb(out: Path, *arguments: object) -> None:
     """Run a verb of vlmcompress that writes `out`, unless it is there; its outcome as JSON goes beside."""
     if out.exists():
         return
-    began = time.monotonic()
+    began, before = time.monotonic(), _children()
     command = [sys.executable, "-m", "vlmcompress", *map(str, arguments), "-o", str(out), "--json", "--resume"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    out.with_suffix(".json").write_text(json.dumps(json.loads(done.stdout) | {"wall": time.monotonic() - began}))
+    times = {"wall": time.monotonic() - began, "seconds": _children() - before}
+    _about(out).write_text(json.dumps(json.loads(done.stdout) | times))
 
 
-def train(work: Path, model: str) -> tuple[Path, Path]:
-    """Train the scorer of a model, and the model behind it; return the file and the folder."""
-    scorer, recovered, data = work / f"{model}.safetensors", work / f"{model}-recovered", rows(work, model)
-    verb(scorer, "learn-reducer", DEMO / model, "--calib", data, "--samples", 9 * PER_FAMILY, "--keep", KEEP)
-    reduce = f"learned:{KEEP},scorer={scorer}"
-    verb(recovered, "recover", DEMO / model, "--reduce", reduce, "--calib", data, "--samples", 9 * PER_FAMILY)
-    return scorer, recovered
+def _children() -> float:
+    """Seconds that the programs that this one has started and seen end were on a core."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _about(out: Path) -> Path:
+    return out.parent / f"{out.name}.json"
+
+
+def train(work: Path, model: str) -> None:
+    """Train the scorer of a model, and the model behind it."""
+    scorer, data = work / f"{model}.safetensors", rows(work, model)
+    drawn = ("--calib", data, "--samples", 9 * PER_FAMILY)
+    verb(scorer, "learn-reducer", DEMO / model, *drawn, "--keep", KEEP)
+    for share, how in RECOVERED.items():
+        reduce = f"learned:{share},scorer={scorer}"
+        verb(_recovered(work, model, share), "recover", DEMO / model, "--reduce", reduce, *drawn, *how)
+
+
+def _recovered(work: Path, model: str, share: str) -> Path:
+    return work / f"{model}-recovered-{share.replace('/', 'in')}"
 
 
 def ask(work: Path, model: str) -> dict[str, Any]:
@@ -84,23 +105,24 @@ def ask(work: Path, model: str) -> dict[str, Any]:
     asked = samples(model, "test", None)
     names: dict[str, int] = {}
     clusters = [names.setdefault(about(sample), len(names)) for sample in asked]
-    scorer, recovered = work / f"{model}.safetensors", work / f"{model}-recovered"
+    scorer = work / f"{model}.safetensors"
+    folders = {share: _recovered(work, model, share) for share in RECOVERED}
     full: list[float] = []
     found = []
-    for folder, trained in ((DEMO / model, False), (recovered, True)):
+    for trained, folder in ("", DEMO / model), *folders.items():
         if not folder.exists():
             continue
         vlm = models.load(folder)
         asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, asked))
         full = full or asker.ask(None).exact.double().tolist()
-        kinds = (f"learned:{KEEP}",) if trained else ("learned:{}", *UNTRAINED)
-        for share in SHARES[1:2] if trained else SHARES:
+        kinds = ("learned:{}",) if trained else ("learned:{}", "learned:{},merge=nearest", *UNTRAINED)
+        for share in (trained,) if trained else SHARES:
             for kind in kinds:
                 text = kind.format(share)
                 more = f",scorer={scorer}" if text.startswith("learned") else ""
                 exact = asker.ask(parse(text + more)).exact.double().tolist()
                 change = compare(full, exact, clusters)
-                row = {"reduce": text, "recovered": trained, "share": share, "exact": sum(exact) / len(exact)}
+                row = {"reduce": text, "recovered": bool(trained), "share": share, "exact": sum(exact) / len(exact)}
                 row |= {"change": [change.difference, change.low, change.high]}
                 found.append(row)
                 print(
@@ -108,12 +130,12 @@ def ask(work: Path, model: str) -> dict[str, Any]:
                     file=sys.stderr,
                     flush=True,
                 )
-    times = {
-        path.name: json.loads(path.with_suffix(".json").read_text()) for path in (scorer, recovered) if path.exists()
+    training = {
+        what: json.loads(_about(path).read_text()) for what, path in {"scorer": scorer, **folders}.items() if path.exists()
     }
     known = {
-        name: {"seconds": done["wall"], "held_out_kl": done.get("held_out_kl") or done["recovery"]["held_out_kl"]}
-        for name, done in times.items()
+        what: {"seconds": done["seconds"], "held_out_kl": done.get("held_out_kl") or done["recovery"]["held_out_kl"]}
+        for what, done in training.items()
     }
     return {"full": sum(full) / len(full), "questions": len(full), "rows": found, "training": known}
 
