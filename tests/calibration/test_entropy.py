@@ -122,7 +122,9 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
     inputs = [torch.cat(rows) for rows in seen]
     torch.manual_seed(3)
     for value, x in zip(found["entropy"]["luq"], inputs, strict=True):
-        other = [cluster_entropy(x[torch.randperm(len(x))]) for _ in range(4)]  # where k-means starts from decides a little
+        other = [
+            cluster_entropy(x[torch.randperm(len(x))]) for _ in range(4)
+        ]  # where k-means starts from decides a little
         assert min(other) - 0.03 <= value <= max(other) + 0.03
     expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
     assert found["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
