@@ -120,6 +120,15 @@ def read(path: Path) -> Scorer:
     return Scorer(weights, _checked(path, weights, metadata), hashlib.sha256(data).hexdigest())
 
 
+def is_scorer(path: Path) -> bool:
+    """Whether a file is a scorer that can be read."""
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
 def _bytes(path: Path) -> bytes:
     try:
         return json_files.read_bytes(path, LARGEST)
