@@ -60,7 +60,7 @@ CALIBRATION = 128  # samples that DyMU's thresholds are learnt from
 AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
-    "coverage": [{}, {"merge": "nearest"}],
+    "coverage": [{}, {"merge": "nearest"}, {"relevance": "question"}],
     "learned": [{}, {"merge": "nearest"}],
     "cdpruner": [{}, {"relevance": "question"}],
     "scope": [{}],

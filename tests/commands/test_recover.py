@@ -19,7 +19,8 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import load
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.recovery import objective
-from vlmcompress.reduction import attach, attach_carried
+from vlmcompress.reducers import learned
+from vlmcompress.reduction import attach, attach_carried, scorer_file
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
 
@@ -141,6 +142,31 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
     assert [done for label, done, _ in steps if label == "recovering"] == [5, 6]
     weights = [(one.out / "model.safetensors").read_bytes() for one in (whole, resumed)]
     assert weights[0] == weights[1] and whole.manifest["recovery"] == resumed.manifest["recovery"]
+
+
+def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
+    """Of the same name, with another content."""
+    model, path = models["llava"], tmp_path / "scorer.safetensors"
+    width = load(model).model.config.get_text_config().hidden_size
+    facts = {"model_type": "llava", "source": "mine", "width": width, "hidden": 4, "keep": 0.5}
+
+    def trained(seed: int) -> None:
+        scorer_file.save(path, learned.initial(torch.zeros(width), torch.ones(width), 4, seed), facts)
+
+    def broken(_label: str, _done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    keys = {"data": str(data), "samples": 24}
+    reduce = f"learned:0.5,scorer={path}"
+    recipe = Recipe.of(model, tmp_path / "out", scheme="none", reduce=reduce, calibrate=keys)
+    trained(seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        recover(recipe, Asked(), progress=broken)
+    with pytest.raises(KeyboardInterrupt):
+        recover(recipe, Asked(), resume=True, progress=broken)
+    trained(seed=1)
+    with pytest.raises(UserError, match="--resume: the interrupted run had a reducer's file with the hash "):
+        recover(recipe, Asked(), resume=True)
 
 
 def test_the_model_answers_where_the_data_do_not(models, data, tmp_path, capsys):

@@ -37,6 +37,7 @@ MORE = {
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "attention where there is some": ("demo", "scope:0.25", CHUNKED | CACHED, 2),
     "relevance": ("demo", "cdpruner:0.25,relevance=question", CACHED, 2),
+    "coverage of the question": ("demo", "coverage:0.25,relevance=question", CACHED, 2),
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
     "compact positions": ("demo", "divprune:0.25,positions=compact", CHUNKED | CACHED, 2),
     "compact positions in tiles": ("idefics3", "random:0.5,positions=compact", CHUNKED | CACHED, 2),

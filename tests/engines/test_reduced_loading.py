@@ -85,11 +85,12 @@ def test_text_pivots_need_the_question():
     assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
 
 
-def test_relevance_needs_the_question():
-    asking = parse("cdpruner:0.5,relevance=question")
+@pytest.mark.parametrize("method", ["cdpruner", "coverage"])
+def test_relevance_needs_the_question(method):
+    asking = parse(f"{method}:0.5,relevance=question")
     assert refusal("LlavaForConditionalGeneration", asking) is None
     assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
-    assert refusal("Idefics3ForConditionalGeneration", parse("cdpruner:0.5")) is None
+    assert refusal("Idefics3ForConditionalGeneration", parse(f"{method}:0.5")) is None
 
 
 def test_families_have_specs():

@@ -156,7 +156,7 @@ def test_whole_numbers_beyond_64_bits_are_refused(name, field):
     assert getattr(REGISTRY.get(name).Options(**{field: 2**63 - 1}), field) == 2**63 - 1
 
 
-@pytest.mark.parametrize("name", ["cdpruner", "dart", "dart-llm", "divprune", "holov", "scope"])
+@pytest.mark.parametrize("name", ["cdpruner", "coverage", "dart", "dart-llm", "divprune", "holov", "scope"])
 def test_scale_of_the_features_does_not_matter(name):
     one = signals()
     for factor in (2.0**-20, 3.0, 2.0**15):

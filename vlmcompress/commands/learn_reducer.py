@@ -58,10 +58,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Train the network, and say what came of it."""
+    from vlmcompress.common import yaml_files
     from vlmcompress.recipe import resolve
-    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.recipe.reducer import choose
 
-    keep = parse(f"learned:{args.keep}").options.keep
+    keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
     given = _flags.given(args)
     _refuse_foreign(given)
     from vlmcompress.compression.learn_reducer import Asked, learn_reducer

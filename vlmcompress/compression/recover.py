@@ -9,7 +9,9 @@ writes it, with other weights. Where no measurement beats the model as it was, t
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from vlmcompress.models import VLM
 from vlmcompress.planning import plan
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recovery import objective
 from vlmcompress.recovery.train import Course, Settings, train
 from vlmcompress.reducers import TokenCounter
@@ -177,11 +180,19 @@ def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, 
         **known,
         "--seed": recipe.seed,
         "--reduce": " + ".join(str(one) for one in (recipe.resize, recipe.reduce) if one),
+        "a reducer's file with the hash": _hash(recipe.reduce),
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
         "a model with the files": str(identity.source_identity(recipe.model) | {"weights": sorted(weights)}),
         "versions": str(identity.versions()),
     }
+
+
+def _hash(reducer: ReducerChoice | None) -> str:
+    """The hash of the file that a reducer's options name, its scorer or its thresholds; "" where they name none."""
+    named = (reducer.options.scorer, reducer.options.thresholds) if reducer else ()
+    paths = [Path(one) for one in named if isinstance(one, str) and one]
+    return identity.sha256(paths[0]) if paths and paths[0].is_file() else ""
 
 
 def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Plan, Encoded, TokenCounter | None]:
@@ -231,6 +242,8 @@ def _trained(
     with torch.inference_mode(False), _reduced(vlm, recipe, count):
         with parts.attached():
             course, best = train(parts.tensors, first, settings, **how, store=files, progress=progress)
+        if not math.isfinite(course.first):
+            raise UserError(f"{recipe.reduce or recipe.resize}: {course.ended}; keep more, or choose another reducer")
         changed = parts.merged(best) if best else {}
         put(vlm.model, changed)
         after = measured() if changed else course.first

@@ -78,7 +78,9 @@ def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: Rec
     if dropped := len(every) - len(kept):
         note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
     _enough(kept, source)
-    return Data(source, kept, held_out(len(kept)), sum(sample.id in asked for sample in kept))
+    data = Data(source, kept, held_out(len(kept)), sum(sample.id in asked for sample in kept))
+    _shown(data)
+    return data
 
 
 def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
@@ -92,6 +94,11 @@ def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress:
             if not distillation.answer_tokens(batches[index])[1]:
                 raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
             found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
+            if found[index]["logs"].isnan().any():
+                raise UserError(
+                    f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
+                    "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
+                )
             progress("asking the teacher", index + 1, len(batches))
         files.save_part(start // PART, found)
     more = {"seed": recipe.seed, "processor": vlm.processor}
@@ -110,3 +117,14 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
             f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
         )
+
+
+def _shown(data: Data) -> None:
+    """Raise UserError where all samples with images are on one side: trained on, or held out."""
+    cut = len(data.samples) - data.held_out
+    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
+        if not any(sample.images for sample in samples):
+            raise UserError(
+                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
+                "or another --seed, which decides who is held out"
+            )

@@ -151,6 +151,8 @@ def train(
         changed(course.step)
     else:
         course, best = Course(held_out()), dict[str, Tensor]()
+        if not math.isfinite(course.first):
+            course.ended = f"the held-out divergence was {course.first:g} before training"
     while course.step < settings.steps and not course.ended:
         chosen = order(samples, course.step, settings.batch, settings.seed)
         losses = [backward(index, 1 / settings.batch) for index in chosen]
