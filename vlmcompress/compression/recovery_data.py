@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,9 +47,32 @@ class Data:
     written: int
 
 
-def held_out(samples: int) -> int:
-    """How many of so many samples are held out."""
-    return max(LEAST_HELD_OUT, round(HELD_OUT * samples))
+def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+    """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
+
+    Questions about one image stay on one side, as what was learnt about an image would tell nothing about others. So that they
+    do, some more may be held out, but never over half of all.
+    """
+    groups = _by_images(samples)
+    wanted, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
+    for group in reversed(groups):
+        if len(chosen) < wanted and len(chosen) + len(group) <= max(wanted, len(samples) // 2):
+            chosen.update(group)
+    trained = [sample for number, sample in enumerate(samples) if number not in chosen]
+    return trained + [samples[number] for number in sorted(chosen)], len(chosen)
+
+
+def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
+    """Numbers of samples in groups that share no image, in the order of each group's last sample."""
+    group_of: dict[str, list[int]] = {}
+    for number, sample in enumerate(samples):
+        names = {hashlib.sha256(image.tobytes()).hexdigest() for image in sample.images} or {f"text {number}"}
+        members = [number]
+        for group in {id(group_of[name]): group_of[name] for name in names if name in group_of}.values():
+            members = sorted(members + group)
+            names |= {name for name, other in group_of.items() if other is group}
+        group_of |= dict.fromkeys(names, members)
+    return sorted({id(group): group for group in group_of.values()}.values(), key=lambda group: group[-1])
 
 
 def read(source: str | Path, recipe: Recipe) -> list[Sample]:
@@ -78,7 +102,7 @@ def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: Rec
     if dropped := len(every) - len(kept):
         note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
     _enough(kept, source)
-    data = Data(source, kept, held_out(len(kept)), sum(sample.id in asked for sample in kept))
+    data = Data(source, *apart(kept), sum(sample.id in asked for sample in kept))
     _shown(data)
     return data
 
