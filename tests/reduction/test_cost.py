@@ -154,6 +154,16 @@ def test_verb(capfd):
     assert "dart:0.5" in text and "50.0%" in text and "64x64  16" in text
 
 
+def test_blocks_that_see_different_counts_are_shown(capfd):
+    arguments = ["tokens", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "pyramiddrop:0.75,stages=2"]
+    assert cli.main([*arguments, "--reduce", "dart:0.5"]) == 0
+    text = capfd.readouterr().out
+    assert "\npyramiddrop:0.75,stages=2: 16 visual tokens from block 0 on, 8 from block 1 on\n" in text
+    assert text.count("from block") == 2
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["reduced"]["pyramiddrop:0.75,stages=2"]["blocks"] == [16, 8]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -98,9 +98,10 @@ def _ratio(keep: float, lengths: list[int]) -> float:
     """Find the ratio at which the mean over stages of these lengths, in blocks, is `keep`."""
     blocks = sum(lengths)
     if keep * blocks <= lengths[0]:
+        more = ", or more stages" if blocks > len(lengths) else ""
         raise ValueError(
             f"keep={keep:g} is out of reach, as the first of {len(lengths)} stages, {lengths[0]} of {blocks} blocks, holds all "
-            f"tokens; choose more than {lengths[0] / blocks:.3g}, or more stages"
+            f"tokens; choose more than {lengths[0] / blocks:.3g}{more}"
         )
     low, high = 0.0, 1.0
     for _ in range(64):  # to the last bit

@@ -122,7 +122,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
         new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
         layout = held.then(before - held.length, new)
         if dropped:
-            slots = self._new or (Slots.identity(*mask.shape, mask.device),) * len(self._drops)
+            slots = self._new or (Slots.identity(mask.shape[0], mask.shape[1], mask.device),) * len(self._drops)
             self._new = (*slots[:turn], layout, *slots[turn + 1 :])
         hidden, seen = new.pick(hidden), layout.mask(mask)
         causal = create_causal_mask(
