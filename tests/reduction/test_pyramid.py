@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kit import reference
-from tests.kit.attached_cases import GREEDY, INSIDE, extended
+from tests.kit.attached_cases import GREEDY, INSIDE, extended, recorded
 from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
@@ -86,6 +86,28 @@ def test_equals_hiding_what_a_loop_drops(family, prompt):
     s = inputs["input_ids"].shape[1]
     whole = sum(len(unit.columns) for unit in attached.seen)
     assert [part.keys.shape[2] for part in out.past_key_values.layers] == [s, *(s - whole + count for count in counts)]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2-5-vl"])
+def test_what_each_drop_is_told_in_a_padded_batch(family, monkeypatch):
+    """The attention on what is left, as in the prompt alone: no padding and no dropped token has a part in it."""
+    vlm, options = tiny(family), {"ratio": 0.5, "stages": LAYERS}
+    found = recorded(monkeypatch)
+    with attach(vlm, "pyramiddrop", options):
+        vlm.model(**encode(vlm, ONE, TWO, NONE))
+    wanted: list[list[torch.Tensor]] = [[] for _ in range(LAYERS - 1)]
+    for prompt in (ONE, TWO):
+        inputs = encode(vlm, prompt)
+        with attach(vlm, "pyramiddrop", options) as attached:  # what it drops, `slow` drops: see above
+            vlm.model(**inputs)
+        left = [unit.columns for unit in attached.seen]
+        for turn, (_, seen) in enumerate(attached.stages):
+            scores = maps(vlm, inputs, attached.stages[:turn])[turn]
+            wanted[turn] += [scores[columns] for columns in left]
+            left = [unit.columns[unit.reduction.anchor] for unit in seen]
+    assert len(found) >= 3 * (LAYERS - 1) and len(found[0].saliency) > len(found[-1].saliency)
+    told = [signals.saliency.double() for signals in found[: sum(map(len, wanted))]]
+    torch.testing.assert_close(told, sum(wanted, []), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2-5-vl", "qwen3-vl"])
