@@ -69,6 +69,7 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}, {"layer": 1}],
     "dart-llm": [{}, {"layer": 1}],
+    "pyramiddrop": [{}],
     "relevance": [{}],
     "surrogate": [{}, {"rule": "dart"}],
     "visionzip": [{}],
@@ -76,6 +77,9 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "tome": [{}],
     "dymu": [{}],
 }
+ABOVE = {
+    "pyramiddrop": 0.25
+}  # shares must be larger, as the first of four stages, one block of these models, drops nothing
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "pixelprune": [{"tolerance": tolerance} for tolerance in (0, 8, 16, 32, 64)],
     "dyrate": [{"factor": factor} for factor in (4.0, 2.0, 1.0, 0.5)],
@@ -103,7 +107,7 @@ def settings() -> list[Setting]:
     found = [Setting(None, "full")]
     for share in SHARES:
         for method, variants in AT_SHARES.items():
-            for options in variants:
+            for options in variants if share > ABOVE.get(method, 0) else ():
                 shown = {} if method in ("random", "vscan") else options
                 found.append(Setting(choose(method, {"keep": share, **options}, "setting"), _group(method, shown)))
         if share == SHARES[0]:
@@ -178,7 +182,7 @@ def _wanted(setting: Setting, args: argparse.Namespace) -> bool:
 
 def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
-    rows that the caches of all blocks hold."""
+    rows that the caches of all blocks hold. Of a method that drops at several blocks `after` is the mean over blocks, too."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
     if chosen and chosen.method == "dymu":
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
@@ -187,8 +191,10 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
         scorer = str(args.scorers / f"{model}.safetensors")
         chosen = ReducerChoice("learned", replace(chosen.options, scorer=scorer))  # type: ignore[arg-type]
     found = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
-    kept = float(found.after.sum() / found.before.sum())
-    whole = chosen.options.layer if chosen and chosen.module.STAGE == "llm" else 0  # blocks that see everything
+    before, after = int(found.before.sum()), int(found.after.sum())
+    held = int(found.held.sum()) / layers
+    if chosen and len(chosen.options.drops(layers)) > 1:
+        after = round(held)
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
     if setting.resize:
         row |= {
@@ -202,8 +208,7 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
         if chosen.module.COUNT == "adaptive":
             shares = (found.after / found.before).double()
             row["spread"] = shares.quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1]).double()).tolist()
-    row |= {"before": int(found.before.sum()), "after": int(found.after.sum())}
-    row["cached"] = (whole + (layers - whole) * kept) / layers
+    row |= {"before": before, "after": after, "cached": held / before}
     return row | {"exact": "".join(map(str, found.exact.int().tolist()))}
 
 

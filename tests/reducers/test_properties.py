@@ -36,7 +36,7 @@ def test_module_keeps_to_the_protocol(name):
         assert method.MEDIA == "video" and method.budget((1, 6, 8), options(name)) == 48  # an image is kept whole
     if not hasattr(method, "mask"):
         inside = method.STAGE == "llm" or "ahead" in method.NEEDS
-        assert inside == (method.Options().layer is not None)
+        assert inside == bool(method.Options().drops(32))
     assert isinstance(method.Options(), ReducerOptions)
 
 
@@ -164,7 +164,7 @@ def test_scale_of_the_features_does_not_matter(name):
         assert same(run(name, one, options(name)), run(name, dataclasses.replace(one, **scaled), options(name)))
 
 
-@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv", "scope"])
+@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv", "pyramiddrop", "scope"])
 def test_order_of_the_tokens_does_not_matter(name):
     """These look at no positions: a shuffled image keeps the same tokens."""
     one, order = signals(), torch.randperm(48, generator=torch.Generator().manual_seed(5))

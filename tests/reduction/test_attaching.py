@@ -93,7 +93,7 @@ def test_refusals_are_one_line(spec, method):
 
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
-    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "surrogate"]
+    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "pyramiddrop", "surrogate"]
     after = [
         "cdpruner",
         "coverage",

@@ -88,8 +88,8 @@ def test_equals_hiding_the_images_that_go(family):
     assert stays == [False, False, True, True, False, True]  # by name: rear view, front; and what is alone
     share = sum(len(unit.reduction.anchor) for unit in attached.seen) / sum(len(unit.columns) for unit in attached.seen)
     assert sizes[1] == round(share * sizes[0]) == sizes[2]
-    reference.compare(reduced, reference.logits(vlm, inputs, attached.seen), inputs["attention_mask"], attached.seen)
-    full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen)
+    reference.compare(reduced, reference.logits(vlm, inputs, attached.stages), inputs["attention_mask"], attached.seen)
+    full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.stages)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     assert torch.equal(vlm.model(**inputs).logits, plain)
 

@@ -173,17 +173,27 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
             return None
         many = max(len(counted.images), 1)
         return full * chosen.module.budget((many, 1, 1), chosen.options) // many + counted.video
-    grids = [grid for layout in counted.images for grid, _ in layout.grids()] + ([counted.film] if counted.film else [])
+    grids = _grids(counted)
     left = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in left:
         return None
     return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))
 
 
-def per_block(full: int, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
-    """Visual tokens in each decoder block: a method within the language model leaves the blocks before its `layer`."""
-    layer = (chosen.options.layer or 0) if chosen and chosen.module.STAGE == "llm" else 0
-    return [full if block < layer else left for block in range(blocks)]
+def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
+    """Visual tokens in each decoder block: `left`, unless a method within the language model has another count by block."""
+    grids = _grids(counted) if chosen and chosen.module.STAGE == "llm" else []
+    found = [chosen.left(grid, blocks) for grid in grids] if chosen else []
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return [left] * blocks
+    rest = counted.tokens - sum(math.prod(grid) for grid in grids)
+    return [rest + sum(block) for block in zip(*known, strict=True)]
+
+
+def _grids(counted: Counted) -> list[tuple[int, int, int]]:
+    """The grids of all images, and of the video."""
+    return [grid for layout in counted.images for grid, _ in layout.grids()] + ([counted.film] if counted.film else [])
 
 
 def _video_grid(processor: Any, spec: ModelSpec, frames: int, width: int, height: int) -> tuple[int, int]:

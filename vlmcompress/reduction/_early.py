@@ -17,7 +17,7 @@ from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
 
 
-class Early(Attachment):
+class Early(Attachment[Slots]):
     """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features."""
 
     def _hook(self) -> None:

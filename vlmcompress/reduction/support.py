@@ -100,8 +100,12 @@ def check_config(spec: ModelSpec, config: Any, method: str, options: ReducerOpti
         _check_compact(spec, module)
     if options.layer is not None:
         _check_layer(config, options.layer)
-        if module.STAGE == "llm":
-            _check_deepstack(config, options.layer)
+    try:
+        drops = options.drops(config.get_text_config().num_hidden_layers)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if module.STAGE == "llm" and drops:
+        _check_deepstack(config, drops[0][0], options)
     if hasattr(module, "merge"):
         _check_merging(config, module, options)
     elif needs_encoder(module):
@@ -123,10 +127,13 @@ def _check_layer(config: Any, layer: int) -> None:
         raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
 
 
-def _check_deepstack(config: Any, layer: int) -> None:
+def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
     deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if layer < deep:
-        raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
+        better = f"use layer {deep} or later"
+        if options.layer is None:
+            better = f"the first stage ends before layer {layer}, so use fewer stages"
+        raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
 
 
 def _closed(config: Any) -> str | None:
