@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmcompress.engines.vllm.plugin._encoder import TileMerging
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
+from vlmcompress.models import spec_for
+from vlmcompress.reducers import Grid, Reduction
 from vlmcompress.reduction.units import tile
 
 
@@ -39,11 +42,17 @@ class TiledProcessor(ReducedProcessor):
 
 
 class TiledImages(OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of each tile behind the projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in the encoder or behind the projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.grid = tile(vllm_config.model_config.hf_config)
+        config: Any = vllm_config.model_config.hf_config
+        self.grid, self._merging = tile(config), None
+        if self.reducer.merges:
+            spec = spec_for({"model_type": config.model_type})
+            own: Any = self
+            layers = own.get_submodule(spec.engine_name(spec.vision_layers))
+            self._merging = TileMerging(layers, self.reducer, config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions of an image: text between tiles as without a reducer, all rows of a tile at its first position."""
@@ -63,9 +72,13 @@ class TiledImages(OriginalPositions, PlainRope):
         """Reduce the tiles `rows [tiles * n, d]` of one image; returns the rows left with their places in their tiles."""
         parts = []
         for own in rows.split(math.prod(self.grid)):
-            result = self.reducer.reduce(self.grid, own)
+            result = self._reduction(self.grid, own)
             parts.append(pack(result.apply(own), result.anchor[:, None].expand(-1, DIMS)))
         return torch.cat(parts)
+
+    def _reduction(self, grid: Grid, rows: Tensor) -> Reduction:
+        """Decide the reduction of the next tile of the encoder's latest run, or of a video's frames, `rows [n, d]`."""
+        return self._merging.take(grid[0]) if self._merging else self.reducer.reduce(grid, rows)
 
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
