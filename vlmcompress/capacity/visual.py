@@ -161,7 +161,8 @@ class Rule:
 def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
     """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
 
-    vLLM's plugin reduces a video as one grid. UserError for a reducer that it does not give videos to.
+    vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
+    not give videos to.
     """
     if counted.film and (chosen.asks or "pixels" in chosen.module.NEEDS):
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
@@ -173,11 +174,18 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
             return None
         many = max(len(counted.images), 1)
         return full * chosen.module.budget((many, 1, 1), chosen.options) // many + counted.video
-    grids = [grid for layout in counted.images for grid, _ in layout.grids()] + ([counted.film] if counted.film else [])
+    grids = [grid for layout in counted.images for grid, _ in layout.grids()] + _film(counted.film, chosen)
     left = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in left:
         return None
     return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))
+
+
+def _film(grid: tuple[int, int, int] | None, chosen: ReducerChoice) -> list[tuple[int, int, int]]:
+    """The grids of a video that are reduced by themselves."""
+    if grid is None:
+        return []
+    return [(1, *grid[1:])] * grid[0] if hasattr(chosen.module, "merge") else [grid]
 
 
 def per_block(full: int, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
