@@ -101,7 +101,7 @@ class Merger:
         return Signals(self.grids[image], keys=own, heads=heads, merged=self.merged[image])
 
     def spread(self, states: Tensor) -> Tensor:
-        """Spread the rows `[images, rows, d]` behind the last layer to all patches, `[images, aside + patches, d]` in raster order."""
+        """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
         if self._whole:
             return states
         full = states.new_empty(len(states), self.aside + len(self.merged[0].target) * self._square, states.shape[2])
