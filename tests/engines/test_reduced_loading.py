@@ -87,10 +87,10 @@ def test_text_pivots_need_the_question():
 
 def test_counts_that_depend_on_the_image_need_a_place_for_them():
     merging = parse("dymu:thresholds=[0.9, 0.9]")
-    assert refusal("LlavaForConditionalGeneration", merging) is None
-    for tiled in ("Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration"):
-        assert "counts that depend on the image" in (refusal(tiled, merging) or "")
-        assert refusal(tiled, parse("tome:0.5")) is None
+    for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
+        assert refusal(f"{counted}ForConditionalGeneration", merging) is None
+        assert refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
+    assert "counts that depend on the image" in (refusal("LlavaNextForConditionalGeneration", merging) or "")
 
 
 def test_relevance_needs_the_question():

@@ -97,6 +97,7 @@ class TileMerging(EncoderMerging):
 
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         super().__init__(layers, reducer, config)
+        self.counts: list[int] | None = None  # of the tiles of the next run; None where the method decides them
         self._found: Iterator[Reduction] = iter(())
         layers[0].register_forward_pre_hook(self._start)
         layers[-1].register_forward_hook(self._spread)
@@ -107,7 +108,7 @@ class TileMerging(EncoderMerging):
         return Reduction.concat([Reduction.keep(one.anchor, len(one.target)) for one in parts])
 
     def _start(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.begin([tile(self._config)] * len(args[0]), args[0].device)
+        self.begin([tile(self._config)] * len(args[0]), args[0].device, self.counts)
 
     def _spread(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert self._merger is not None

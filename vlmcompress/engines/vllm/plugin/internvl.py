@@ -33,6 +33,7 @@ from vlmcompress.reduction.units import Reduced, tile, whole
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
+COUNTED = True
 VIDEOS = True
 
 
@@ -46,6 +47,15 @@ def script(processor: Any, frames: int, tokens: int) -> list[int]:
 
 class Info(TiledInfo, InternS1ProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Return vLLM's limits, without videos where counts depend on pixels."""
+        return {"image": None, "video": 0 if self.reducer.counter else None}
+
+    def largest(self) -> int:
+        """Number of tokens of the largest image before it is reduced."""
+        tokens: int = self.get_max_image_tokens()
+        return tokens
 
     def film(self, frames: int) -> Grid:
         """The grid of a video's tokens."""
