@@ -243,7 +243,9 @@ def main() -> None:
     torch.set_num_threads(1)
     known = json.loads(args.results.read_text()) if args.results.exists() else {}
     if args.speed:
-        known["speed"] = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers)
+        methods = args.groups or reducers_speed.METHODS
+        found = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers, methods)
+        known["speed"] = reducers_speed.joined(known.get("speed", ()), found)
     elif args.summarise or not (args.render or args.plot):
         if not args.summarise:
             measure(args)

@@ -6,7 +6,6 @@ One engine with a prefix cache that is hit and with chunks that cut images.
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -88,6 +87,6 @@ def test_without_counts_it_is_refused():
     config = AutoConfig.from_pretrained(DEMO_LLAVA)
     plain = {"model_type": "llava", "architectures": config.architectures}
     block = reducer_block.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
-    given = SimpleNamespace(**{**vars(config), **block, "vision_config": config.vision_config})
+    config.update(block)
     with pytest.raises(UserError, match="'count' is missing"):
-        ServedReducer.of(given)
+        ServedReducer.of(config)
