@@ -103,7 +103,7 @@ class TiledImages(OriginalPositions, PlainRope):
         counts = counts_of(kwargs)
         if self._merging:
             self._merging.counts = counts
-        return super().embed_multimodal(**kwargs)  # type: ignore[misc]
+        return super().embed_multimodal(**kwargs)
 
     def _process_image_input(self, image_input: Any) -> Any:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
