@@ -27,6 +27,8 @@ CASES = {
     "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
     "internvl": ("internvl", "evs:0.5", CHUNKED | CACHED, 2),
+    "idefics3, merged in the encoder": ("idefics3", "tome:0.5", CHUNKED | CACHED, 2),
+    "internvl, merged in the encoder": ("internvl", "tome:0.5", CHUNKED | CACHED, 2),
 }
 MORE = {
     "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
@@ -45,8 +47,15 @@ MORE = {
     "llava-onevision, run ahead": ("llava-onevision", "surrogate:0.5,layer=1", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
+    "smolvlm, merged in the encoder": ("smolvlm", "tome:0.5", CHUNKED | CACHED, 2),
 }
-FILMED = ("internvl", "internvl, images too", "llava-onevision", "llava-onevision, videos only")
+FILMED = (
+    "internvl",
+    "internvl, images too",
+    "internvl, merged in the encoder",
+    "llava-onevision",
+    "llava-onevision, videos only",
+)
 METHODS = (
     "random:0.25",
     "uniform:0.5",

@@ -85,6 +85,14 @@ def test_text_pivots_need_the_question():
     assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
 
 
+def test_counts_that_depend_on_the_image_need_a_place_for_them():
+    merging = parse("dymu:thresholds=[0.9, 0.9]")
+    for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
+        assert refusal(f"{counted}ForConditionalGeneration", merging) is None
+        assert refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
+    assert "counts that depend on the image" in (refusal("LlavaNextForConditionalGeneration", merging) or "")
+
+
 @pytest.mark.parametrize("method", ["cdpruner", "coverage"])
 def test_relevance_needs_the_question(method):
     asking = parse(f"{method}:0.5,relevance=question")
@@ -156,11 +164,14 @@ def test_a_longer_table_is_that_of_a_longer_model():
 
 def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleNamespace:
     """What vLLM tells a model of the engine, as far as it is looked at before the model is made."""
-    pruning = SimpleNamespace(is_multimodal_pruning_enabled=lambda: given.get("pruning", False))
+    multimodal = SimpleNamespace(
+        is_multimodal_pruning_enabled=lambda: given.get("pruning", False),
+        mm_encoder_tp_mode=given.get("encoder", "weights"),
+    )
     parallel = {"pipeline_parallel_size": given.get("pipeline", 1), "use_ubatching": given.get("microbatches", False)}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(multimodal_config=pruning, hf_config=config(reducer, folder)),
+        model_config=SimpleNamespace(multimodal_config=multimodal, hf_config=config(reducer, folder)),
         speculative_config=SimpleNamespace(method=given["draft"]) if "draft" in given else None,
         lora_config=given.get("lora_config"),
     )
@@ -173,6 +184,7 @@ def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleName
         ({"microbatches": True}, "leave out --enable-dbo"),
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
         ({"draft": "eagle"}, "use the method ngram"),
+        ({"encoder": "data", "reducer": "tome:0.5"}, "within the encoder; leave it out"),
         ({"lora_config": True, "reducer": "surrogate:0.5"}, "leave out --enable-lora"),
     ],
 )

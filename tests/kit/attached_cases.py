@@ -29,7 +29,7 @@ SMALL = {
     "dart-llm": {"layer": 1},
     "pyramiddrop": {"stages": 3},
     "surrogate": {"layer": 2, "rule": "dart"},
-    "dymu": {"thresholds": (0.3, 0.4)},
+    "dymu": {"thresholds": (-0.2, 0.0)},
 }
 STEPS = 4
 GREEDY = {"max_new_tokens": STEPS, "do_sample": False, "suppress_tokens": list(range(256, 300))}

@@ -161,7 +161,8 @@ class Rule:
 def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
     """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
 
-    vLLM's plugin reduces a video as one grid. UserError for a reducer that it does not give videos to.
+    vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
+    not give videos to.
     """
     if counted.film and (chosen.asks or "pixels" in chosen.module.NEEDS):
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
@@ -173,7 +174,7 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
             return None
         many = max(len(counted.images), 1)
         return full * chosen.module.budget((many, 1, 1), chosen.options) // many + counted.video
-    grids = _grids(counted)
+    grids = _grids(counted, chosen)
     left = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in left:
         return None
@@ -182,7 +183,7 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
 
 def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
     """Visual tokens in each decoder block: `left`, unless a method within the language model has another count by block."""
-    grids = _grids(counted) if chosen and chosen.module.STAGE == "llm" else []
+    grids = _grids(counted, chosen) if chosen and chosen.module.STAGE == "llm" else []
     found = [chosen.left(grid, blocks) for grid in grids] if chosen else []
     known = [one for one in found if one is not None]
     if not known or len(known) < len(found):
@@ -191,9 +192,13 @@ def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks:
     return [rest + sum(block) for block in zip(*known, strict=True)]
 
 
-def _grids(counted: Counted) -> list[tuple[int, int, int]]:
-    """The grids of all images, and of the video."""
-    return [grid for layout in counted.images for grid, _ in layout.grids()] + ([counted.film] if counted.film else [])
+def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]]:
+    """The grids that are reduced by themselves, of all images and of the video."""
+    images = [grid for layout in counted.images for grid, _ in layout.grids()]
+    if counted.film is None:
+        return images
+    frames, *side = counted.film
+    return images + ([(1, *side)] * frames if hasattr(chosen.module, "merge") else [counted.film])
 
 
 def _video_grid(processor: Any, spec: ModelSpec, frames: int, width: int, height: int) -> tuple[int, int]:

@@ -20,10 +20,11 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reducers import REGISTRY, Grid, Merger, Signals, TokenCounter, fit_counter
+from vlmcompress.reducers import REGISTRY, Grid, Merger, TokenCounter, fit_counter
 from vlmcompress.reduction._merging import Layers, M, merger_of, pictures
 from vlmcompress.reduction.support import merged_counts
 from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
+from vlmcompress.reduction.units import patch
 
 BATCH = 64
 
@@ -39,9 +40,8 @@ class _Learning(Merger):
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
         dymu, scores = REGISTRY.get(METHOD), []
-        for image, merged in enumerate(self.merged):
-            rows = keys[image, self.aside : self.aside + len(merged.anchor)]
-            scores.append(dymu.best(Signals(self.grids[image], keys=rows, heads=heads, merged=merged)))
+        for image in range(len(self.merged)):
+            scores.append(dymu.best(self.signals(image, keys, heads)))
         self.found.append(dymu.threshold(scores, self._pairs[layer]))
         rest = (1.0,) * (self.layers - len(self.found))
         self.options = self.options.with_thresholds((*self.found, *rest))
@@ -80,8 +80,7 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
     """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
     own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
     least, tokens = merged_counts(vlm.model.config)
-    patch = vlm.model.config.vision_config.patch_size
-    return fit_counter(own, kept(vlm, batches, chosen), patch, tokens, least)
+    return fit_counter(own, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
 
 
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:

@@ -63,8 +63,19 @@ class ServedReducer:
         return self.chosen.options.positions == "compact"
 
     def count(self, grid: Grid) -> int:
-        """Number of tokens that an image keeps, or the most where that depends on the image."""
-        return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
+        """Number of tokens that an image keeps, or the most where that depends on the image.
+
+        Within the encoder each frame of a video is an image.
+        """
+        if self.counter:
+            return self.counter.buckets[-1]
+        frames = grid[0] if self.merges else 1
+        return frames * self.chosen.module.budget((grid[0] // frames, *grid[1:]), self.chosen.options)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the method merges tokens within the encoder's layers."""
+        return hasattr(self.chosen.module, "merge")
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
         """Decide the reduction of one image.

@@ -59,6 +59,9 @@ def _missing(method: str, family: str) -> str:
     given = FAMILIES.constant(family, "SIGNALS")
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"
-    if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
+    stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
+    if stage == "encoder" and adaptive and not FAMILIES.constant(family, "COUNTED"):
+        return "counts that depend on the image"
+    if stage == "pixels" and "pixels" not in given:
         return "what it needs before the encoder"
     return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))

@@ -24,6 +24,7 @@ from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads")
+COUNTED = True
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
@@ -44,8 +45,8 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         self._merging = self._scan = None
         self._counts: list[int] | None = None  # counts of the images being encoded
         tower: Any = self.vision_tower
-        if hasattr(method, "merge"):
-            self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer)
+        if self.reducer.merges:
+            self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer, self.config)
         elif listens(spec_for({"model_type": self.config.model_type}), self.config, method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
