@@ -14,7 +14,7 @@ from typing import Any
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -58,7 +58,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "The objective is the divergence KL(original || reduced model) at answer tokens; where DATA have no answers, the\n"
         "original's own are taken. A tenth of DATA, 8 samples at least, is held out. The state with the lowest divergence\n"
         "there is written, or the original weights where none is lower. The run ends once 4 measurements in a row are no\n"
-        "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce."
+        "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce.\n"
+        "torchrun -m vlmcompress recover ... shares out the samples of a step among several processes."
     )
 
 
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> Outcome:
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = recover(recipe, asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not team.first():
+        return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)

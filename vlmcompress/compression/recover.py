@@ -3,7 +3,8 @@
 The teacher is the model with all its visual tokens, the student the same model behind the reducer (and with smaller images,
 where a `resize` comes first). The teacher's next-token distributions at the answers are computed once and kept on disk; then
 `recovery.train` runs, judged by samples that it does not train on. What comes out is a checkpoint as `quantize --scheme none`
-writes it, with other weights. Where no measurement beats the model as it was, the original weights are written.
+writes it, with other weights. Where no measurement beats the model as it was, the original weights are written. Workers of a
+team (`common.team`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ def recover(
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
+    One of several workers does its share; only the first one's result has a manifest.
+
     Raises:
         UserError: bad input; nothing was written.
     """
@@ -121,20 +124,25 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
     assert source is not None
     with phase("loading"):
         samples = recovery_data.read(source, recipe)
-        files = RecoveryFiles(recipe.out, _settings(recipe, asked, samples), resume)
-        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-        if device := accelerator():
-            vlm.model.to(device)  # type: ignore[arg-type]
-    with phase("teacher"):
-        data = recovery_data.answered(vlm, samples, source, files, progress)
-        origin = recovery_data.taught(vlm, data, recipe, files, progress)
-    with phase("reducer"):
-        vlm, work, batches, count = _behind(vlm, work, data, progress)
+        settings = _settings(recipe, asked, samples)
+    with team.met():
+        with phase("loading"), team.together():
+            files = RecoveryFiles(recipe.out, settings, resume)
+            vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+            if device := accelerator():
+                vlm.model.to(device)  # type: ignore[arg-type]
+        with phase("teacher"):
+            data = recovery_data.answered(vlm, samples, source, files, progress)
+            origin = recovery_data.taught(vlm, data, recipe, files, progress)
+        with phase("reducer"), team.together():
+            vlm, work, batches, count = _behind(vlm, work, data, progress)
+        with phase("training"):
+            found = _trained(vlm, work, asked, files, batches, data.held_out, count, progress)
+    if not team.first():
+        return Result(recipe.out, {})
     reducer, resize = work.recipe.reduce, work.recipe.resize
     origin |= {"reduce": scorer_file.carried(reducer).plain()} if reducer else {}
     origin |= {"resize": resize.model_dump()} if resize else {}
-    with phase("training"):
-        found = _trained(vlm, work, asked, files, batches, data.held_out, count, progress)
     written = write_checkpoint(
         work,
         vlm,
@@ -152,8 +160,6 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
 
 def _planned(recipe: Recipe, asked: Asked) -> Plan:
     """The plan of a checkpoint with the reducer alone. UserError for what cannot be recovered, or served."""
-    if team.size() > 1 or not team.first():
-        raise UserError("recover runs in one process; start it without torchrun")
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
     if models.read_config(recipe.model).get("quantization_config"):
@@ -210,7 +216,8 @@ def _trained(
 ) -> _Found:
     """Train the model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
     recipe, first = work.recipe, len(batches) - held_out
-    parts = Trained(vlm, asked.train, asked.rank, recipe.seed, work.source.names)
+    with team.together():
+        parts = Trained(vlm, asked.train, asked.rank, recipe.seed, work.source.names)
 
     def loss(index: int) -> Tensor:
         return objective.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
@@ -218,13 +225,14 @@ def _trained(
     def backward(index: int, factor: float) -> float:
         with distillation.graph(vlm):
             found = loss(index)
-            (found * factor).backward()
+            if found.requires_grad:  # the projector has no part in a sample of text alone
+                (found * factor).backward()
         return float(found.detach())
 
     def measured() -> float:
         with torch.no_grad():
-            found = [float(loss(index)) for index in range(first, len(batches))]
-        return sum(found) / len(found)
+            found = sum(float(loss(index)) for index in team.own(range(first, len(batches))))
+        return team.summed(found) / held_out
 
     settings = Settings(asked.steps, asked.batch, asked.lr, asked.every, recipe.seed)
     how: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
