@@ -77,6 +77,8 @@ def test_what_is_written(world, tmp_path, capsys, name, train):
     assert "Trained after it was quantized, its codes as they were" in (out / "README.md").read_text()
     code, text, _ = run(capsys, "doctor", out, "--source", world / "model")
     assert code == 0, text
+    code, _, err = run(capsys, "report-error", out)
+    assert code == 2 and "its scales were trained; measure them with --stats STATS --model MODEL" in err
     assert not (tmp_path / ".out.recover").exists()
 
 

@@ -176,7 +176,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     steps = f"{recovery['steps']} of at most {recovery['settings']['steps']}"
     kept = f", step {recovery['best_step']} is kept" if recovery["changed"] else ""
     rows = [
-        ("held-out KL", f"{kl['before']:.4f} -> {kl['after']:.4f} nats an answer token, {_change(recovery)}"),
+        ("held-out KL", f"{_nats(kl['before'])} -> {_nats(kl['after'])} nats an answer token, {_change(recovery)}"),
         ("trained", f"{parts} numbers"),
         ("steps", steps + kept + (f"; {recovery['ended']}" if recovery["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
@@ -187,6 +187,10 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         wrote = "those that were there, which were" if _of_scales(recovery) else "the original weights, which were"
         lines.append(f"Nothing was better than {wrote} written{'' if _of_scales(recovery) else ' with the reducer'}.")
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in done["next"])])
+
+
+def _nats(value: float) -> str:
+    return f"{value:.4f}" if value >= 0.001 else f"{value:.2g}"
 
 
 def _change(recovery: Mapping[str, Any]) -> str:

@@ -76,7 +76,7 @@ def _recovered(
 ) -> Result:
     assert recipe.out is not None, "a recovery has an output"
     folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
-    source = data_source(recipe, recipe.model, "recover")
+    source = data_source(recipe, teacher, "recover")
     assert source is not None
     with phase("loading"):
         stored = _opened(recipe.model)
@@ -120,7 +120,12 @@ def _opened(path: Path) -> Stored:
         stored = Stored.of(path)
     if not (path / MANIFEST).is_file():
         raise UserError(f"{path} has no {MANIFEST}; --train scales takes what `vlmcompress quantize` wrote")
-    manifest.verify(path, manifest.read(path))
+    known = manifest.read(path)
+    manifest.verify(path, known)
+    if known["recipe"].get("rotate"):
+        raise UserError(
+            f"{path} was rotated, and its original is no teacher in the same basis; quantize without rotate"
+        )
     kinds = {layer.scheme.weights.kind for layer in stored.layers.values()}
     if stored.format != FORMAT or kinds != {"int"}:
         raise UserError(

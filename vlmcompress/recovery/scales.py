@@ -60,7 +60,7 @@ class Coded(nn.Module):
         if self.activations is not None:
             rounded = round_activations(x.detach().flatten(0, -2), self.activations, self.input_scale)
             x = x + (rounded.view_as(x).to(x.dtype) - x.detach())
-        product: Tensor = _Product.apply(x, self.weight_scale, self)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(x, self.weight_scale, self)
         return product if self.bias is None else product + self.bias
 
 
@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
         return nn.functional.linear(x, layer.weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (x, scale), layer = ctx.saved_tensors, ctx.layer
         wide = torch.float32 if grad.device.type == "cpu" else grad.dtype  # some processors emulate 16-bit products
         own = grad.to(wide)
