@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.recovering import divergence
 from vlmcompress import cli
 from vlmcompress.calibration import distillation
 from vlmcompress.compression.recover import Asked, recover
@@ -18,9 +18,8 @@ from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import load
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.recovery import objective
 from vlmcompress.reducers import learned
-from vlmcompress.reduction import attach, attach_carried, scorer_file
+from vlmcompress.reduction import attach, scorer_file
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
 
@@ -40,20 +39,6 @@ def data(tmp_path_factory):
 def run(capsys, *arguments):
     code = cli.main(list(map(str, arguments)))
     return code, *capsys.readouterr()
-
-
-def divergence(source, folder, data, seed=0) -> float:
-    """What the verb calls held-out KL, of a written checkpoint, by whole samples of `data` in the order of the run."""
-    teacher = load(source)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
-    batches = encode(load_samples(data, samples=24, seed=seed), teacher)[-8:]
-    student = type(teacher)(model, teacher.processor, teacher.spec, folder)
-    found = []
-    with attach_carried(model, teacher.processor, folder), torch.no_grad():
-        for batch in batches:
-            kept = objective.targets(distillation.teacher_logits(teacher, batch))
-            found.append(float(objective.divergence(kept, distillation.student_logits(student, batch))))
-    return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])

@@ -3,7 +3,7 @@
 The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
 recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`recovery.gating`). The
 held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
-are taken.
+are taken. Workers of a team (`common.team`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
@@ -105,22 +105,25 @@ def learn_reducer(
         assert source is not None
         with phase("loading"):
             samples = recovery_data.read(source, recipe)
-            files = RecoveryFiles(out, _settings(recipe, asked, samples), resume)
-            vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-            vlm.model.requires_grad_(False)
-            if device := accelerator():
-                vlm.model.to(device)  # type: ignore[arg-type]
-        with phase("teacher"):
-            data = recovery_data.answered(vlm, samples, source, files, progress)
-            origin = recovery_data.taught(vlm, data, recipe, files, progress)
-        with phase("training"), torch.inference_mode(False):
-            batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-            course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
-        if not best:
-            raise UserError(_nothing(course))
+            settings = _settings(recipe, asked, samples)
+        with team.met():
+            with phase("loading"), team.together():
+                files = RecoveryFiles(out, settings, resume)
+                vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+                vlm.model.requires_grad_(False)
+                if device := accelerator():
+                    vlm.model.to(device)  # type: ignore[arg-type]
+            with phase("teacher"):
+                data = recovery_data.answered(vlm, samples, source, files, progress)
+                origin = recovery_data.taught(vlm, data, recipe, files, progress)
+            with phase("training"), torch.inference_mode(False):
+                batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+                course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
+            team.agreed(None if best else _nothing(course))
         facts = _facts(recipe, asked, vlm, course, data, origin, others)
-        scorer_file.save(out, best, facts)
-        files.remove()
+        if team.first():
+            scorer_file.save(out, best, facts)
+            files.remove()
         return facts | {"timing": phases.so_far()}
 
 
@@ -201,8 +204,8 @@ class _Training:
     @torch.no_grad()
     def _measured(self, gate: Gate) -> float:
         """The mean divergence of the held-out samples that have images, in nats."""
-        shown = list(self._shown(range(self.first, len(self.batches))))
-        return sum(float(self._loss(index, gate)) for index in shown) / len(shown)
+        shown = list(self._shown(team.own(range(self.first, len(self.batches)))))
+        return team.summed(sum(float(self._loss(index, gate)) for index in shown)) / team.summed(len(shown))
 
     @torch.no_grad()
     def _spread(self) -> tuple[Tensor, Tensor]:
@@ -244,8 +247,6 @@ def _chosen_by(name: str, keep: float) -> Callable[[Tensor, Grid], Tensor]:
 
 
 def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
-    if team.size() > 1 or not team.first():
-        raise UserError("learn-reducer runs in one process; start it without torchrun")
     if out.suffix != ".safetensors":
         raise UserError(f"{out} is to be a file of a scorer; give it a name that ends in .safetensors")
     folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights

@@ -1,4 +1,7 @@
-"""The samples of a recovery: read, given the teacher's answers where they have none, and shown to the teacher."""
+"""The samples of a recovery: read, given the teacher's answers where they have none, and shown to the teacher.
+
+Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vlmcompress.calibration import distillation
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.notes import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression.recovery_files import PART, RecoveryFiles
@@ -87,15 +92,17 @@ def read(source: str | Path, recipe: Recipe) -> list[Sample]:
 
 def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress) -> Data:
     """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
-    known: dict[str, str] = files.noted("answers") or {}
+    known = files.answers()
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
-    for number, sample in enumerate(lacking):
-        if sample.id not in known:
-            known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
-            if (number + 1) % PART == 0:
-                files.note("answers", known)
-        progress("writing answers", number + 1, len(lacking))
-    files.note("answers", known)
+    turn = PART * team.size()
+    for start in range(0, len(lacking), turn):
+        with team.together():
+            for number, sample in enumerate(team.own(lacking[start : start + turn]), start=1):
+                if sample.id not in known:
+                    known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
+                progress("writing answers", min(start + number * team.size(), len(lacking)), len(lacking))
+            files.note_answers(known)
+    known = team.merged(known)
     asked = {sample.id for sample in lacking}
     every = [replace(one, answer=known[one.id]) if one.id in asked else one for one in samples]
     kept = [sample for sample in every if (sample.answer or "").strip()]
@@ -110,26 +117,33 @@ def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: Rec
 def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
     """Keep what the teacher says to all samples, and return the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-    for start in range(0, len(batches), PART):
-        if files.has_part(start // PART):
-            continue
-        found = {}
-        for index in range(start, min(start + PART, len(batches))):
-            if not distillation.answer_tokens(batches[index])[1]:
-                raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-            found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
-            if found[index]["logs"].isnan().any():
-                raise UserError(
-                    f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
-                    "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
-                )
-            progress("asking the teacher", index + 1, len(batches))
-        files.save_part(start // PART, found)
+    parts = range(-(-len(batches) // PART))
+    for start in range(0, len(parts), team.size()):
+        with team.together():
+            for part in team.own(parts[start : start + team.size()]):
+                if not files.has_part(part):
+                    files.save_part(part, _said(vlm, data, batches, part, progress))
     more = {"seed": recipe.seed, "processor": vlm.processor}
     origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **more)
     for line in notes(origin):
         note(line)
     return origin
+
+
+def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
+    """What is kept of the teacher for the samples of a part, by their numbers."""
+    found = {}
+    for index in range(part * PART, min((part + 1) * PART, len(batches))):
+        if not distillation.answer_tokens(batches[index])[1]:
+            raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
+        found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
+        if found[index]["logs"].isnan().any():
+            raise UserError(
+                f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
+                "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
+            )
+        progress("asking the teacher", index + 1, len(batches))
+    return found
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:
