@@ -24,8 +24,7 @@ STAGE = "pixels"
 NEEDS = frozenset({"features", "query"})
 OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
-SERVED = False
-WHY_NOT = "a view that is left out keeps no token, and engines refuse an image without one; leave it out of the request"
+SERVED = True
 NO_BETTER_THAN = "random"
 
 

@@ -59,6 +59,7 @@ def _missing(method: str, family: str) -> str:
     given = FAMILIES.constant(family, "SIGNALS")
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"
-    if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
-        return "what it needs before the encoder"
+    if REDUCERS.constant(method, "STAGE") == "pixels":
+        own = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"
+        return "" if own in given else "what it needs before the encoder"
     return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))
