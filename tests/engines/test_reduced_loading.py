@@ -55,7 +55,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
         ("pixelprune", {}, "before the encoder"),
-        ("litevlm", {}, "engines refuse an image without one"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -90,6 +89,14 @@ def test_relevance_needs_the_question():
     assert refusal("LlavaForConditionalGeneration", asking) is None
     assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
     assert refusal("Idefics3ForConditionalGeneration", parse("cdpruner:0.5")) is None
+
+
+def test_choosing_among_images_needs_encoders_of_whole_images():
+    served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+    assert {name.replace("-", "_") for name in plugin.served("litevlm")} == served
+    reason = refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
+    assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
+    assert "\n" not in reason
 
 
 def test_families_have_specs():

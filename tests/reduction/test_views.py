@@ -1,4 +1,4 @@
-"""litevlm: images that go are not encoded, and the answer is that of a model that sees a comma in place of each."""
+"""litevlm: images that go are not encoded, and the answer is that of a model that sees a full stop in place of each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_families():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_a_comma_in_place_of_the_images_that_go(family):
+def test_equals_a_full_stop_in_place_of_the_images_that_go(family):
     vlm = tiny(family)
     inputs = encode(vlm, CAMERAS, OTHER, SINGLE, ([], NONE[1]))
     sizes, hook = watched(vlm)
@@ -92,10 +92,10 @@ def test_equals_a_comma_in_place_of_the_images_that_go(family):
     encoded = sum(len(unit.columns) for unit, stay in zip(attached.seen, stays, strict=True) if stay)
     share = encoded / sum(len(unit.columns) for unit in attached.seen)
     assert sizes[1] == round(share * sizes[0]) == sizes[2]
-    comma = vlm.model.get_input_embeddings().weight[vlm.processor.tokenizer.convert_tokens_to_ids(",")]
-    hidden = reference.logits(vlm, inputs, attached.seen, stand_in=comma)
+    stop = vlm.model.get_input_embeddings().weight[vlm.processor.tokenizer.convert_tokens_to_ids(".")]
+    hidden = reference.logits(vlm, inputs, attached.seen, stand_in=stop)
     reference.compare(reduced, hidden, inputs["attention_mask"], attached.seen)
-    full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen, stand_in=comma)
+    full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen, stand_in=stop)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     assert torch.equal(vlm.model(**inputs).logits, plain)
 

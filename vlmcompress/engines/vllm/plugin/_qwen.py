@@ -213,6 +213,4 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         """Numbers of tokens in encoder and projector, which get the full image unless pixels decided."""
         if mm_kwargs is not None and CHOICE not in mm_kwargs:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
-        return super().get_mm_lora_token_counts(  # type: ignore[misc]
-            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
-        )
+        return super().get_mm_lora_token_counts(modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds)

@@ -151,10 +151,11 @@ class ViewsModel:
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode images as the model does, but for those that are left out."""
-        given, own = kwargs.pop(FIELD, None), super()
+        given = kwargs.pop(FIELD, None)
+        own: Any = super()
         if given is None or all(found := [bool(stay) for stay in given.flatten()]):
-            return own.embed_multimodal(**kwargs)  # type: ignore[misc]
-        encoded = iter(own.embed_multimodal(**self._of(kwargs, found)) if any(found) else ())  # type: ignore[misc]
+            return own.embed_multimodal(**kwargs)
+        encoded = iter(own.embed_multimodal(**self._of(kwargs, found)) if any(found) else ())
         return tuple(next(encoded) if stay else self._left_out() for stay in found)
 
     def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
