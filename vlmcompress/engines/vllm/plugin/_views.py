@@ -12,7 +12,6 @@ A request may say its names and its question itself, with `mm_processor_kwargs: 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +35,11 @@ class ViewsProcessor:
     """Mixin of a multimodal processor, put before `AskingProcessor`: tells each image whether it stays."""
 
     info: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.info.reducer.views:  # a checkpoint without a table is refused at the start, not by a request
+            self._table = table_of(self.info.get_hf_config().name_or_path)
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request as vLLM does. ValueError for names to a method that does not choose, or not one for each image."""
@@ -75,10 +79,6 @@ class ViewsProcessor:
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self._table[ids]
-
-    @functools.cached_property
-    def _table(self) -> Tensor:
-        return table_of(self.info.get_hf_config().name_or_path)
 
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         given = dict(inputs.hf_processor_mm_kwargs)
