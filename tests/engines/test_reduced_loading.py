@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tests.kit import forks
@@ -24,7 +25,7 @@ from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.errors import UserError
-from vlmcompress.models import all_specs
+from vlmcompress.models import all_specs, load
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 
@@ -55,7 +56,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
         ("pixelprune", {}, "before the encoder"),
-        ("litevlm", {}, "engines refuse an image without one"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -99,6 +99,14 @@ def test_relevance_needs_the_question(method):
     assert refusal("LlavaForConditionalGeneration", asking) is None
     assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
     assert refusal("Idefics3ForConditionalGeneration", parse(f"{method}:0.5")) is None
+
+
+def test_choosing_among_images_needs_encoders_of_whole_images():
+    served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+    assert {name.replace("-", "_") for name in plugin.served("litevlm")} == served
+    reason = refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
+    assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
+    assert "\n" not in reason
 
 
 def test_families_have_specs():
@@ -160,6 +168,18 @@ def test_a_longer_table_is_that_of_a_longer_model():
         longer = lengthened(table[:rows], 5000)
         assert torch.equal(longer[:rows], table[:rows])
         assert (longer - table).abs().max() < 2e-3
+
+
+@pytest.mark.engine
+def test_names_of_images_are_compared_by_the_models_own_table_of_words(tmp_path):
+    """Oracle: the table of the model as transformers loads it. A folder without one is refused in one line."""
+    pytest.importorskip("vllm")
+    from vlmcompress.engines.vllm.plugin._views import table_of
+
+    assert torch.equal(table_of(str(DEMO_LLAVA)), load(DEMO_LLAVA).model.get_input_embeddings().weight)
+    save_file({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"^[^\n]*has 0 tables of words '\*.embed_tokens.weight'[^\n]*$"):
+        table_of(str(tmp_path))
 
 
 def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleNamespace:

@@ -18,10 +18,15 @@ Stages = list[tuple[int, list[Reduced]]]
 """What is left of each image from a decoder block on, ascending."""
 
 
-def logits(vlm: VLM, inputs: dict[str, Tensor], stages: Stages) -> Tensor:
-    """`[b, s, vocab]` of the full sequence when from each stage's decoder block on only what it kept can be attended to."""
+def logits(vlm: VLM, inputs: dict[str, Tensor], stages: Stages, stand_in: Tensor | None = None) -> Tensor:
+    """`[b, s, vocab]` of the full sequence when from each stage's decoder block on only what it kept can be attended to.
+
+    `stand_in [d]`: what the language model gets in place of the one token that is left of an image.
+    """
     text: Any = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     given = arguments(vlm, inputs)
+    if stand_in is not None:
+        given |= replaced(given, [unit for unit in stages[0][1] if len(unit.reduction.anchor) == 1], stand_in)
     hooks = []
     if stages[0][0] == 0:
         ((_, seen),) = stages
@@ -59,6 +64,18 @@ def _hide(mask: Tensor | None, seen: Tensor) -> Tensor:
     """A mask `[b, 1, s, s]`, None for causal, without the columns that `seen [b, s]` leaves out. Every token sees itself."""
     square = torch.ones(seen.shape[1], seen.shape[1], dtype=torch.bool)
     return ((square.tril() if mask is None else mask) & seen.bool()[:, None, None, :]) | torch.eye(len(square)).bool()
+
+
+def replaced(given: dict[str, Any], left_out: list[Reduced], row: Tensor) -> dict[str, Any]:
+    """Embeddings and deepstack features in which the first token of each of these images is `row [d]`, and nothing deep."""
+    embeds, where = given["inputs_embeds"].clone(), given.get("visual_pos_masks")
+    levels = [level.clone() for level in given.get("deepstack_visual_embeds") or ()]
+    for unit in left_out:
+        column = unit.columns[0]
+        embeds[unit.row, column] = row
+        for level in levels:
+            level[int(where.flatten()[: unit.row * where.shape[1] + column].sum())] = 0
+    return {"inputs_embeds": embeds} | ({"deepstack_visual_embeds": levels} if levels else {})
 
 
 def arguments(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Any]:

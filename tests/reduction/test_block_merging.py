@@ -109,7 +109,7 @@ def test_equals_every_patch_in_its_place(family, method, options):
         reduced = vlm.model(**inputs).logits
     with looped(vlm, method, options) as groups:
         embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
-        full = reference.logits(vlm, inputs, attached.seen)
+        full = reference.logits(vlm, inputs, attached.stages)
     reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
     assert len(groups) == len(attached.seen) > 2
     for unit, expected in zip(attached.seen, groups, strict=True):

@@ -27,6 +27,7 @@ from vlmcompress.models import Layout, ModelSpec
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction.cost import LARGEST
 from vlmcompress.reduction.support import chooses_images
+from vlmcompress.reduction.views import tokens_left
 
 Size = tuple[int, int]
 MOST_FRAMES = 100_000
@@ -172,8 +173,7 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in counted.images}) > 1:
             return None
-        many = max(len(counted.images), 1)
-        return full * chosen.module.budget((many, 1, 1), chosen.options) // many + counted.video
+        return (tokens_left(full, len(counted.images), chosen) if counted.images else 0) + counted.video
     grids = _grids(counted, chosen)
     left = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in left:

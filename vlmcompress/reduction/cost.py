@@ -32,6 +32,7 @@ from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
 from vlmcompress.reduction import resizing
 from vlmcompress.reduction.support import check, chooses_images
+from vlmcompress.reduction.views import tokens_left
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
 
@@ -214,8 +215,7 @@ def _reduced(
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in layouts}) > 1:
             return None
-        left = full * chosen.module.budget((len(layouts), 1, 1), chosen.options) // len(layouts)
-        return cost(found, [left] * len(found), text, itemsize)
+        return cost(found, [tokens_left(full, len(layouts), chosen)] * len(found), text, itemsize)
     grids = [grid for layout in layouts for grid, _ in layout.grids()]
     left = [chosen.left(grid, len(found)) for grid in grids]
     newlines = full - sum(math.prod(grid) for grid in grids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from vlmcompress.models import spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.support import check_config, check_counter
+from vlmcompress.reduction.support import check_config, check_counter, chooses_images
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
@@ -62,11 +63,18 @@ class ServedReducer:
         """Whether the tokens that are left stand one behind the other, as if the others had never been."""
         return self.chosen.options.positions == "compact"
 
+    @property
+    def views(self) -> bool:
+        """Whether the method chooses among a request's images, before the encoder; one that stays is whole."""
+        return chooses_images(self.chosen.module)
+
     def count(self, grid: Grid) -> int:
-        """Number of tokens that an image keeps, or the most where that depends on the image.
+        """Number of tokens that an image keeps, or the most where that depends on the image or the request.
 
         Within the encoder each frame of a video is an image.
         """
+        if self.views:
+            return math.prod(grid)
         if self.counter:
             return self.counter.buckets[-1]
         frames = grid[0] if self.merges else 1
@@ -85,6 +93,8 @@ class ServedReducer:
             features: `[n, d]`, the tokens; None before the encoder has run.
             signals: further fields of `Signals`.
         """
+        if self.views:  # it was decided before, and this image stays
+            return Reduction.identity(math.prod(grid), None if features is None else features.device)
         return reducers.reduce(self.chosen.module, Signals(grid, features=features, **signals), self.chosen.options)
 
     @functools.cached_property

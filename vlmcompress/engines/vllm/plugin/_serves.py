@@ -62,6 +62,7 @@ def _missing(method: str, family: str) -> str:
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
     if stage == "encoder" and adaptive and not FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
-    if stage == "pixels" and "pixels" not in given:
-        return "what it needs before the encoder"
+    if stage == "pixels":
+        own = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"
+        return "" if own in given else "what it needs before the encoder"
     return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))

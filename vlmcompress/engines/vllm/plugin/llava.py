@@ -18,12 +18,13 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
 from vlmcompress.models import spec_for
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads")
+SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads", "views")
 COUNTED = True
 
 
@@ -31,12 +32,12 @@ class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images."""
 
 
-class Processor(LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
+class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
     """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
-class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalGeneration):
+class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaForConditionalGeneration):
     """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -59,6 +60,10 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         """Encode, reduce and project images."""
         self._counts = counts_of(kwargs)
         return super().embed_multimodal(**kwargs)
+
+    def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
+        pixels = [image for image, stay in zip(kwargs["pixel_values"], stays, strict=True) if stay]
+        return kwargs | {"pixel_values": torch.stack(pixels)}
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         pixels = image_input["pixel_values"]
