@@ -86,7 +86,7 @@ def ask(folder: Path, kept: Path) -> dict[str, Any]:
         share = done[text]["share"]
         other = f"coverage:{round(share, 4)}"
         alone = answers(other, lambda other=other: whole.ask(parse(other)))
-        rows += [_row(one, share, full, alone, found, clusters) for one, found in ((text, exact), (other, alone))]
+        rows += [_row(one, share, full, exact, found, clusters) for one, found in ((text, exact), (other, alone))]
     return {"questions": len(asked), "full": sum(full) / len(full), "rows": rows}
 
 

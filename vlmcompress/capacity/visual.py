@@ -197,8 +197,8 @@ def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]
     images = [grid for layout in counted.images for grid, _ in layout.grids()]
     if counted.film is None:
         return images
-    frames, *side = counted.film
-    return images + ([(1, *side)] * frames if hasattr(chosen.module, "merge") else [counted.film])
+    frames, rows, columns = counted.film
+    return images + ([(1, rows, columns)] * frames if hasattr(chosen.module, "merge") else [counted.film])
 
 
 def _video_grid(processor: Any, spec: ModelSpec, frames: int, width: int, height: int) -> tuple[int, int]:
