@@ -57,7 +57,7 @@ class ReducerChoice:
     @property
     def takes_count(self) -> bool:
         """Whether the number of tokens that the method keeps depends on the image, but can be given to it instead."""
-        return hasattr(self.module, "merge") and self.module.COUNT == "adaptive"
+        return self.module.COUNT == "adaptive" and self.module.STAGE in ("encoder", "projected")
 
     @property
     def learnt(self) -> bool:
@@ -254,7 +254,13 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
             value = int(found[1]) / int(found[2])
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except (ValueError, TypeError, OverflowError) as error:  # ValidationError is a ValueError
-        kinds: dict[Any, str] = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}
+        kinds: dict[Any, str] = {
+            float: "a number",
+            float | None: "a number",
+            int: "a whole number",
+            str: "a word",
+            bool: "true or false",
+        }
         words = " or ".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else None
         kind = words or kinds.get(hint, "a list of numbers")
         raise UserError(f"{where} is {reprlib.repr(value)}, should be {kind}") from error

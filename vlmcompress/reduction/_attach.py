@@ -153,14 +153,14 @@ class Attachment:
         assert self._call is not None
         return units(self.vlm, self._call)
 
-    def _decide(self, unit: Unit, signals: Signals) -> Reduction:
-        """Decide the reduction of one unit, and add it to `seen`."""
+    def _decide(self, unit: Unit, signals: Signals, count: int | None = None) -> Reduction:
+        """Decide the reduction of one unit, to `count` tokens where that is given, and add it to `seen`."""
         if not self._told and reducers.too_small(self.module, unit.grid, self.options):
             self._told = True
             grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
             text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
             warnings.warn(text, KeptWhole, stacklevel=2)
-        result = reducers.reduce(self.module, signals, self.options)
+        result = reducers.reduce(self.module, signals, self.options, count)
         self.seen.append(Reduced(**vars(unit), reduction=result))
         return result
 

@@ -13,6 +13,8 @@ Each module here without a leading underscore is a family. It defines, as litera
     ARCHITECTURE    name of the architecture that it reduces
     SIGNALS         fields of `reducers.Signals` that it can give a method
     VIDEOS          True where videos are served, too; left out otherwise
+    COUNTED         True where a method that chooses behind the encoder gets an image's count from its pixels (`_counted`);
+                    left out otherwise
 
 and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
 """

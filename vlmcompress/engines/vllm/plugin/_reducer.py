@@ -47,10 +47,11 @@ class ServedReducer:
         if reason := refusal(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
-            check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
+            spec = spec_for({"model_type": found.model_type})
+            check_config(spec, hf_config, reducer.method, reducer.options)
             reducer = scorer_file.known(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
             if found.count:
-                check_counter(hf_config, reducer, found.count)
+                check_counter(spec, hf_config, reducer, found.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if reducer.takes_count and found.count is None:
@@ -66,15 +67,17 @@ class ServedReducer:
         """Number of tokens that an image keeps, or the most where that depends on the image."""
         return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
 
-    def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
+    def reduce(self, grid: Grid, features: Tensor | None = None, count: int | None = None, **signals: Any) -> Reduction:
         """Decide the reduction of one image.
 
         Args:
             grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
+            count: how many tokens the image has in the prompt; None: as the method's budget says.
             signals: further fields of `Signals`.
         """
-        return reducers.reduce(self.chosen.module, Signals(grid, features=features, **signals), self.chosen.options)
+        seen = Signals(grid, features=features, **signals)
+        return reducers.reduce(self.chosen.module, seen, self.chosen.options, count)
 
     @functools.cached_property
     def fingerprint(self) -> str:

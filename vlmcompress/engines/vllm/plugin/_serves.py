@@ -61,4 +61,7 @@ def _missing(method: str, family: str) -> str:
         return "videos"
     if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
         return "what it needs before the encoder"
+    kind = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT")
+    if kind == ("projected", "adaptive") and not FAMILIES.constant(family, "COUNTED"):
+        return "counts of images from their pixels"
     return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))
