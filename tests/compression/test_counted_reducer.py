@@ -79,7 +79,9 @@ def test_a_family_without_counts_is_refused_in_vllm(given, tmp_path):
     model = tiny.build("qwen2-5-vl", tmp_path / "qwen")
     reduce = str(trained("learned-adaptive:0.5", load(model), tmp_path))
     calib = {"model": str(model), "calibrate": {"data": str(folder / "images")}, "reduce": reduce}
-    with pytest.raises(UserError, match=r"vLLM does not serve 'learned-adaptive' with qwen2-5-vl \(without counts") as caught:
+    with pytest.raises(
+        UserError, match=r"vLLM does not serve 'learned-adaptive' with qwen2-5-vl \(without counts"
+    ) as caught:
         written(given, folder, **calib)
     assert "engine=transformers" in str(caught.value) and "\n" not in str(caught.value)
     out = written(given, folder, **calib, engine="transformers")

@@ -87,7 +87,9 @@ def test_counts_that_do_not_go_together_are_refused():
     vlm, other = tiny("llava"), tiny("llava-next")
     counter = fit_counter([torch.rand(3, 56, 56)], [9], 14, 16)
     for wrong in ({"buckets": (4, 17)}, {"patch": 16}):
-        with pytest.raises(UserError, match="another model's; this one's encoder makes 1 to 16 tokens of patches of 14"):
+        with pytest.raises(
+            UserError, match="another model's; this one's encoder makes 1 to 16 tokens of patches of 14"
+        ):
             attach(vlm, chosen(vlm, level=0.5), counter=dataclasses.replace(counter, **wrong))
     with pytest.raises(UserError, match="counts are of images that are one picture, and llava-next has others"):
         attach(other, chosen(other, level=0.5), counter=counter)

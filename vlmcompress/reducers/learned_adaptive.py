@@ -1,22 +1,25 @@
 """Learned, of as many tokens as the image asks for: few of a plain one, many of a busy one, `keep` of them on average.
 
-Which tokens stay is the choice of `learned`. How many do is decided by a threshold, `level`. What a network says of two images
-can't be compared, as training looks at the order within each. What can be is how much of an image some of its tokens show, in the
-measure of `coverage`: with `s_ij` for how well token j represents token i,
+Which tokens stay is the choice of `learned`. How many do is decided by a threshold, `level`. It is no threshold on what the
+network says: training looks at the order of an image's tokens alone, so worths of two images can't be compared. What can be is
+how much of an image so many tokens show at best, in the measure of `coverage`, where `s_ij` is how well token j represents
+token i. With the tokens in the order in which `coverage` would take them,
 
-    shown_m = sum_i max(s_ij: j among the m of highest worth) / sum_i s_ii
+    shown_m = sum_i max(s_ij: j among the first m) / sum_i max(s_ij: j among all)
 
-which rises with m, to 1. An image keeps the fewest tokens that show `level` of it. The level is learnt from calibration images:
-it's the one at which the mean share that they keep is `keep`.
+An image keeps as many tokens as the fewest that show `level` of it. The level is learnt from calibration images: it is the one
+at which the mean share that they keep is `keep`.
 
 An engine that has to know the number before it encodes an image is told it by a regression on pixels
 (`vlmcompress.reducers._counter`), and `reduce` takes that `count` instead of the level.
 
-Costs `n^2` comparisons more than `learned`; with a `count` nothing.
+Costs what `coverage` costs at the same count beside what `learned` costs, and with a `count` nothing more than `learned`.
+Learning a level takes all tokens of each image in that order, `n^3` additions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -24,8 +27,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vlmcompress.reducers import _selecting as selecting
 from vlmcompress.reducers import learned
-from vlmcompress.reducers._base import Grid, Reduction, Signals, top
+from vlmcompress.reducers._base import Grid, Reduction, Signals
 from vlmcompress.reducers._selecting import selected
 from vlmcompress.reducers.coverage import represented
 
@@ -33,6 +37,8 @@ STAGE = "projected"
 NEEDS = frozenset({"features"})
 COUNT = "adaptive"
 SERVED = True
+
+STEP = 64  # tokens that are taken before it is seen whether they are enough
 
 
 @dataclass(frozen=True)
@@ -71,22 +77,31 @@ def budget(grid: Grid, options: Options) -> None:
 
 
 def reduce(signals: Signals, options: Options, count: int | None = None) -> Reduction:
-    """Keep the tokens that `learned` would, `count` of them; None: as many as show `level` of the image."""
+    """Keep the tokens that `learned` would, `count` of them; None: as many as the image needs for `level` of it to be shown."""
     assert signals.features is not None
-    values = _worth(signals, options)
+    if options.network is None:
+        raise ValueError("learned-adaptive has no scorer; train one with `vlmcompress learn-reducer` first")
     if count is None:
         if options.level is None:
             raise ValueError("learned-adaptive has no level; learn it from calibration images first")
-        count = counted(_shown(values, signals.features), options.level)
+        count = counted(shown(signals, options, options.level), options.level)
     if not 1 <= count <= signals.n:
         raise ValueError(f"{count} of {signals.n} tokens cannot be kept")
+    values = learned.worth(options.network.on(signals.features.device), signals.features, signals.grid)
     return selected(torch.cat(learned.choose(values, signals.features, count, options.cover)), signals, options)
 
 
-def shown(signals: Signals, options: Options) -> Tensor:
-    """How much of an image its 1 to n tokens of highest worth show, `[n]` float32, rising to 1."""
+def shown(signals: Signals, options: Options, level: float = math.inf) -> Tensor:
+    """How much of an image its first 1 to `m` tokens show, `[m]` float64, rising: `n` of them, or enough to show `level`."""
     assert signals.features is not None
-    return _shown(_worth(signals, options), signals.features)
+    table = represented(signals.features, learned.TEMPERATURE)
+    whole = table.amax(1).double().sum()
+    order = torch.empty(0, dtype=torch.int64, device=table.device)
+    while True:
+        order = torch.cat([order, selecting.cover(table, min(STEP, signals.n - len(order)), given=order)])
+        curve = (table[:, order].cummax(1).values.double().sum(0) / whole).cummax(0).values
+        if len(order) == signals.n or curve[-1] >= level:
+            return curve
 
 
 def counted(curve: Tensor, level: float) -> int:
@@ -95,10 +110,10 @@ def counted(curve: Tensor, level: float) -> int:
 
 
 def level(curves: Sequence[Tensor], keep: float) -> float:
-    """The highest level at which images keep at most a share `keep` of their tokens on average, as far as one token each allows.
+    """The highest level at which images keep at most a share `keep` of their tokens on average; one each is the least.
 
     Args:
-        curves: what `shown` returns for each image, at least one.
+        curves: what `shown` returns for each image, all its tokens; at least one.
     """
     if not curves:
         raise ValueError("a level is learnt from at least one image")
@@ -107,16 +122,3 @@ def level(curves: Sequence[Tensor], keep: float) -> float:
     share = sum(one[0] for one in token) + torch.cat([one[1:] for one in token])[order].cumsum(0)
     fits = int((share <= (keep + 1e-9) * len(curves)).sum())
     return float(steps[fits]) if fits < len(steps) else 1.0
-
-
-def _worth(signals: Signals, options: Options) -> Tensor:
-    if options.network is None:
-        raise ValueError("learned-adaptive has no scorer; train one with `vlmcompress learn-reducer` first")
-    assert signals.features is not None
-    return learned.worth(options.network.on(signals.features.device), signals.features, signals.grid)
-
-
-def _shown(values: Tensor, features: Tensor) -> Tensor:
-    table = represented(features, learned.TEMPERATURE)
-    curve = table[:, top(values, len(values))].cummax(1).values.sum(0)
-    return curve / curve[-1]

@@ -59,7 +59,7 @@ def known(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     chosen = resolve(vlm, chosen)
     if chosen.options.unlearnt and chosen.method != METHOD:
         raise UserError(
-            f"'{chosen.method}' has no level; `vlmcompress quantize` learns it from --calib and writes it, or give one: level=0.8"
+            f"'{chosen.method}' has no level; `vlmcompress quantize` learns it from --calib, or give one: level=0.8"
         )
     if chosen.options.unlearnt:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
