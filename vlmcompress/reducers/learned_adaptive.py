@@ -43,8 +43,8 @@ STEP = 64  # tokens that are taken before it is seen whether they are enough
 
 @dataclass(frozen=True)
 class Options(learned.Options):
-    """`level`: how much of an image has to be shown, from 0 to 1. Where it is not given it is learnt from calibration images, which
-    then keep the share `keep` of their tokens on average. The other options are those of `learned`.
+    """`level`: how much of an image has to be shown, from 0 to 1. Where it is not given it is learnt from calibration images,
+    which then keep the share `keep` of their tokens on average. The other options are those of `learned`.
     """
 
     level: float | None = None

@@ -108,7 +108,7 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
     own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
     least, tokens = counts(vlm.model.config, chosen.module)
     patch = vlm.model.config.vision_config.patch_size
-    how = {} if hasattr(chosen.module, "merge") else {"steps": FINE, "within": None}
+    how: dict[str, Any] = {} if hasattr(chosen.module, "merge") else {"steps": FINE, "within": None}
     return fit_counter(own, kept(vlm, batches, chosen), patch, tokens, least, **how)
 
 
@@ -117,17 +117,18 @@ def _curves(
 ) -> list[Tensor]:
     """What `shown` of a method that learns a level says of each image of `batches`, in order, on the CPU."""
     device, dtype = vlm.model.device, vlm.model.dtype
-    with _Listening(vlm, chosen.module, chosen.options) as attached:
+    listening = _Listening(vlm, chosen.module, chosen.options)
+    with listening:
         for number, batch in enumerate(batches):
             if batch.get("pixel_values") is None:
                 continue
             inputs = {name: value for name, value in batch.items() if name != "modality"}
             inputs = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
-            prefill(vlm, attached, inputs)
+            prefill(vlm, listening, inputs)
             progress("thresholds", number + 1, len(batches))
-    if not attached.curves:
+    if not listening.curves:
         raise UserError(NO_IMAGES)
-    return attached.curves
+    return listening.curves
 
 
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:

@@ -67,15 +67,15 @@ class ServedReducer:
         """Number of tokens that an image keeps, or the most where that depends on the image."""
         return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
 
-    def reduce(self, grid: Grid, features: Tensor | None = None, count: int | None = None, **signals: Any) -> Reduction:
+    def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
         """Decide the reduction of one image.
 
         Args:
             grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
-            count: how many tokens the image has in the prompt; None: as the method's budget says.
-            signals: further fields of `Signals`.
+            signals: further fields of `Signals`; and `count`, its tokens in the prompt, where the image decides that.
         """
+        count = signals.pop("count", None)
         seen = Signals(grid, features=features, **signals)
         return reducers.reduce(self.chosen.module, seen, self.chosen.options, count)
 
