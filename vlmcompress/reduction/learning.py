@@ -96,7 +96,8 @@ def learn(
 def kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> list[int]:
     """Count the tokens that each picture (image or tile) of `batches` keeps, in order. `chosen` has its thresholds."""
     if not hasattr(chosen.module, "merge"):
-        (level,) = chosen.options.thresholds  # type: ignore[misc]
+        assert isinstance(chosen.options.thresholds, tuple)
+        (level,) = chosen.options.thresholds
         return [chosen.module.counted(curve, level) for curve in _curves(vlm, batches, chosen, silent)]
     return [
         len(one.anchor) for part in _pictures(vlm, batches) for one in _run(vlm, part, chosen.options, Merger).merged
