@@ -131,9 +131,7 @@ def ask(work: Path, model: str) -> dict[str, Any]:
                     flush=True,
                 )
     training = {
-        what: json.loads(_about(path).read_text())
-        for what, path in {"scorer": scorer, **folders}.items()
-        if path.exists()
+        what: json.loads(_about(path).read_text()) for what, path in {"scorer": scorer, **folders}.items() if path.exists()
     }
     known = {
         what: {"seconds": done["seconds"], "held_out_kl": done.get("held_out_kl") or done["recovery"]["held_out_kl"]}
