@@ -4,6 +4,7 @@
     scripts/measure/bench_accuracy.py                     both models, all recipes; writes eval/accuracy.json
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
+    scripts/measure/bench_accuracy.py --scorers DIR       the recipes with `learned`, too: DIR has MODEL.safetensors
     scripts/measure/bench_accuracy.py --render            print the table from that file
 
 The last stdout line is one JSON object.
@@ -36,6 +37,12 @@ RECIPES: dict[str, dict] = {
     "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
     "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},
     "divprune 1/9": {"scheme": "none", "reduce": "divprune:1/9"},
+    "coverage 1/2": {"scheme": "none", "reduce": "coverage:1/2"},
+    "coverage 1/4, merged": {"scheme": "none", "reduce": "coverage:1/4,merge=nearest"},
+    "learned 1/2": {"scheme": "none", "reduce": "learned:1/2"},
+    "learned 1/4, merged": {"scheme": "none", "reduce": "learned:1/4,merge=nearest"},
+    "awq g128, learned 1/4, merged": {"scheme": "awq", "reduce": "learned:1/4,merge=nearest"},
+    "int8, learned 1/4, merged": {"scheme": "int8", "reduce": "learned:1/4,merge=nearest"},
     "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
     "awq g128, divprune 1/4": {"scheme": "awq", "reduce": "divprune:1/4"},
     "int8, divprune 1/2": {"scheme": "int8", "reduce": "divprune:1/2"},
@@ -43,8 +50,10 @@ RECIPES: dict[str, dict] = {
 }
 
 
-def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
-    """Compress `model` by the named recipes and ask all checkpoints the same questions."""
+def measure(
+    model: str, names: Sequence[str], limit: int | None, folder: Path, scorers: Path | None = None
+) -> list[dict]:
+    """Compress `model` by the named recipes and ask all checkpoints the same questions; `scorers`: folder for `learned`."""
     from vlmcompress import engines
     from vlmcompress.compression.quantize import quantize
     from vlmcompress.evaluation.accuracy import Ask, evaluate_all
@@ -53,6 +62,9 @@ def measure(model: str, names: Sequence[str], limit: int | None, folder: Path) -
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
     for index, given in enumerate(RECIPES[name] for name in names):
         outs.append(folder / f"{model}-{index}")
+        given = dict(given)
+        if scorers and "learned" in given.get("reduce", ""):
+            given["reduce"] += f",scorer={scorers / model}.safetensors"
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **given}).recipe
         manifests.append(quantize(recipe).manifest)
     rows = []
@@ -92,11 +104,15 @@ def main() -> None:
         "--models", nargs="+", choices=MODELS, default=MODELS, help="measure these, keep the others' rows"
     )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="the same of recipes")
+    parser.add_argument("--scorers", type=Path, metavar="DIR", help="folder of the scorers of `learned`")
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     args = parser.parse_args()
+    names = [name for name in args.recipes if args.scorers or "learned" not in name]
     if not args.render:
         with tempfile.TemporaryDirectory() as folder:
-            rows = [row for model in args.models for row in measure(model, args.recipes, args.limit, Path(folder))]
+            rows = [
+                row for model in args.models for row in measure(model, names, args.limit, Path(folder), args.scorers)
+            ]
         if RESULTS.exists():
             new = {(row["model"], row["recipe"]) for row in rows}
             rows += [row for row in json.loads(RESULTS.read_text()) if (row["model"], row["recipe"]) not in new]

@@ -60,7 +60,7 @@ CALIBRATION = 128  # samples that DyMU's thresholds and levels are learnt from
 AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
-    "coverage": [{}, {"merge": "nearest"}],
+    "coverage": [{}, {"merge": "nearest"}, {"relevance": "question"}],
     "learned": [{}, {"merge": "nearest"}],
     "learned-adaptive": [{}],
     "cdpruner": [{}, {"relevance": "question"}],
@@ -70,6 +70,7 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}, {"layer": 1}],
     "dart-llm": [{}, {"layer": 1}],
+    "pyramiddrop": [{}],
     "relevance": [{}],
     "surrogate": [{}, {"rule": "dart"}],
     "visionzip": [{}],
@@ -77,6 +78,9 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "tome": [{}],
     "dymu": [{}],
 }
+ABOVE = {
+    "pyramiddrop": 0.25
+}  # shares must be larger, as the first of four stages, one block of these models, drops nothing
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "pixelprune": [{"tolerance": tolerance} for tolerance in (0, 8, 16, 32, 64)],
     "dyrate": [{"factor": factor} for factor in (4.0, 2.0, 1.0, 0.5)],
@@ -104,7 +108,7 @@ def settings() -> list[Setting]:
     found = [Setting(None, "full")]
     for share in SHARES:
         for method, variants in AT_SHARES.items():
-            for options in variants:
+            for options in variants if share > ABOVE.get(method, 0) else ():
                 shown = {} if method in ("random", "vscan") else options
                 found.append(Setting(choose(method, {"keep": share, **options}, "setting"), _group(method, shown)))
         if share == SHARES[0]:
@@ -179,7 +183,7 @@ def _wanted(setting: Setting, args: argparse.Namespace) -> bool:
 
 def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
-    rows that the caches of all blocks hold."""
+    rows that the caches of all blocks hold. Of a method that drops at several blocks `after` is the mean over blocks, too."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
     if chosen and chosen.options.scorer is not None:
         scorer = str(args.scorers / f"{model}.safetensors")
@@ -189,8 +193,10 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
     found = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
-    kept = float(found.after.sum() / found.before.sum())
-    whole = chosen.options.layer if chosen and chosen.module.STAGE == "llm" else 0  # blocks that see everything
+    before, after = int(found.before.sum()), int(found.after.sum())
+    held = int(found.held.sum()) / layers
+    if chosen and len(chosen.options.drops(layers)) > 1:
+        after = round(held)
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
     if setting.resize:
         row |= {
@@ -204,8 +210,7 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
         if chosen.module.COUNT == "adaptive":
             shares = (found.after / found.before).double()
             row["spread"] = shares.quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1]).double()).tolist()
-    row |= {"before": int(found.before.sum()), "after": int(found.after.sum())}
-    row["cached"] = (whole + (layers - whole) * kept) / layers
+    row |= {"before": before, "after": after, "cached": held / before}
     return row | {"exact": "".join(map(str, found.exact.int().tolist()))}
 
 
@@ -245,7 +250,9 @@ def main() -> None:
     torch.set_num_threads(1)
     known = json.loads(args.results.read_text()) if args.results.exists() else {}
     if args.speed:
-        known["speed"] = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers)
+        methods = args.groups or reducers_speed.METHODS
+        found = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers, methods)
+        known["speed"] = reducers_speed.joined(known.get("speed", ()), found)
     elif args.summarise or not (args.render or args.plot):
         if not args.summarise:
             measure(args)

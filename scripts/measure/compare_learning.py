@@ -45,9 +45,10 @@ from vlmcompress.evaluation.compare import compare
 from vlmcompress.recipe.reducer import parse
 
 RESULTS = ROOT / "eval" / "learning.json"
-PER_FAMILY = 250
+PER_FAMILY = 400
 KEEP = "0.25"
 SHARES = ("0.5", "0.25", "1/9")
+STEPS = 400  # of the scorer
 RECOVERED = {  # share -> how the model is trained behind the scorer's selection
     "0.25": (),
     "1/9": ("--train", "projector,norms,lora,tower", "--steps", 600),
@@ -56,13 +57,19 @@ UNTRAINED = ("coverage:{}", "coverage:{},merge=nearest")
 
 
 def rows(work: Path, model: str) -> Path:
-    """A file of questions about images of the training split, in the world that the model knows."""
+    """A file of questions about images of the training split, each another one, in the world that the model knows."""
     path, variant = work / f"{model}.parquet", model.removeprefix("demo-")
     if not path.exists():
-        families = [family_rows("train", name, variant, PER_FAMILY) for name in FAMILIES if name != "text"]
+        every = 4 * PER_FAMILY  # as there are up to four questions about an image
+        families = [_one_each(family_rows("train", name, variant, every)) for name in FAMILIES if name != "text"]
         every = [row for together in zip(*families, strict=True) for row in together]
         pq.write_table(pa.Table.from_pylist(every, schema=SCHEMA), path, compression="zstd")
     return path
+
+
+def _one_each(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first row about each image, or pair of images, `PER_FAMILY` at most."""
+    return list({tuple(row["image"]): row for row in reversed(found)}.values())[::-1][:PER_FAMILY]
 
 
 def verb(out: Path, *arguments: object) -> None:
@@ -90,7 +97,7 @@ def train(work: Path, model: str) -> None:
     """Train the scorer of a model, and the model behind it."""
     scorer, data = work / f"{model}.safetensors", rows(work, model)
     drawn = ("--calib", data, "--samples", 9 * PER_FAMILY)
-    verb(scorer, "learn-reducer", DEMO / model, *drawn, "--keep", KEEP)
+    verb(scorer, "learn-reducer", DEMO / model, *drawn, "--keep", KEEP, "--steps", STEPS)
     for share, how in RECOVERED.items():
         reduce = f"learned:{share},scorer={scorer}"
         verb(_recovered(work, model, share), "recover", DEMO / model, "--reduce", reduce, *drawn, *how)
@@ -131,7 +138,9 @@ def ask(work: Path, model: str) -> dict[str, Any]:
                     flush=True,
                 )
     training = {
-        what: json.loads(_about(path).read_text()) for what, path in {"scorer": scorer, **folders}.items() if path.exists()
+        what: json.loads(_about(path).read_text())
+        for what, path in {"scorer": scorer, **folders}.items()
+        if path.exists()
     }
     known = {
         what: {"seconds": done["seconds"], "held_out_kl": done.get("held_out_kl") or done["recovery"]["held_out_kl"]}

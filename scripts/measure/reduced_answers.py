@@ -59,11 +59,13 @@ class Questions:
 @dataclass(frozen=True)
 class Found:
     """Results by question: whether its answer is right, `exact [questions]` bool, and its number of visual tokens in the
-    prompt and, in the end, behind the reducer, `before`, `after [questions]` int64."""
+    prompt, in the end behind the reducer, and in all blocks' caches together, `before`, `after`, `held [questions]` int64.
+    """
 
     exact: Tensor
     before: Tensor
     after: Tensor
+    held: Tensor
 
 
 def prepare(vlm: VLM, samples: Sequence[Sample]) -> Questions:
@@ -115,7 +117,8 @@ class Asker:
         """Ask all questions, with a reducer or without (None)."""
         asked = self.questions.asked
         exact = torch.zeros(len(asked), dtype=torch.bool)
-        before, after = self.visual(), torch.zeros(len(asked), dtype=torch.int64)
+        before, after, held = self.visual(), *torch.zeros(2, len(asked), dtype=torch.int64)
+        layers = self.vlm.model.config.get_text_config().num_hidden_layers
         stepwise = chosen is not None and while_generating(chosen.module)
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
@@ -124,11 +127,14 @@ class Asker:
             for batch in self.questions.batches(stepwise):
                 index = torch.tensor(batch)
                 exact[index] = self._exact(batch, stepwise)
-                dropped = torch.zeros(len(batch), dtype=torch.int64)
-                for unit in attached.seen if attached else ():
-                    dropped[unit.row] += len(unit.columns) - len(unit.reduction.anchor)
-                after[index] = before[index] - dropped
-        return Found(exact, before, after)
+                dropped = torch.zeros(layers, len(batch), dtype=torch.int64)
+                for first, units in attached.stages if attached else ():
+                    dropped[first:] = 0
+                    for unit in units:
+                        dropped[first:, unit.row] += len(unit.columns) - len(unit.reduction.anchor)
+                after[index] = before[index] - dropped[-1]
+                held[index] = layers * before[index] - dropped.sum(0)
+        return Found(exact, before, after, held)
 
     def visual(self) -> Tensor:
         """Number of visual tokens in the prompt of each question, `[questions]` int64."""

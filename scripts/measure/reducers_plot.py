@@ -23,6 +23,7 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
     "divprune": ("#009e73", None),
     "fastv": ("#d55e00", "6 3"),
     "fastv layer=1": ("#d55e00", "2 3"),
+    "pyramiddrop": ("#d55e00", None),
     "relevance": ("#cc79a7", None),
     "visionzip": ("#e69f00", None),
     "vscan": ("#e69f00", "2 3"),

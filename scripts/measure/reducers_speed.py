@@ -1,5 +1,8 @@
 """Measure prefill time and KV cache of reduced models: random weights, about 0.5 B parameters, 1,024 visual tokens.
 
+`resize` is timed with a smaller image of as many tokens, which is what the processor's limit makes of a large one; a scorer of
+`learned` has random weights, as it costs the same whatever it knows.
+
 The models have the families of the demo models and a language model of 28 layers, 1,024 wide, in bfloat16. What is timed is one
 forward pass over image and question, with the encoder and the reducer's own work, as `generate` begins with; the cache's bytes
 are those that it leaves behind. Settings take turns, and a ratio is the median over rounds of that to the same round's full
@@ -14,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,16 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reduction import attach, refusal
+from vlmcompress.reducers import learned
+from vlmcompress.reduction import attach, refusal, resizing
 
 SIDE = 32  # tokens down and across: 1,024 together
 WORDS = 48  # tokens of the question
 SHARES = (0.5, 0.25, 1 / 9)
-METHODS = ("random", "dart", "divprune", "visionzip", "vscan", "tome", "fastv", "dart-llm", "surrogate")
+METHODS = (
+    "random", "resize", "coverage", "learned", "cdpruner", "scope", "holov", "dart", "divprune", "visionzip", "vscan",
+    "tome", "fastv", "dart-llm", "surrogate",
+)  # fmt: skip
 TEXT = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -72,16 +80,16 @@ def build(demo: Path, layers: int) -> VLM:
     return VLM(model.eval().requires_grad_(False), processor, models.spec_for(given), demo)
 
 
-def prompt(vlm: VLM) -> dict[str, torch.Tensor]:
-    """Make a prompt of an image of noise and a question of `WORDS` random tokens."""
+def prompt(vlm: VLM, side: int = SIDE) -> dict[str, torch.Tensor]:
+    """Make a prompt of an image of noise, `side` tokens down and across, and a question of `WORDS` random tokens."""
     config, draw = vlm.model.config, torch.Generator().manual_seed(0)
-    image = torch.full((1, SIDE * SIDE), getattr(config, vlm.spec.image_token))
+    image = torch.full((1, side * side), getattr(config, vlm.spec.image_token))
     ids = torch.cat([image, torch.randint(100, 600, (1, WORDS), generator=draw)], 1)
     vision = config.vision_config
     if vlm.spec.visual_grid != "thw":
         pixels = torch.randn(1, 3, vision.image_size, vision.image_size, generator=draw)
         return {"input_ids": ids, "pixel_values": pixels.bfloat16()}
-    rows = SIDE * vision.spatial_merge_size
+    rows = side * vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {
         "input_ids": ids,
@@ -91,10 +99,38 @@ def prompt(vlm: VLM) -> dict[str, torch.Tensor]:
     }
 
 
-def settings(vlm: VLM) -> list[ReducerChoice | None]:
+@dataclass(frozen=True)
+class Setting:
+    """A reducer, or none, and an image of so many tokens down and across."""
+
+    name: str
+    chosen: ReducerChoice | None = None
+    side: int = SIDE
+
+
+def settings(vlm: VLM, methods: Sequence[str]) -> list[Setting]:
     """List the full model, and each method that goes with it at each share."""
-    fit = [method for method in METHODS if refusal(vlm.spec, method) is None]
-    return [None, *(parse(f"{method}:{share}") for method in fit for share in SHARES)]
+    found = [Setting("full")]
+    for method in methods:
+        for share in SHARES:
+            if method == "resize" and resizing.refusal(vlm.spec) is None:
+                found.append(Setting(f"resize:{_shown(share)}", side=round(SIDE * share**0.5)))
+            elif method != "resize" and refusal(vlm.spec, method) is None:
+                found.append(Setting(f"{method}:{_shown(share)}", _scored(vlm, parse(f"{method}:{share}"))))
+    return found
+
+
+def _shown(share: float) -> str:
+    return "1/9" if share < 0.12 else str(share)
+
+
+def _scored(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
+    """The reducer, with a network of random weights if it goes by one."""
+    if chosen.method != "learned":
+        return chosen
+    width = vlm.model.config.get_text_config().hidden_size
+    network = learned.Network(learned.initial(torch.zeros(width), torch.ones(width), 64, 0))
+    return ReducerChoice("learned", replace(chosen.options, network=network))  # type: ignore[type-var]
 
 
 @torch.no_grad()
@@ -113,26 +149,34 @@ def prefill(vlm: VLM, inputs: dict[str, torch.Tensor], chosen: ReducerChoice | N
     return seconds, clock[1] - clock[0], cache
 
 
-def measure(demos: Sequence[Path], rounds: int, layers: int) -> list[dict[str, Any]]:
+def measure(demos: Sequence[Path], rounds: int, layers: int, methods: Sequence[str]) -> list[dict[str, Any]]:
     """Measure a row for each model and setting."""
     found = []
     for demo in demos:
         vlm = build(demo, layers)
-        inputs, todo = prompt(vlm), settings(vlm)
-        prefill(vlm, inputs, None)  # the first pass also lays out memory
+        todo = settings(vlm, methods)
+        inputs = {one.side: prompt(vlm, one.side) for one in todo}
+        prefill(vlm, inputs[SIDE], None)  # the first pass also lays out memory
         taken = []
         for number in range(rounds):
-            taken.append([prefill(vlm, inputs, chosen) for chosen in todo])
+            taken.append([prefill(vlm, inputs[one.side], one.chosen) for one in todo])
             print(f"{demo.name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         common = {"model": demo.name, "parameters": vlm.model.num_parameters(), "rounds": rounds}
-        for at, chosen in enumerate(todo):
+        for at, setting in enumerate(todo):
             seconds, encoder, cache = zip(*(one[at] for one in taken), strict=True)
             ratios = [one[at][0] / one[0][0] for one in taken]
-            row = common | {"reduce": str(chosen or "full"), "time": round(statistics.median(ratios), 3)}
+            row = common | {"reduce": setting.name, "time": round(statistics.median(ratios), 3)}
             row |= {"times": [round(min(ratios), 3), round(max(ratios), 3)]}
             row |= {"seconds": round(statistics.median(seconds), 3), "encoder": round(statistics.median(encoder), 3)}
             found.append(row | {"bytes": cache[0], "cache": round(cache[0] / taken[0][0][2], 3)})
     return found
+
+
+def joined(known: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put new rows in the place of those that they measured anew, in the order of `METHODS`."""
+    rows = {(row["model"], row["reduce"]): row for row in (*known, *found)}
+    order = ("full", *METHODS)
+    return sorted(rows.values(), key=lambda row: (row["model"], order.index(row["reduce"].split(":")[0])))
 
 
 def render(speed: Sequence[dict[str, Any]]) -> str:

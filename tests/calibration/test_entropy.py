@@ -18,18 +18,21 @@ from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
 
+SAMPLES = 12
+"""Enough for more tokens that differ than there are clusters: with fewer, how equal tokens are shared out is chance."""
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny model and a few samples, one of them text alone."""
     folder = tmp_path_factory.mktemp("world")
-    calibration_rows.write(folder, 4, lambda i: f"{i}.png" if i else [])
+    calibration_rows.write(folder, SAMPLES, lambda i: f"{i}.png" if i else [])
     tiny.build("llava", folder / "llava")
     return folder
 
 
 def recipe(world, out):
-    calib = {"data": str(world / "calib.jsonl"), "samples": 4}
+    calib = {"data": str(world / "calib.jsonl"), "samples": SAMPLES}
     return resolve({"model": str(world / "llava"), "out": str(out), "scheme": "none", "calibrate": calib}).recipe
 
 
@@ -111,13 +114,18 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
         norm = vlm.model.get_submodule(groups[0].smooth)
         assert groups[0].smooth.endswith("input_layernorm")
         norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
-    for batch in encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm):
+    for batch in encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm):
         with torch.no_grad(), float_products(vlm.model):  # as calibration does on a processor without BF16: see there
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
         for rows in seen:
             rows[-1] = rows[-1][batch["modality"][0] > 0]
     inputs = [torch.cat(rows) for rows in seen]
-    assert found["entropy"]["luq"] == pytest.approx([cluster_entropy(x) for x in inputs], abs=0.03)
+    torch.manual_seed(3)
+    for value, x in zip(found["entropy"]["luq"], inputs, strict=True):
+        other = [
+            cluster_entropy(x[torch.randperm(len(x))]) for _ in range(4)
+        ]  # where k-means starts from decides a little
+        assert min(other) - 0.03 <= value <= max(other) + 0.03
     expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
     assert found["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
 
@@ -129,7 +137,7 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     vlm = models.load(world / "llava")
     store = statistics_folder.Collected(tmp_path / "store", "x", resume=False)
     store.save_entropy(0, {"luq": -1.0, "qvlm": -1.0})
-    batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
+    batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
     collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, store, frozenset({"absmax", "entropy"}))
     found = store.entropies()
     assert found[0] == {"luq": -1.0, "qvlm": -1.0}

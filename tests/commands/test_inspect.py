@@ -95,9 +95,15 @@ def test_images_that_go_stay_or_shrink_while_generating():
     images = [noise(112, 84), noise(112, 84)]
     left = {
         text: [Counts.of(one).left for one in looked("qwen2-5-vl", images, text)]
-        for text in ("litevlm:0.5", "pevlm", "dyrate:factor=1e-6,least=0.5,layer=1", "pixelprune")
+        for text in (
+            "litevlm:0.5",
+            "pevlm",
+            "dyrate:factor=1e-6,least=0.5,layer=1",
+            "pixelprune",
+            "pyramiddrop:ratio=1/4,stages=2",
+        )
     }
-    assert list(left.values()) == [[12, 0], [12, 12], [6, 6], [12, 12]]
+    assert list(left.values()) == [[12, 0], [12, 12], [6, 6], [12, 12], [3, 3]]
 
 
 def test_verb(capfd, tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForImageTextToText
 
@@ -12,6 +15,7 @@ from tests.kit import calibration_rows, tiny
 from tests.kit.inputs import encode
 from vlmcompress import cli
 from vlmcompress.compression import learn_reducer
+from vlmcompress.data import load_samples
 from vlmcompress.models import load
 from vlmcompress.reduction import attach, attach_carried, scorer_file
 
@@ -142,6 +146,10 @@ def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_pat
         (("--steps", 0), "--steps is 0; it should be at least 1"),
         (("--hidden", 4096), "--hidden is 4096; it should be at most 1024"),
         (("--lr", 2), "--lr is 2; it should be above 0 and below 1"),
+        (("--keep", "0.001"), "of these images, of at most 16 tokens, is no token, so they would be kept whole; give"),
+        (("--keep", "0.25,cover=1"), "keep is '0.25,cover=1', should be a number"),
+        (("--keep", "half"), "--keep half: 'learned': keep is 'half', should be a number"),
+        (("--lr", "nan"), "--lr is nan; it should be above 0 and below 1"),
         (("--samples", 10), "training needs at least 16"),
         (("--set", "kv_cache=fp8"), "--set kv_cache: no such key of learn-reducer"),
         (("--text", "x.jsonl"), "--text is for calibration"),
@@ -178,3 +186,71 @@ def test_what_else_is_refused(models, scorers, data, tmp_path, capsys):
     ):
         code, _, err = run(capsys, *given, "--reduce", reduce)
         assert code == 2 and text in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def mixed(folder, data, shown):
+    """The rows of `data`, whose images only the rows `shown` keep; 40 rows."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows = [rows[i % len(rows)] | {"id": str(i), "image": str(data.parent / f"{i % 3}.png")} for i in range(40)]
+    rows = [row if shown(i) else {key: row[key] for key in ("id", "question", "answer")} for i, row in enumerate(rows)]
+    (folder / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "mixed.jsonl"
+
+
+def test_samples_of_text_alone_go_along(models, data, tmp_path, capsys):
+    """More of them come first than are looked at for the spread of channels."""
+    out, rows = tmp_path / "s.safetensors", mixed(tmp_path, data, lambda i: i % 2)
+    code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", rows, "--json", *FEW)
+    assert code == 0, err
+    assert json.loads(text)["samples"]["trained_on"] == 32 and scorer_file.read(out).facts["steps"] == 12
+
+
+def test_all_images_on_one_side_are_refused(models, data, tmp_path, capsys):
+    rows = [sample.id for sample in load_samples(mixed(tmp_path, data, lambda i: True), samples=40, seed=0)]
+    first, last = ({int(one) for one in part} for part in (rows[:32], rows[32:]))
+    out, given = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "mixed.jsonl")
+    mixed(tmp_path, data, lambda i: i in first)
+    code, _, err = run(capsys, *given, "-o", out, *FEW)
+    assert code == 2 and "none of the 8 samples that are held out has an image" in err and err.count("\n") == 1
+    code, _, err = run(
+        capsys, "recover", *given[1:], "--reduce", "uniform:0.5", "-o", tmp_path / "out", "--samples", 40
+    )
+    assert code == 2 and "none of the 8 samples that are held out has an image" in err
+    assert last and not out.exists()
+
+
+def test_a_model_that_answers_nan_is_refused(models, data, tmp_path, capsys):
+    """Its weights are finite, as others are refused when they are read, but what they make is not."""
+    broken = shutil.copytree(models["llava"], tmp_path / "broken")
+    weights = safetensors.torch.load_file(broken / "model.safetensors")
+    (head,) = [name for name in weights if name.endswith("lm_head.weight")]
+    safetensors.torch.save_file(
+        weights | {head: torch.full_like(weights[head], 3e38)}, broken / "model.safetensors", {"format": "pt"}
+    )
+    out = tmp_path / "s.safetensors"
+    code, _, err = run(capsys, "learn-reducer", broken, "-o", out, "--calib", data, *FEW)
+    assert code == 2 and "what the model answers holds NaN" in err and err.count("\n") == 1 and not out.exists()
+
+
+def test_files_of_others_are_not_touched(models, scorers, data, tmp_path, capsys):
+    """Weights of a model are safetensors files, too."""
+    model = models["llava"]
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    other = tmp_path / "other.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(2)}, other)
+    given = ("learn-reducer", model, "--calib", data, *FEW)
+    for out, more, text in (
+        (model / "model.safetensors", ["--overwrite"], "is inside the source model"),
+        (model / "scorer.safetensors", [], "is inside the source model"),
+        (other, ["--overwrite"], "is no scorer, so it is not ours to overwrite"),
+        (tmp_path / "folder.safetensors", ["--overwrite"], "is a folder"),
+    ):
+        (tmp_path / "folder.safetensors").mkdir(exist_ok=True)
+        code, _, err = run(capsys, *given, "-o", out, *more)
+        assert code == 2 and text in err and err.count("\n") == 1, err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert safetensors.torch.load_file(other)["a"].tolist() == [1, 1]
+    out = shutil.copy(scorers["llava"], tmp_path / "mine.safetensors")
+    code, _, err = run(capsys, *given, "-o", out, "--overwrite")
+    assert code == 0, err
+    assert scorer_file.read(Path(out)).facts["steps"] == 12

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.recovering import divergence
 from vlmcompress import cli
 from vlmcompress.calibration import distillation
 from vlmcompress.compression.recover import Asked, recover
@@ -18,8 +18,8 @@ from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import load
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.recovery import objective
-from vlmcompress.reduction import attach, attach_carried
+from vlmcompress.reducers import learned
+from vlmcompress.reduction import attach, scorer_file
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
 
@@ -39,20 +39,6 @@ def data(tmp_path_factory):
 def run(capsys, *arguments):
     code = cli.main(list(map(str, arguments)))
     return code, *capsys.readouterr()
-
-
-def divergence(source, folder, data, seed=0) -> float:
-    """What the verb calls held-out KL, of a written checkpoint, by whole samples of `data` in the order of the run."""
-    teacher = load(source)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
-    batches = encode(load_samples(data, samples=24, seed=seed), teacher)[-8:]
-    student = type(teacher)(model, teacher.processor, teacher.spec, folder)
-    found = []
-    with attach_carried(model, teacher.processor, folder), torch.no_grad():
-        for batch in batches:
-            kept = objective.targets(distillation.teacher_logits(teacher, batch))
-            found.append(float(objective.divergence(kept, distillation.student_logits(student, batch))))
-    return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])
@@ -141,6 +127,31 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
     assert [done for label, done, _ in steps if label == "recovering"] == [5, 6]
     weights = [(one.out / "model.safetensors").read_bytes() for one in (whole, resumed)]
     assert weights[0] == weights[1] and whole.manifest["recovery"] == resumed.manifest["recovery"]
+
+
+def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
+    """Of the same name, with another content."""
+    model, path = models["llava"], tmp_path / "scorer.safetensors"
+    width = load(model).model.config.get_text_config().hidden_size
+    facts = {"model_type": "llava", "source": "mine", "width": width, "hidden": 4, "keep": 0.5}
+
+    def trained(seed: int) -> None:
+        scorer_file.save(path, learned.initial(torch.zeros(width), torch.ones(width), 4, seed), facts)
+
+    def broken(_label: str, _done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    keys = {"data": str(data), "samples": 24}
+    reduce = f"learned:0.5,scorer={path}"
+    recipe = Recipe.of(model, tmp_path / "out", scheme="none", reduce=reduce, calibrate=keys)
+    trained(seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        recover(recipe, Asked(), progress=broken)
+    with pytest.raises(KeyboardInterrupt):
+        recover(recipe, Asked(), resume=True, progress=broken)
+    trained(seed=1)
+    with pytest.raises(UserError, match="--resume: the interrupted run had a reducer's file with the hash "):
+        recover(recipe, Asked(), resume=True)
 
 
 def test_the_model_answers_where_the_data_do_not(models, data, tmp_path, capsys):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit import calibration_rows, forks, tiny
+from tests.kit import calibration_rows, tiny
+from tests.kit.workers import ended, start
 from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common import team
@@ -29,31 +28,6 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def start(world: Path, *arguments: str) -> list[subprocess.Popen]:
-    """Two workers, as torchrun starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [forks.python(*forks.OURS), "-m", "vlmcompress", *arguments]
-    return [
-        subprocess.Popen(
-            command,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
-def ended(workers: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each worker."""
-    said = [worker.communicate(timeout=300) for worker in workers]
-    return [(worker.returncode, *text) for worker, text in zip(workers, said, strict=True)]
-
-
 def asked(world: Path, out: Path, *more: str) -> list[str]:
     return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *more]
 
@@ -62,7 +36,7 @@ def asked(world: Path, out: Path, *more: str) -> list[str]:
 def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip."""
     call = asked(world, tmp_path / "two", "--scheme", scheme, "--set", "options.balance=auto", "--json")
-    (code, out, err), (other, silent, nothing) = ended(start(world, "quantize", *call))
+    (code, out, err), (other, silent, nothing) = ended(start("quantize", *call))
     assert (code, other) == (0, 0), err + nothing
     assert json.loads(out)["ok"] and not silent and not nothing.strip()
     call[2] = str(tmp_path / "one")
@@ -84,7 +58,7 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
 def test_statistics_are_those_of_one_worker(world, tmp_path):
     """Sums, maxima, drawn rows, ranges of keys and values, gradients, entropies: all of all samples."""
     more = ("--kv-cache", "fp8", "--needs", "gram,absmax,absmean,gradient,entropy", "--json")
-    (code, _, err), (other, _, nothing) = ended(start(world, "calibrate", *asked(world, tmp_path / "two", *more)))
+    (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *more)))
     assert (code, other) == (0, 0), err + nothing
     assert cli.main(["calibrate", *asked(world, tmp_path / "one", *more)]) == 0
     one, two = (statistics_folder.read(tmp_path / name) for name in ("one", "two"))
@@ -103,9 +77,7 @@ def test_statistics_are_those_of_one_worker(world, tmp_path):
 
 
 def test_bad_input_is_told_once(world, tmp_path):
-    found = ended(
-        start(world, "quantize", *asked(world, tmp_path / "out", "--scheme", "gptq", "--set", "options.bits=99"))
-    )
+    found = ended(start("quantize", *asked(world, tmp_path / "out", "--scheme", "gptq", "--set", "options.bits=99")))
     assert [code for code, _, _ in found] == [2, 2]
     assert found[0][2].startswith("error: ") and found[0][2].count("\n") == 1 and not found[1][2]
 
@@ -114,7 +86,7 @@ def test_a_worker_that_dies(world, tmp_path):
     """The other one ends with one line, OUT is not there, and `--resume` finishes the work alone."""
     out = tmp_path / "out"
     call = ["quantize", *asked(world, out, "--scheme", "gptq")]
-    workers = start(world, *call)
+    workers = start(*call)
     until = time.monotonic() + 200
     while not list(tmp_path.glob(".out.resume/layer-0000.safetensors")) and time.monotonic() < until:
         time.sleep(0.005)

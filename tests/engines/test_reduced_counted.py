@@ -5,6 +5,8 @@ One engine for each method, with a prefix cache that is hit and with chunks that
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from PIL import Image
 from transformers import AutoConfig
@@ -15,6 +17,7 @@ from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import learning as thresholds
 from vlmcompress.reduction import scorer_file
 
@@ -45,6 +48,38 @@ def test_counts_and_answers_are_those_of_transformers(text, tmp_path):
     (found,) = asked("reduced", [job])
     check(found, expected)
     assert any(answer["cached"] for answer in found["passes"][1])
+
+
+@pytest.mark.engine
+def test_every_tile_has_its_own_count(tmp_path):
+    """InternVL and Idefics3, whose tokens are blocks of patches: the prompt has as many of each tile as its pixels say."""
+    pytest.importorskip("vllm")
+    jobs, references = [], []
+    for family in ("internvl", "idefics3"):
+        source = cases.tiny(family, tmp_path / family)
+        vlm = cases.loaded(source)
+        requests = [cases.request(vlm, turns, tmp_path / "images") for turns in cases.noisy(flat=True)]
+        batches = [inputs_of(vlm, one) for one in requests if one["images"]]
+        reducer = thresholds.learn(vlm, batches, parse("dymu:0.6"))
+        counter = thresholds.counter(vlm, batches, reducer)
+        steep = dataclasses.replace(counter, margin=0.0, weights=tuple(20 * weight for weight in counter.weights))
+        tiles = [tile for inputs in batches for tile in thresholds.pictures(vlm, inputs)]
+        assert len({steep.count(tile) for tile in tiles}) > 2
+        references.append(cases.reference(vlm, reducer, requests, TOKENS, steep))
+        folder = cases.reduced(source, tmp_path / f"{family}-model", reducer, steep)
+        settings = CHUNKED | CACHED
+        jobs.append(
+            {"folder": str(folder), "settings": settings, "passes": 2, "max_tokens": TOKENS, "requests": requests}
+        )
+    for found, expected in zip(asked("reduced", jobs), references, strict=True):
+        check(found, expected)
+        assert any(answer["cached"] for answer in found["passes"][1])
+
+
+def inputs_of(vlm, request):
+    """What the model's processor makes of a request."""
+    images = [Image.open(file) for file in request["images"]]
+    return vlm.processor(text=[request["prompt"]], images=images, return_tensors="pt")
 
 
 @pytest.mark.parametrize("text", ["dymu:thresholds=[0.9, 0.9, 0.9, 0.9]", "learned-adaptive:level=0.5"])

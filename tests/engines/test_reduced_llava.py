@@ -27,6 +27,8 @@ CASES = {
     "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
     "internvl": ("internvl", "evs:0.5", CHUNKED | CACHED, 2),
+    "idefics3, merged in the encoder": ("idefics3", "tome:0.5", CHUNKED | CACHED, 2),
+    "internvl, merged in the encoder": ("internvl", "tome:0.5", CHUNKED | CACHED, 2),
 }
 MORE = {
     "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
@@ -37,6 +39,7 @@ MORE = {
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "attention where there is some": ("demo", "scope:0.25", CHUNKED | CACHED, 2),
     "relevance": ("demo", "cdpruner:0.25,relevance=question", CACHED, 2),
+    "coverage of the question": ("demo", "coverage:0.25,relevance=question", CACHED, 2),
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
     "compact positions": ("demo", "divprune:0.25,positions=compact", CHUNKED | CACHED, 2),
     "compact positions in tiles": ("idefics3", "random:0.5,positions=compact", CHUNKED | CACHED, 2),
@@ -44,8 +47,15 @@ MORE = {
     "llava-onevision, run ahead": ("llava-onevision", "surrogate:0.5,layer=1", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
+    "smolvlm, merged in the encoder": ("smolvlm", "tome:0.5", CHUNKED | CACHED, 2),
 }
-FILMED = ("internvl", "internvl, images too", "llava-onevision", "llava-onevision, videos only")
+FILMED = (
+    "internvl",
+    "internvl, images too",
+    "internvl, merged in the encoder",
+    "llava-onevision",
+    "llava-onevision, videos only",
+)
 METHODS = (
     "random:0.25",
     "uniform:0.5",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tests.kit import forks
@@ -24,7 +25,7 @@ from vlmcompress.engines.vllm.plugin import FAMILIES, refusal, supported
 from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.errors import UserError
-from vlmcompress.models import all_specs
+from vlmcompress.models import all_specs, load
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import REGISTRY
 
@@ -55,7 +56,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
         ("tome:0.01", {}, "out of reach"),
         ("pixelprune", {}, "before the encoder"),
-        ("litevlm", {}, "engines refuse an image without one"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -85,11 +85,35 @@ def test_text_pivots_need_the_question():
     assert "set text_pivots=0" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
 
 
-def test_relevance_needs_the_question():
-    asking = parse("cdpruner:0.5,relevance=question")
+def test_counts_that_depend_on_the_image_need_a_place_for_them():
+    merging = parse("dymu:thresholds=[0.9, 0.9]")
+    for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
+        assert refusal(f"{counted}ForConditionalGeneration", merging) is None
+        assert refusal(f"{counted}ForConditionalGeneration", parse("tome:0.5")) is None
+    assert "counts that depend on the image" in (refusal("LlavaNextForConditionalGeneration", merging) or "")
+
+
+def test_counts_of_projected_tokens_are_of_images_that_are_one_picture():
+    choosing = parse("learned-adaptive:level=0.5")
+    assert refusal("LlavaForConditionalGeneration", choosing) is None
+    for tiled in ("LlavaNext", "Idefics3", "SmolVLM", "InternVL"):
+        assert "counts that depend on the image" in (refusal(f"{tiled}ForConditionalGeneration", choosing) or "")
+
+
+@pytest.mark.parametrize("method", ["cdpruner", "coverage"])
+def test_relevance_needs_the_question(method):
+    asking = parse(f"{method}:0.5,relevance=question")
     assert refusal("LlavaForConditionalGeneration", asking) is None
     assert "set relevance=none" in (refusal("Idefics3ForConditionalGeneration", asking) or "")
-    assert refusal("Idefics3ForConditionalGeneration", parse("cdpruner:0.5")) is None
+    assert refusal("Idefics3ForConditionalGeneration", parse(f"{method}:0.5")) is None
+
+
+def test_choosing_among_images_needs_encoders_of_whole_images():
+    served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+    assert {name.replace("-", "_") for name in plugin.served("litevlm")} == served
+    reason = refusal("LlavaNextForConditionalGeneration", parse("litevlm")) or ""
+    assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
+    assert "\n" not in reason
 
 
 def test_families_have_specs():
@@ -153,13 +177,28 @@ def test_a_longer_table_is_that_of_a_longer_model():
         assert (longer - table).abs().max() < 2e-3
 
 
+@pytest.mark.engine
+def test_names_of_images_are_compared_by_the_models_own_table_of_words(tmp_path):
+    """Oracle: the table of the model as transformers loads it. A folder without one is refused in one line."""
+    pytest.importorskip("vllm")
+    from vlmcompress.engines.vllm.plugin._views import table_of
+
+    assert torch.equal(table_of(str(DEMO_LLAVA)), load(DEMO_LLAVA).model.get_input_embeddings().weight)
+    save_file({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"^[^\n]*has 0 tables of words '\*.embed_tokens.weight'[^\n]*$"):
+        table_of(str(tmp_path))
+
+
 def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleNamespace:
     """What vLLM tells a model of the engine, as far as it is looked at before the model is made."""
-    pruning = SimpleNamespace(is_multimodal_pruning_enabled=lambda: given.get("pruning", False))
+    multimodal = SimpleNamespace(
+        is_multimodal_pruning_enabled=lambda: given.get("pruning", False),
+        mm_encoder_tp_mode=given.get("encoder", "weights"),
+    )
     parallel = {"pipeline_parallel_size": given.get("pipeline", 1), "use_ubatching": given.get("microbatches", False)}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(multimodal_config=pruning, hf_config=config(reducer, folder)),
+        model_config=SimpleNamespace(multimodal_config=multimodal, hf_config=config(reducer, folder)),
         speculative_config=SimpleNamespace(method=given["draft"]) if "draft" in given else None,
         lora_config=given.get("lora_config"),
     )
@@ -172,6 +211,7 @@ def started(folder: Path, reducer: str = "dart:0.5", **given: Any) -> SimpleName
         ({"microbatches": True}, "leave out --enable-dbo"),
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
         ({"draft": "eagle"}, "use the method ngram"),
+        ({"encoder": "data", "reducer": "tome:0.5"}, "within the encoder; leave it out"),
         ({"lora_config": True, "reducer": "surrogate:0.5"}, "leave out --enable-lora"),
     ],
 )

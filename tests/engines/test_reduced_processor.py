@@ -26,7 +26,17 @@ def found(tmp_path_factory) -> dict:
     films = {name: str(filmed(name, folder / name)) for name in FILMED}
     tiles = reduced(onevision(folder / "onevision"), folder / "tiles", "dart:0.1")
     (found,) = asked(
-        "processor", [{"folders": folders, "films": films, "tiles": str(tiles), "room": ROOM}], seconds=600
+        "processor",
+        [
+            {
+                "folders": folders,
+                "films": films,
+                "tiles": str(tiles),
+                "views": str(reduced(DEMO_LLAVA, folder / "views", "litevlm:0.4,lexical=10")),
+                "room": ROOM,
+            }
+        ],
+        seconds=600,
     )
     assert "error" not in found, found["error"]
     return found
@@ -95,3 +105,38 @@ def test_memory_is_measured_with_the_largest_video_that_fits(found):
     assert films["short"]["tokens"] <= ROOM
     assert f"counted before images and videos are reduced, and the model knows {ROOM}" in films["short"]["more"]
     assert (films["llava-onevision"]["frames"], films["llava-onevision"]["video"]) == (16, 16 * 4 // 2 + 1)
+
+
+VIEWS = {
+    "rear": [False, False, True],
+    "front": [True, False, False],
+    "front and left": [True, False],
+    "left and front": [False, True],
+    "query": [False, False, True],
+    "names": [False, True, False],
+    "one": [True],
+    "none": [],
+    "said by the client": [True, False, False],
+}
+
+
+@pytest.mark.parametrize("cached", ["uncached", "cached", "again"])
+def test_one_token_is_left_of_an_image_that_does_not_stay(cached, found):
+    """Whatever other images of the request are in the processor's cache, and in whatever order they came into it."""
+    for name, stays in VIEWS.items():
+        one = found["views"][cached][name]
+        assert (one["stays"], one["tokens"]) == (stays, [81 if stay else 1 for stay in stays]), name
+
+
+def test_an_image_has_two_names_one_where_it_stays_and_one_where_it_is_left_out(found):
+    """Whatever is asked and whichever other images there are, so that caches keep them apart and know them again."""
+    for asked_of in found["views"].values():
+        front = {asked_of[name]["names"][number] for name, number in (("front", 0), ("front and left", 0), ("one", 0))}
+        gone = {asked_of[name]["names"][0] for name in ("rear", "query", "names")}
+        assert len(front) == len(gone) == 1 and front != gone
+        assert asked_of["left and front"]["names"] == asked_of["front and left"]["names"][::-1]
+
+
+def test_names_are_given_for_every_image_and_to_a_method_that_chooses(found):
+    assert "must be a list of 3 texts" in found["views"]["uncached"]["few names"]["error"]
+    assert "does not choose among images; leave out 'names'" in found["half"]["names"]["error"]

@@ -42,6 +42,7 @@ REDUCERS = (
     "relevance:0.5",
     "surrogate:0.5,layer=1",
     "pixelprune",
+    "litevlm:0.5",
 )
 SERVED = [
     (family, reducer)
@@ -49,7 +50,12 @@ SERVED = [
     for reducer in REDUCERS
     if plugin.refusal(name, parse(reducer)) is None
 ]
-FEW = [("llava", "visionzip:0.5", "fp8"), ("qwen2-5-vl", "dart:0.5", "int8"), ("qwen2-5-vl", "uniform:0.5", "awq")]
+FEW = [
+    ("llava", "visionzip:0.5", "fp8"),
+    ("llava", "litevlm:0.5", "fp8"),
+    ("qwen2-5-vl", "dart:0.5", "int8"),
+    ("qwen2-5-vl", "uniform:0.5", "awq"),
+]
 REST = [(*pair, scheme) for pair, scheme in itertools.product(SERVED, SCHEMES) if (*pair, scheme) not in FEW]
 
 

@@ -27,8 +27,9 @@ SMALL = {
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},
     "dart-llm": {"layer": 1},
+    "pyramiddrop": {"stages": 3},
     "surrogate": {"layer": 2, "rule": "dart"},
-    "dymu": {"thresholds": (0.3, 0.4)},
+    "dymu": {"thresholds": (-0.2, 0.0)},
 }
 STEPS = 4
 GREEDY = {"max_new_tokens": STEPS, "do_sample": False, "suppress_tokens": list(range(256, 300))}
@@ -37,11 +38,6 @@ GREEDY = {"max_new_tokens": STEPS, "do_sample": False, "suppress_tokens": list(r
 def given(method: str, keep: float = 0.4) -> dict:
     """Options of a method for a tiny model."""
     return {"keep": keep, **SMALL.get(method, {})}
-
-
-def layer(method: str) -> int:
-    """The decoder block before which a method drops tokens; 0: before the first."""
-    return SMALL.get(method, {}).get("layer", 0) if REGISTRY.get(method).STAGE == "llm" else 0
 
 
 def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:

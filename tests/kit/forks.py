@@ -23,6 +23,7 @@ from tests.kit.places import ROOT
 
 OURS = (
     *("vlmcompress.commands.quantize", "vlmcompress.commands.calibrate", "vlmcompress.compression.quantize"),
+    *("vlmcompress.compression.recover", "vlmcompress.compression.learn_reducer"),
     *(
         "vlmcompress.evaluation.ask",
         "transformers.models.auto.modeling_auto",

@@ -197,7 +197,8 @@ def reference(
         for one in requests:
             seen.clear()
             images = [Image.open(file) for file in one["images"]]
-            inputs = vlm.processor(text=[one["prompt"]], images=images or None, return_tensors="pt")
+            media = filmed(one["videos"][0]) if "videos" in one else {"images": images or None}
+            inputs = vlm.processor(text=[one["prompt"]], return_tensors="pt", **media)
             inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
             asked = {
                 "do_sample": False,
@@ -214,6 +215,13 @@ def reference(
     return found
 
 
+def filmed(file: str) -> dict[str, Any]:
+    """A video and what is known about it, as processors take them."""
+    frames = np.load(file)
+    metadata = {name: value for name, value in about(len(frames)).items() if name != "do_sample_frames"}
+    return {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}
+
+
 def lead(logits: torch.Tensor) -> float:
     """How far the best of `logits [words]` is ahead of the second best."""
     first, second = logits.float().topk(2).values.tolist()
@@ -224,16 +232,13 @@ def lead(logits: torch.Tensor) -> float:
 def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
     """The same of a video, without `attach`: the whole prompt, with what is not kept hidden from attention.
 
-    Where attention is not all that mixes tokens, the prompt without them, each token at the position that it had.
+    Where attention is not all that mixes tokens, the prompt without them, each token at the position that it had. Where tokens
+    merge within the encoder frames are images, so that it is `attach` after all.
     """
-    frames, chosen = np.load(request["videos"][0]), parse(reducer)
-    inputs = vlm.processor(
-        text=[request["prompt"]],
-        videos=[frames],
-        video_metadata=[{k: v for k, v in about(len(frames)).items() if k != "do_sample_frames"}],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
+    chosen = parse(reducer)
+    if hasattr(chosen.module, "merge"):
+        return reference(vlm, reducer, [request], tokens)[0]
+    inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **filmed(request["videos"][0]))
     ids = inputs.pop("input_ids")
     placeholder, grid, features = film_features(vlm, inputs)
     result = reduce(chosen.module, Signals(grid, features=features), chosen.options)

@@ -49,6 +49,33 @@ def tiny(family: str, mixed: bool = False) -> VLM:
         text.layer_types = ["full_attention"] * LAYERS
         if "sliding_attention" in kinds:
             text.layer_types[0], text.sliding_window = "sliding_attention", 500
+    return _built(vlm, config)
+
+
+@functools.cache
+def wide(family: str) -> VLM:
+    """The same of a family whose tokens are blocks of patches, with pictures of 8x8 patches: 16 tokens of 2x2 patches each."""
+    vlm = tiny(family)
+    config, processor = copy.deepcopy(vlm.model.config), copy.deepcopy(vlm.processor)
+    vision, images = config.vision_config, processor.image_processor
+    vision.image_size = [112, 112] if isinstance(vision.image_size, list) else 112
+    for settings, name in ((config, "image_seq_length"), (config, "mm_tokens_per_image")):
+        if hasattr(settings, name):
+            setattr(settings, name, 16)
+    if family == "idefics3":
+        images.size, images.max_image_size = {"longest_edge": 224}, {"longest_edge": 112}
+        processor.image_seq_len = 16
+    else:
+        images.size = {"height": 112, "width": 112}
+        processor.image_seq_length = 16
+    if family == "gemma3":
+        token = processor.tokenizer.image_token
+        processor.full_image_sequence = processor.full_image_sequence.replace(token * 4, token * 16)
+    return _built(VLM(vlm.model, processor, vlm.spec, vlm.path), config)
+
+
+def _built(vlm: VLM, config: Any) -> VLM:
+    """A model of this config with large random weights, and the rest of `vlm`."""
     torch.manual_seed(1)
     model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double().eval()
     model.requires_grad_(False)

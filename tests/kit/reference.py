@@ -5,6 +5,7 @@ Nothing is shortened here, so positions, caches and padding are the model's own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,29 +14,34 @@ from torch import Tensor
 from vlmcompress.models import VLM
 from vlmcompress.reduction import Reduced
 
+Stages = list[tuple[int, list[Reduced]]]
+"""What is left of each image from a decoder block on, ascending."""
 
-def logits(vlm: VLM, inputs: dict[str, Tensor], seen: list[Reduced], layer: int = 0) -> Tensor:
-    """`[b, s, vocab]` of the full sequence when from decoder block `layer` on only what `seen` kept can be attended to."""
+
+def logits(vlm: VLM, inputs: dict[str, Tensor], stages: Stages, stand_in: Tensor | None = None) -> Tensor:
+    """`[b, s, vocab]` of the full sequence when from each stage's decoder block on only what it kept can be attended to.
+
+    `stand_in [d]`: what the language model gets in place of the one token that is left of an image.
+    """
     text: Any = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
     given = arguments(vlm, inputs)
-    mask = hidden_mask(inputs["attention_mask"], seen)
+    if stand_in is not None:
+        given |= replaced(given, [unit for unit in stages[0][1] if len(unit.reduction.anchor) == 1], stand_in)
     hooks = []
-    if layer == 0:
+    if stages[0][0] == 0:
+        ((_, seen),) = stages
+        mask = hidden_mask(inputs["attention_mask"], seen)
         own = given["attention_mask"]
         hidden = {kind: _hide(one, mask) for kind, one in own.items()} if isinstance(own, dict) else mask
         given |= {"inputs_embeds": merged(given["inputs_embeds"], seen), "attention_mask": hidden}
         if given.get("deepstack_visual_embeds"):
             given["deepstack_visual_embeds"] = deepstack(given, seen)
     else:
-        s = mask.shape[1]
-        causal = torch.ones(s, s, dtype=torch.bool).tril()
-        square = (causal & mask.bool()[:, None, None, :]) | torch.eye(s, dtype=torch.bool)  # padding sees itself
-        for block in text.layers[layer:]:
-            hooks.append(
-                block.register_forward_pre_hook(
-                    lambda module, args, kwargs: (args, kwargs | {"attention_mask": square}), with_kwargs=True
-                )
-            )
+        for (layer, seen), end in zip(stages, [*(first for first, _ in stages[1:]), None], strict=True):
+            square = _hide(None, hidden_mask(inputs["attention_mask"], seen))
+            hooks += [
+                block.register_forward_pre_hook(_under(square), with_kwargs=True) for block in text.layers[layer:end]
+            ]
     try:
         hidden = text(**given).last_hidden_state
     finally:
@@ -44,10 +50,32 @@ def logits(vlm: VLM, inputs: dict[str, Tensor], seen: list[Reduced], layer: int 
     return vlm.model.lm_head(hidden)
 
 
+def _under(square: Tensor) -> Any:
+    """A hook that has a block attend where `square [b, 1, s, s]` is true."""
+    return lambda _, args, kwargs: (args, kwargs | {"attention_mask": square})
+
+
+def shifted(stages: Stages, columns: int) -> Stages:
+    """The stages of a prompt behind so many other tokens."""
+    return [(first, [replace(unit, columns=unit.columns + columns) for unit in seen]) for first, seen in stages]
+
+
 def _hide(mask: Tensor | None, seen: Tensor) -> Tensor:
     """A mask `[b, 1, s, s]`, None for causal, without the columns that `seen [b, s]` leaves out. Every token sees itself."""
     square = torch.ones(seen.shape[1], seen.shape[1], dtype=torch.bool)
     return ((square.tril() if mask is None else mask) & seen.bool()[:, None, None, :]) | torch.eye(len(square)).bool()
+
+
+def replaced(given: dict[str, Any], left_out: list[Reduced], row: Tensor) -> dict[str, Any]:
+    """Embeddings and deepstack features in which the first token of each of these images is `row [d]`, and nothing deep."""
+    embeds, where = given["inputs_embeds"].clone(), given.get("visual_pos_masks")
+    levels = [level.clone() for level in given.get("deepstack_visual_embeds") or ()]
+    for unit in left_out:
+        column = unit.columns[0]
+        embeds[unit.row, column] = row
+        for level in levels:
+            level[int(where.flatten()[: unit.row * where.shape[1] + column].sum())] = 0
+    return {"inputs_embeds": embeds} | ({"deepstack_visual_embeds": levels} if levels else {})
 
 
 def arguments(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -106,12 +134,7 @@ def compare(reduced: Tensor, full: Tensor, mask: Tensor, seen: list[Reduced], ri
 def logits_under(vlm, inputs, square, first=0):
     """Logits `[b, s, words]` where blocks from `first` on see what `square [b, 1, s, s]` lets them, those before everything."""
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    hooks = [
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {"attention_mask": square}), with_kwargs=True
-        )
-        for block in text.layers[first:]
-    ]
+    hooks = [block.register_forward_pre_hook(_under(square), with_kwargs=True) for block in text.layers[first:]]
     hidden = text(**arguments(vlm, inputs)).last_hidden_state
     for hook in hooks:
         hook.remove()

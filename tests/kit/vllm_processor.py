@@ -12,10 +12,10 @@ IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (144, 144, 3),
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "room": tokens}` -> counts, names and refusals.
+    """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "views": folder, "room": tokens}` -> findings.
 
     Of each of `folders` what becomes of prompts about `IMAGE`; under "films" what a prompt of `room` tokens holds of a video
-    beside the largest image; under "tiles" how many tokens the largest image has.
+    beside the largest image; under "tiles" how many tokens the largest image has; under "views" which images of a prompt stay.
     """
     from vllm.plugins import load_general_plugins
 
@@ -23,6 +23,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     found = {name: prompts(folder) for name, folder in job["folders"].items()}
     found["films"] = {name: largest(folder, job["room"]) for name, folder in job["films"].items()}
     found["tiles"] = tiles(job["tiles"])
+    found["views"] = views(job["views"])
     return found
 
 
@@ -51,6 +52,7 @@ def prompts(folder: str) -> dict[str, dict[str, Any]]:
         "again": ask(processor, "what is red ?"),
         "other": ask(processor, "how many ?"),
         "query": ask(processor, "how many ?", query="what is red ?"),
+        "names": ask(processor, "how many ?", names=["front"]),
         "long": ask(processor, "what ?", [IMAGE] * 30),
         "embeds": ask(processor, "what ?", torch.zeros(1, 81, 256)),
     }
@@ -102,4 +104,52 @@ def tiles(folder: str) -> dict[str, int]:
         "largest": tokens(*info.get_image_size_with_most_features()),
         "all": max(tokens(width, height) for width in range(1, 400, 5) for height in range(1, 400, 5)),
         "first": tokens(1153, 944),
+    }
+
+
+def views(folder: str) -> dict[str, Any]:
+    """Of prompts about several images, without a cache and with one that fills: how many tokens each has, and its name."""
+    from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+
+    processor = made(folder, limit_mm_per_prompt={"image": 4}, max_model_len=1024)
+    images = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (90, 90, 3), np.uint8)) for seed in range(3)]
+    three, named = "front <image>\nleft <image>\nrear <image>\n", {"names": ["front", "left", "rear"]}
+    asks = {
+        "rear": (three + "what is at the rear?", images, {}),
+        "front": (three + "what is at the front?", images, {}),
+        "front and left": ("front <image>\nleft <image>\nwhat is at the front?", images[:2], {}),
+        "left and front": ("left <image>\nfront <image>\nwhat is at the front?", images[1::-1], {}),
+        "query": (three + "what is at the front?", images, {"query": "what is at the rear?"}),
+        "names": ("<image><image><image>what is to the left?", images, named),
+        "one": ("<image>what is it?", images[:1], {}),
+        "none": ("what is it?", [], {}),
+        "few names": (three + "what?", images, {"names": ["front"]}),
+        "said by the client": (three + "what is at the front?", images, {"view_stays": [False, False, False]}),
+    }
+    cache = MultiModalProcessorOnlyCache(processor.info.ctx.model_config)
+    return {
+        "uncached": {name: viewed(processor, None, *one) for name, one in asks.items()},
+        "cached": {name: viewed(processor, cache, *one) for name, one in asks.items()},
+        "again": {name: viewed(processor, cache, *one) for name, one in asks.items()},
+    }
+
+
+def viewed(
+    processor: Any, cache: Any, text: str, images: list[Image.Image], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Tokens and name of each image of a prompt, and what its field says; or why it is refused."""
+    from vllm.multimodal.processing.context import TimingContext
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    prompt = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+    items = processor.info.parse_mm_data({"image": images} if images else {})
+    inputs = ProcessorInputs(prompt, items, hf_processor_mm_kwargs=arguments, cache=cache)
+    try:
+        out = processor.apply(inputs, TimingContext(enabled=False))
+    except ValueError as error:
+        return {"error": str(error)}
+    return {
+        "tokens": [place.length for place in out["mm_placeholders"].get("image", [])],
+        "names": out["mm_hashes"].get("image", []),
+        "stays": [bool(item["view_stays"].data) for item in out["mm_kwargs"].get("image", [])],
     }

@@ -4,13 +4,15 @@ A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt",
 `settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may be, `"adapter"` is the folder of a LoRA
 adapter. Requests are given one by one, `passes` times over, then once all together. Of each in turn: the prompt's tokens, the
 answer's tokens, how many came from the prefix cache, and the positions that the language model was given for the rest, in
-the order in which it ran; and how often requests were preempted, where `settings` keep statistics.
+the order in which it ran, and how many numbers of pixels its tower got; and how often requests were preempted, where
+`settings` keep statistics.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+TOWERS = ("vision_tower", "visual", "vision_model")
 DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -27,11 +29,18 @@ def run(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     positions: list = []
+    encoded: list[int] = []
 
     def watch(model) -> None:
         language_model = model.get_language_model()
         last = getattr(language_model, "model", language_model).layers[-1]  # what runs ahead does not reach it
         last.register_forward_pre_hook(given, with_kwargs=True)
+        for name in TOWERS:
+            if hasattr(model, name):
+                getattr(model, name).register_forward_pre_hook(seen, with_kwargs=True)
+
+    def seen(_, args, kwargs) -> None:
+        encoded.append((args[0] if args else kwargs["pixel_values"]).numel())
 
     def given(_, args, kwargs) -> None:
         places = kwargs["positions"] if "positions" in kwargs else args[0]
@@ -47,9 +56,10 @@ def run(job: dict) -> dict:
         passes.append([])
         for one in requests:
             positions.clear()
+            encoded.clear()
             (out,) = llm.generate([one], sampling, use_tqdm=False, lora_request=adapter)
             columns = [column for step in positions for column in step.T.tolist()]
-            passes[-1].append(answer(out) | {"positions": columns})
+            passes[-1].append(answer(out) | {"positions": columns, "encoded": sum(encoded)})
     together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)]
     stats = [] if llm.llm_engine.logger_manager is None else llm.get_metrics()
     preemptions = sum(each.value for each in stats if each.name == "vllm:num_preemptions")

@@ -128,6 +128,8 @@ def test_what_has_to_be_learnt():
         ("tome", False),
         ("cdpruner:0.5", False),
         ("cdpruner:0.5,relevance=question", True),
+        ("coverage:0.5,merge=nearest", False),
+        ("coverage:0.5,relevance=question", True),
     ],
 )
 def test_who_has_to_be_shown_the_question(text, asks):

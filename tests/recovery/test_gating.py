@@ -83,3 +83,20 @@ def test_a_closed_gate_has_a_gradient():
         slope = (total(start + step) - total(start - step)) / 2e-2
         assert float(gate.grad[row, column]) == pytest.approx(float(slope), abs=2e-2, rel=2e-2)
     assert gate.grad[0, 2] != 0 and gate.grad[1, 6] != 0
+
+
+@pytest.mark.parametrize("form", ["none", "bool"])
+def test_a_closed_key_that_would_take_all_attention_hides_nothing_else(form):
+    """Oracle: torch's attention without it. Logits of some hundreds occur; what is 100 below the largest rounds to 0."""
+    query, key, value = parts()
+    query, key = query.abs(), key.abs()
+    key[:, :, 2] *= 1000
+    gate = torch.ones(2, 9)
+    gate[:, 2] = 0.0
+    allowed = (causal(9) & (gate[0].bool() | torch.eye(9, dtype=torch.bool)))[None, None]
+    wanted = F.scaled_dot_product_attention(query, key, value, allowed, enable_gqa=True, scale=0.3)
+    gate, mask = gate.requires_grad_(), None if form == "none" else causal(9)[None, None]
+    found = attend(query, key, value, gate, mask, 0.3)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    found.square().sum().backward()
+    assert gate.grad.isfinite().all() and gate.grad[:, 2].abs().min() > 0

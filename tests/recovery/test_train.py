@@ -57,6 +57,21 @@ def test_divergence_ends_it(value):
     assert course.ended.startswith("it diverged: at step 50") and better == [True, False] and course.best == 0.5
 
 
+def test_nothing_is_trained_by_a_divergence_that_is_no_number():
+    """Otherwise any later number would be better than the first, and `held_out_kl` would be no JSON."""
+    weight, called = torch.ones(2, requires_grad=True), []
+    course, best = train(
+        {"w": weight},
+        4,
+        Settings(4, 2, 0.1, 2, 0),
+        backward=lambda index, factor: called.append(index) or 0.0,
+        held_out=lambda: math.nan,
+        changed=lambda step: None,
+        store=Kept(),
+    )
+    assert course.ended == "the held-out divergence was nan before training" and not best and not called
+
+
 def test_every_sample_once_in_each_turn():
     seen = [index for step in range(15) for index in order(10, step, 4, seed=3)]
     turns = [seen[at : at + 10] for at in range(0, 60, 10)]

@@ -35,6 +35,18 @@ def test_outputs_are_means_of_a_chosen_token_and_those_most_like_it(name, simila
     assert any(len(own) > 1 for own in members.values()) == (similar < 1)
 
 
+def test_what_the_question_had_chosen_takes_in_what_is_like_it():
+    s = signals()
+    asking = {"keep": 0.3, "relevance": "question"}
+    kept = run("coverage", s, options("coverage", **asking)).anchor
+    merged = run("coverage", s, options("coverage", merge="nearest", similar=-1.0, **asking))
+    assert torch.equal(merged.anchor, kept) and not torch.equal(
+        kept, run("coverage", s, options("coverage", keep=0.3)).anchor
+    )
+    likeness = [[cosine(x, s.features[j]) for j in kept.tolist()] for x in s.features]
+    assert merged.target.tolist() == [max(range(len(kept)), key=lambda r: row[r]) for row in likeness]
+
+
 def test_there_are_methods_that_have_the_option():
     assert {"cdpruner", "coverage", "dart", "divprune", "holov", "random", "scope", "uniform"} <= {
         *NAMES

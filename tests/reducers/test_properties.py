@@ -36,7 +36,7 @@ def test_module_keeps_to_the_protocol(name):
         assert method.MEDIA == "video" and method.budget((1, 6, 8), options(name)) == 48  # an image is kept whole
     if not hasattr(method, "mask"):
         inside = method.STAGE == "llm" or "ahead" in method.NEEDS
-        assert inside == (method.Options().layer is not None)
+        assert inside == bool(method.Options().drops(32))
     assert isinstance(method.Options(), ReducerOptions)
 
 
@@ -156,7 +156,7 @@ def test_whole_numbers_beyond_64_bits_are_refused(name, field):
     assert getattr(REGISTRY.get(name).Options(**{field: 2**63 - 1}), field) == 2**63 - 1
 
 
-@pytest.mark.parametrize("name", ["cdpruner", "dart", "dart-llm", "divprune", "holov", "scope"])
+@pytest.mark.parametrize("name", ["cdpruner", "coverage", "dart", "dart-llm", "divprune", "holov", "scope"])
 def test_scale_of_the_features_does_not_matter(name):
     one = signals()
     for factor in (2.0**-20, 3.0, 2.0**15):
@@ -164,7 +164,7 @@ def test_scale_of_the_features_does_not_matter(name):
         assert same(run(name, one, options(name)), run(name, dataclasses.replace(one, **scaled), options(name)))
 
 
-@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv", "scope"])
+@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv", "pyramiddrop", "scope"])
 def test_order_of_the_tokens_does_not_matter(name):
     """These look at no positions: a shuffled image keeps the same tokens."""
     one, order = signals(), torch.randperm(48, generator=torch.Generator().manual_seed(5))

@@ -93,7 +93,7 @@ def test_refusals_are_one_line(spec, method):
 
 def test_what_is_refused_and_what_is_not():
     works = {spec.family: [m for m in REGISTRY.names() if refusal(spec, m) is None] for spec in all_specs()}
-    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "surrogate"]
+    inside = ["dart-llm", "dyrate", "fastv", "pevlm", "pyramiddrop", "surrogate"]
     after = [
         "cdpruner",
         "coverage",
@@ -112,16 +112,18 @@ def test_what_is_refused_and_what_is_not():
     merging = ["dymu", "tome"]
     assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside, *merging])
-    assert works["gemma3"] == works["lfm2-vl"] == after
+    assert works["gemma3"] == sorted([*after, *merging])
+    assert works["lfm2-vl"] == after
     for family in ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe"):
         assert works[family] == sorted([*after, *inside, "litevlm", "pixelprune"])
     for family in ("qwen3-5", "qwen3-5-moe"):  # recurrent states
         assert works[family] == sorted([*after, "litevlm", "pixelprune"])
-    for family in ("idefics3", "internvl", "llava-onevision"):
-        assert works[family] == sorted([*after, *inside])
+    for family in ("idefics3", "internvl"):
+        assert works[family] == sorted([*after, *inside, *merging])
+    assert works["llava-onevision"] == sorted([*after, *inside])
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
-    with pytest.raises(UserError, match="block of patches.*use cdpruner, "):
+    with pytest.raises(UserError, match="pictures of one size, and those of qwen2-vl have any; use cdpruner, "):
         attach(tiny("qwen2-vl"), "tome")
 
 

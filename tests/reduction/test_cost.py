@@ -96,7 +96,11 @@ def test_the_prompt_of_every_family(family, images):
 @pytest.mark.parametrize(
     ("family", "text", "images"),
     [
-        *itertools.product(["llava", "qwen2-5-vl", "internvl"], ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1"], [1]),
+        *itertools.product(
+            ["llava", "qwen2-5-vl", "internvl"],
+            ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1", "pyramiddrop:0.7,stages=2"],
+            [1],
+        ),
         *itertools.product(["gemma3", "lfm2-vl"], ["uniform:1/2"], [2]),
         *itertools.product(["llava", "qwen2-5-vl"], ["litevlm:0.3"], [3]),
     ],
@@ -107,7 +111,9 @@ def test_reduced_as_the_model_is(family, text, images):
     cost = found.reduced[str(chosen)]
     cache, linear, length = ran(family, chosen, images)
     blocks = planning.blocks(vlm(family))
-    lengths = [length if chosen.method == "fastv" else cost.prompt] + [cost.prompt] * (len(blocks) - 1)
+    inside = chosen.method in ("fastv", "pyramiddrop")  # before the last of two blocks
+    lengths = [length if inside else cost.prompt] + [cost.prompt] * (len(blocks) - 1)
+    assert [count + found.text for count in cost.blocks] == lengths and cost.differs == inside
     assert cost.visual < found.full.visual and cost.prompt == cost.visual + found.text
     assert cost.kv_bytes_prompt == cache
     assert cost.multiply_adds == linear + attention(blocks, lengths)
@@ -148,6 +154,16 @@ def test_verb(capfd):
     assert "dart:0.5" in text and "50.0%" in text and "64x64  16" in text
 
 
+def test_blocks_that_see_different_counts_are_shown(capfd):
+    arguments = ["tokens", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "pyramiddrop:0.75,stages=2"]
+    assert cli.main([*arguments, "--reduce", "dart:0.5"]) == 0
+    text = capfd.readouterr().out
+    assert "\npyramiddrop:0.75,stages=2: 16 visual tokens from block 0 on, 8 from block 1 on\n" in text
+    assert text.count("from block") == 2
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["reduced"]["pyramiddrop:0.75,stages=2"]["blocks"] == [16, 8]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -158,6 +174,10 @@ def test_verb(capfd):
         (["--image-size", "64x64", "--reduce", "dart:0"], "keep must be a number above 0"),
         (["--image-size", "64x64", "--reduce", "dort:0.5"], "did you mean 'dart'"),
         (["--image-size", "64x64", "--reduce", "fastv:0.5,layer=9"], "layer 9 is none of the language model's 2"),
+        (
+            ["--image-size", "64x64", "--reduce", "pyramiddrop:0.5"],
+            "2 blocks do not divide into 4 stages; give stages=2",
+        ),
         (["--image-size", "64x64", "--reduce", "dyrate"], "--reduce dyrate"),
         (["--image-size", "64x64", "--reduce", "dymu:thresholds=no.json"], "cannot read thresholds no.json"),
         (["--image-size", "64x64", "--kv-cache", "fp4"], "--kv-cache fp4: no such type"),

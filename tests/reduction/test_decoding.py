@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.kit import reference
-from tests.kit.attached_cases import CASES, FAMILIES, GREEDY, STEPS, extended, given, layer
+from tests.kit.attached_cases import CASES, FAMILIES, GREEDY, STEPS, extended, given
 from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.reduction import attach
 
 # One method of each way of applying, for every family that has it.
-DECODING = [case for case in CASES if case[1] in ("random", "relevance", "vscan", "fastv", "dart-llm")]
+DECODING = [case for case in CASES if case[1] in ("random", "relevance", "vscan", "fastv", "dart-llm", "pyramiddrop")]
 
 
 @pytest.mark.parametrize(("family", "method"), DECODING)
@@ -26,14 +24,15 @@ def test_generated_tokens_equal_the_full_recompute(family, method):
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     tokens = out.sequences[:, -STEPS:]
     assert tokens.shape[1] == STEPS and len(out.logits) == STEPS
-    full = reference.logits(vlm, extended(inputs, tokens), attached.seen, layer(method))
+    full = reference.logits(vlm, extended(inputs, tokens), attached.stages)
     # generate counts positions from the first real token, forward from the padding: rotations differ in float32's last bits
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
-    kept = reference.hidden_mask(inputs["attention_mask"], attached.seen).sum(1).max()
-    lengths = [part.keys.shape[2] for part in out.past_key_values.layers]
-    whole, short = inputs["input_ids"].shape[1] + STEPS - 1, int(kept) + STEPS - 1
-    assert short < whole
-    assert lengths == [whole if number < layer(method) else short for number in range(LAYERS)]
+    lengths = [inputs["input_ids"].shape[1] + STEPS - 1] * LAYERS
+    for first, seen in attached.stages:
+        kept = reference.hidden_mask(inputs["attention_mask"], seen).sum(1).max()
+        lengths[first:] = [int(kept) + STEPS - 1] * (LAYERS - first)
+    assert lengths[-1] < inputs["input_ids"].shape[1] + STEPS - 1
+    assert [part.keys.shape[2] for part in out.past_key_values.layers] == lengths
 
 
 # Qwen's own forward does not continue a padded batch; generate, above, does.
@@ -59,12 +58,12 @@ def test_forward_by_hand_equals_the_full_recompute(family, method, masked):
             out = vlm.model(input_ids=tokens[:, start:end], past_key_values=out.past_key_values, **more)
             found.append(out.logits)
     inputs.setdefault("attention_mask", torch.ones(rows, length, dtype=torch.long))
-    full = reference.logits(vlm, extended(inputs, tokens), attached.seen, layer(method))
+    full = reference.logits(vlm, extended(inputs, tokens), attached.stages)
     torch.testing.assert_close(torch.cat(found, 1), full[:, -4:], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llava", "idefics3", "internvl"])
-@pytest.mark.parametrize("method", ["random", "fastv"])
+@pytest.mark.parametrize("method", ["random", "fastv", "pyramiddrop"])
 def test_a_second_turn_with_an_image_of_its_own(family, method):
     """The cache of a conversation holds reduced images of several turns."""
     vlm = tiny(family)
@@ -73,17 +72,17 @@ def test_a_second_turn_with_an_image_of_its_own(family, method):
     both = {name: torch.cat([first[name], second[name]], 1) for name in ("input_ids", "attention_mask")}
     with attach(vlm, method, given(method)) as attached:
         out = vlm.model(**first)
-        seen = attached.seen
+        stages = attached.stages
         out = vlm.model(**second | {"attention_mask": both["attention_mask"]}, past_key_values=out.past_key_values)
-        for unit in attached.seen:
-            seen.append(replace(unit, columns=unit.columns + length))
+        later = reference.shifted(attached.stages, length)
         last = vlm.model(input_ids=torch.tensor([[65]]), past_key_values=out.past_key_values)
     pixels = {"pixel_values": torch.cat([first["pixel_values"], second["pixel_values"]], int(family == "idefics3"))}
     if "pixel_attention_mask" in first:
         parts = [one["pixel_attention_mask"] for one in (first, second)]
         pixels["pixel_attention_mask"] = torch.cat(parts, 1)
-    full = reference.logits(vlm, extended({**both, **pixels}, torch.tensor([[65]])), seen, layer(method))
-    own = reference.hidden_mask(both["attention_mask"], seen)[0].bool()[length:]
+    stages = [(first, seen + more) for (first, seen), (_, more) in zip(stages, later, strict=True)]
+    full = reference.logits(vlm, extended({**both, **pixels}, torch.tensor([[65]])), stages)
+    own = reference.hidden_mask(both["attention_mask"], stages[-1][1])[0].bool()[length:]
     torch.testing.assert_close(out.logits[0], full[0, length:-1][own], atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(last.logits[0], full[0, -1:], atol=1e-9, rtol=1e-9)
 
@@ -104,7 +103,7 @@ def test_beams_and_no_cache(family):
     torch.testing.assert_close(cached.sequences_scores, whole.sequences_scores, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["random", "fastv"])
+@pytest.mark.parametrize("method", ["random", "fastv", "pyramiddrop"])
 def test_caches_emptied_or_cut(method):
     """An emptied cache starts over; one cut behind the prompt goes on; one cut within it is refused."""
     vlm = tiny("llava")
@@ -128,7 +127,7 @@ def test_caches_emptied_or_cut(method):
     torch.testing.assert_close(last, vlm.model(input_ids=both).logits[:, -1:], atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["random", "fastv"])
+@pytest.mark.parametrize("method", ["random", "fastv", "pyramiddrop"])
 def test_an_image_behind_a_cached_prefix(method):
     """The cache of text alone is continued with a prompt with images."""
     vlm = tiny("llava")
@@ -140,7 +139,7 @@ def test_an_image_behind_a_cached_prefix(method):
         del inputs["attention_mask"]
         vlm.model(**inputs, past_key_values=cache)
         last = vlm.model(input_ids=ids[:, -1:], past_key_values=cache).logits
-    seen = [replace(unit, columns=unit.columns + length) for unit in attached.seen]
+    stages = reference.shifted(attached.stages, length)
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": inputs["pixel_values"]}
-    full = reference.logits(vlm, whole, seen, layer(method))
+    full = reference.logits(vlm, whole, stages)
     torch.testing.assert_close(last, full[:, -1:], atol=1e-9, rtol=1e-9)

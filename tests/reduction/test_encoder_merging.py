@@ -119,7 +119,7 @@ def test_equals_layers_in_a_loop(family, method, options):
         reduced = vlm.model(**inputs).logits
     with looped(vlm, method, options) as counts:
         embeds = reference.arguments(vlm, inputs)["inputs_embeds"]
-        full = reference.logits(vlm, inputs, attached.seen)
+        full = reference.logits(vlm, inputs, attached.stages)
     reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
     for unit in attached.seen:
         rows, result = embeds[unit.row, unit.columns], unit.reduction

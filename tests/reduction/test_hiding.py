@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kit import reference
-from tests.kit.attached_cases import CASES, FAMILIES, given, layer
+from tests.kit.attached_cases import CASES, FAMILIES, given
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import attach
@@ -25,7 +25,7 @@ def test_equals_hiding_the_dropped_tokens(family, method):
     assert tokens < all_tokens if vlm.spec.visual_grid == "anyres" else tokens == all_tokens  # newlines stay
     assert sum(len(unit.reduction.anchor) for unit in attached.seen) < 0.6 * tokens
     assert {unit.row for unit in attached.seen} == {0, 1}
-    full = reference.logits(vlm, inputs, attached.seen, layer(method))
+    full = reference.logits(vlm, inputs, attached.stages)
     if REGISTRY.get(method).STAGE != "encoder":  # merges before the projector; see below and test_encoder_merging
         reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
 
@@ -37,7 +37,7 @@ def test_the_oracle_sees_positions(family):
     inputs = encode(vlm, ONE)
     with attach(vlm, "uniform", given("uniform")) as attached:
         vlm.model(**inputs)
-    full = reference.logits(vlm, inputs, attached.seen)
+    full = reference.logits(vlm, inputs, attached.stages)
     own = reference.hidden_mask(inputs["attention_mask"], attached.seen)[0].bool()
     arguments = reference.arguments(vlm, inputs)
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
@@ -47,7 +47,9 @@ def test_the_oracle_sees_positions(family):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [case for case in CASES if case[1] in ("random", "fastv") and case[0] != "internvl"],  # it always pads on the left
+    [
+        case for case in CASES if case[1] in ("random", "fastv", "pyramiddrop") and case[0] != "internvl"
+    ],  # it always pads on the left
 )
 def test_padding_on_the_right_stays_there(family, method):
     vlm = tiny(family)
@@ -58,7 +60,7 @@ def test_padding_on_the_right_stays_there(family, method):
         vlm.processor.tokenizer.padding_side = "left"
     with attach(vlm, method, given(method)) as attached:
         reduced = vlm.model(**inputs).logits
-    full = reference.logits(vlm, inputs, attached.seen, layer(method))
+    full = reference.logits(vlm, inputs, attached.stages)
     reference.compare(reduced, full, inputs["attention_mask"], attached.seen, right=True)
 
 

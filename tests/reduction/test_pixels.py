@@ -86,10 +86,10 @@ def test_equals_hiding_the_dropped_patches(family, prompts):
     assert rows == [4 * sum(kept)] and sum(kept) < 0.7 * sum(tokens)
     assert prompts[0] is ONE or kept == [1, tokens[1]]
     with hiding(vlm, inputs, attached.seen):
-        full = reference.logits(vlm, inputs, attached.seen)
+        full = reference.logits(vlm, inputs, attached.stages)
     reference.compare(reduced, full, inputs["attention_mask"], attached.seen)
     if prompts[0] is ONE:  # a tower that sees all patches gives something else, unless they are all alike
-        seeing = reference.logits(vlm, inputs, attached.seen)
+        seeing = reference.logits(vlm, inputs, attached.stages)
         assert (seeing[:, -1] - full[:, -1]).abs().max() > 1e-4
 
 
@@ -100,7 +100,7 @@ def test_generated_tokens_equal_the_full_recompute(family):
     with attach(vlm, "pixelprune") as attached:
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     with hiding(vlm, inputs, attached.seen):
-        full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen)
+        full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.stages)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     kept = int(reference.hidden_mask(inputs["attention_mask"], attached.seen).sum(1).max())
     assert {part.keys.shape[2] for part in out.past_key_values.layers} == {kept + STEPS - 1}

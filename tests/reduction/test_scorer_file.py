@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +98,8 @@ BAD = {
     "weights of a model": (safetensors.torch.save({"a": torch.ones(2)}), "holds no scorer"),
     "of a later version": (written(schema_version=2), "of schema 2, this vlmcompress reads 1; upgrade"),
     "no facts": (written(text='{"schema_version": 1}'), "does not say what it is of"),
+    "facts nested without end": (written(text="[" * 100_000), "does not say what it is of"),
+    "facts that are given twice": (written(text='{"schema_version": 1, "width": 8, "width": 9}'), "does not say"),
     "facts that are no JSON": (written(text="{"), "does not say what it is of"),
     "a width that is a text": (written(width="8"), "does not say what it is of"),
     "too wide": (written(hidden=10**9), "does not say what it is of"),
@@ -107,6 +111,10 @@ BAD = {
     "of another type": (written(WEIGHTS | {"worth": torch.ones(4).double()}), "'worth' is torch.float64"),
     "one missing": (written({k: v for k, v in WEIGHTS.items() if k != "bias"}), "'bias' is missing"),
     "one too many": (written(WEIGHTS | {"more": torch.ones(1)}), "'more' is unknown"),
+    "a name that draws on the terminal": (
+        written(WEIGHTS | {"a\x1b[2J\nb": torch.ones(1)}),
+        r"tensor 'a\?\[2J\?b' is unknown",
+    ),
     "no spread": (written(WEIGHTS | {"spread": torch.zeros(8)}), "'spread' holds numbers that are not above 0"),
 }
 
@@ -126,8 +134,30 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
     path = tmp_path / "s.safetensors"
     with path.open("wb") as file:
         file.truncate(scorer_file.LARGEST + 1)
-    with pytest.raises(UserError, match="at most"):
+    with pytest.raises(UserError, match="more than the 67,108,864 that are read"):
         scorer_file.read(path)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    """A folder, a pipe that nobody writes to, a device without an end, a name that no file can have."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, text in (
+        (tmp_path, "IsADirectoryError"),
+        (tmp_path / "pipe", "a device or a pipe"),
+        (Path("/dev/zero"), "a device or a pipe"),
+        (tmp_path / "a\0b", "NUL character"),
+    ):
+        with pytest.raises(UserError, match=f"cannot read scorer .*{text}") as caught:
+            scorer_file.read(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_what_a_file_says_of_itself_is_quoted_in_a_few_printable_characters(path):
+    facts = FACTS | {"model_type": "x" * 10_000, "source": "\x1b[31m mine\n" * 100}
+    scorer_file.save(path, WEIGHTS, facts)
+    with pytest.raises(UserError, match="of another model") as caught:
+        scorer_file.known(config(), parse(f"learned:0.5,scorer={path}"))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600 + len(str(path))
 
 
 def test_no_scorer_is_said_before_anything_is_loaded():

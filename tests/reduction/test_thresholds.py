@@ -103,7 +103,7 @@ def test_a_file_for_one_model(tmp_path):
             attach(vlm, named)
     finally:
         other -= 1
-    with pytest.raises(UserError, match="block of patches"):
+    with pytest.raises(UserError, match="pictures of one size"):
         attach(tiny("qwen2-vl"), named)
 
 
@@ -171,7 +171,7 @@ def test_verb(capfd, tmp_path):
         assert cli.main([*arguments, *more]) == 2
         assert message in capfd.readouterr().err
     assert cli.main([*arguments[:1], str(checkpoint("qwen2-vl")), *arguments[2:]]) == 2
-    assert "block of patches" in capfd.readouterr().err
+    assert "pictures of one size" in capfd.readouterr().err
 
 
 def test_counts_from_pixels_are_met_exactly():

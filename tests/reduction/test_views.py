@@ -1,4 +1,4 @@
-"""litevlm: images that go are not encoded, and the answer is that of a model that cannot see their tokens."""
+"""litevlm: images that go are not encoded, and the answer is that of a model that sees a full stop in place of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def encode(vlm: VLM, *prompts: Prompt) -> dict[str, torch.Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-def encoded(vlm: VLM) -> tuple[list[int], torch.utils.hooks.RemovableHandle]:
+def watched(vlm: VLM) -> tuple[list[int], torch.utils.hooks.RemovableHandle]:
     """How many numbers of pixels each call of the tower gets."""
     found: list[int] = []
     tower = vlm.model.get_submodule(vlm.spec.vision[0])
@@ -75,21 +75,27 @@ def test_families():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_hiding_the_images_that_go(family):
+def test_equals_a_full_stop_in_place_of_the_images_that_go(family):
     vlm = tiny(family)
     inputs = encode(vlm, CAMERAS, OTHER, SINGLE, ([], NONE[1]))
-    sizes, hook = encoded(vlm)
+    sizes, hook = watched(vlm)
     plain = vlm.model(**inputs).logits
     with attach(vlm, "litevlm", {"keep": 0.4, "lexical": 10}) as attached:
         reduced = vlm.model(**inputs).logits
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     hook.remove()
-    stays = [len(unit.reduction.anchor) > 0 for unit in attached.seen]
+    stays = [len(unit.reduction.anchor) > 1 for unit in attached.seen]
     assert stays == [False, False, True, True, False, True]  # by name: rear view, front; and what is alone
-    share = sum(len(unit.reduction.anchor) for unit in attached.seen) / sum(len(unit.columns) for unit in attached.seen)
+    assert all(
+        unit.reduction.anchor.tolist() == [0] for unit, stay in zip(attached.seen, stays, strict=True) if not stay
+    )
+    encoded = sum(len(unit.columns) for unit, stay in zip(attached.seen, stays, strict=True) if stay)
+    share = encoded / sum(len(unit.columns) for unit in attached.seen)
     assert sizes[1] == round(share * sizes[0]) == sizes[2]
-    reference.compare(reduced, reference.logits(vlm, inputs, attached.seen), inputs["attention_mask"], attached.seen)
-    full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.seen)
+    stop = vlm.model.get_input_embeddings().weight[vlm.processor.tokenizer.convert_tokens_to_ids(".")]
+    hidden = reference.logits(vlm, inputs, attached.stages, stand_in=stop)
+    reference.compare(reduced, hidden, inputs["attention_mask"], attached.seen)
+    full = reference.logits(vlm, extended(inputs, out.sequences[:, -STEPS:]), attached.stages, stand_in=stop)
     torch.testing.assert_close(torch.stack(out.logits, 1).double(), full[:, -STEPS - 1 : -1], atol=2e-5, rtol=1e-4)
     assert torch.equal(vlm.model(**inputs).logits, plain)
 
@@ -102,7 +108,7 @@ def test_the_names_decide(family, keep):
     for prompt in (CAMERAS, OTHER):
         with attach(vlm, "litevlm", {"keep": keep, "lexical": 0.5}) as attached:
             vlm.model(**encode(vlm, prompt))
-        stays = [number for number, unit in enumerate(attached.seen) if len(unit.reduction.anchor)]
+        stays = [number for number, unit in enumerate(attached.seen) if len(unit.reduction.anchor) > 1]
         assert stays == expected(vlm, prompt, keep)
 
 

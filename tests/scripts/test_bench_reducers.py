@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
@@ -30,6 +31,7 @@ REDUCERS = [
     "relevance:0.25",
     "surrogate:0.25",
     "fastv:0.25,layer=1",
+    "pyramiddrop:0.3",
     "vscan:0.25,shallow=1,window=3",
     "scope:0.25",
     "tome:0.25",
@@ -47,18 +49,22 @@ def asked(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[S
     return reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, samples)), samples
 
 
-def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[bool, int]:
-    """Whether generation gives the answer and its end, and how many visual tokens were dropped."""
+def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[bool, int, int]:
+    """Whether generation gives the answer and its end, how many visual tokens were dropped, and how many all caches hold."""
     inputs = encode_prompt(sample, vlm)
     answer = reduced_answers.prepare(vlm, [sample]).asked[0].answer
+    how = {"max_new_tokens": len(answer), "do_sample": False, "return_dict_in_generate": True}
     with torch.no_grad():
         if chosen is None:
-            tokens, dropped = vlm.model.generate(**inputs, max_new_tokens=len(answer), do_sample=False), 0
+            out, dropped = vlm.model.generate(**inputs, **how), 0
         else:
             with attach(vlm, chosen) as attached:
-                tokens = vlm.model.generate(**inputs, max_new_tokens=len(answer), do_sample=False)
+                out = vlm.model.generate(**inputs, **how)
             dropped = sum(len(unit.columns) - len(unit.reduction.anchor) for unit in attached.seen)
-    return tokens[0, inputs["input_ids"].shape[1] :].tolist() == answer.tolist(), dropped
+    ids, lengths = inputs["input_ids"], [part.keys.shape[2] for part in out.past_key_values.layers]
+    visual = int((ids == getattr(vlm.model.config, vlm.spec.image_token)).sum())
+    held = sum(lengths) - len(lengths) * (out.sequences.shape[1] - 1 - visual)
+    return out.sequences[0, ids.shape[1] :].tolist() == answer.tolist(), dropped, held
 
 
 @pytest.mark.parametrize("reduce", [None, *REDUCERS])
@@ -71,8 +77,9 @@ def test_exact_match_is_that_of_generation(
     chosen = parse(reduce) if reduce else None
     found = asker.ask(chosen)
     one_by_one = [generated(asker.vlm, sample, chosen) for sample in samples]
-    assert found.exact.tolist() == [right for right, _ in one_by_one]
-    assert (found.before - found.after).tolist() == [dropped for _, dropped in one_by_one]
+    assert found.exact.tolist() == [right for right, *_ in one_by_one]
+    assert (found.before - found.after).tolist() == [dropped for _, dropped, _ in one_by_one]
+    assert found.held.tolist() == [held for *_, held in one_by_one]
     assert found.exact.sum() > 0 and (reduce is None or found.exact.sum() < len(samples))
     assert reduce is None or 0 < float(found.after.sum() / found.before.sum()) < 0.9
 
@@ -145,6 +152,17 @@ def test_tables_and_curves_show_what_was_found() -> None:
 def test_settings_are_distinct_and_go_with_some_model() -> None:
     keys = [setting.key for setting in bench_reducers.settings()]
     assert len(keys) == len(set(keys)) and keys[0] == "full"
+    assert [key for key in keys if "pyramid" in key] == [f"pyramiddrop:{share}" for share in ("0.5", "0.75", "1/3")]
+
+
+@pytest.mark.parametrize(("reduce", "cached"), [("fastv:0.25,layer=1", 0.4375), ("pyramiddrop:0.5", 0.5)])
+def test_the_share_of_the_caches(asked: tuple[reduced_answers.Asker, list[Sample]], reduce: str, cached: float) -> None:
+    """Of four blocks; counts are whole numbers in each, so the share is not exactly that."""
+    asker, chosen = asked[0], parse(reduce)
+    row = bench_reducers.describe(asker, bench_reducers.Setting(chosen, chosen.method), "any", argparse.Namespace())
+    assert row["cached"] == pytest.approx(cached, abs=0.01)
+    kept = row["after"] / row["before"]  # of a method that drops at several blocks the mean over blocks
+    assert kept == pytest.approx(0.5 if chosen.method == "pyramiddrop" else 0.25, abs=0.01)
 
 
 def test_prefill_leaves_the_cache_that_the_share_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space:
         return Served(float(requests), None, None, None)
     known = row.key != weights.QUANTIZED
     kind = arithmetic.arithmetic_type(row.scheme)
-    visual = per_block(counted.tokens, load.visual, asked.reduce, len(model.decoder.blocks))
+    visual = per_block(counted, load.visual, asked.reduce, len(model.decoder.blocks))
     done = arithmetic.work(model, visual, load.text, counted.patches, counted.tokens)
     head = found.speculation.bytes if found.speculation else 0
     about = arithmetic.read(model, loaded - head)

@@ -27,6 +27,7 @@ from vlmcompress.models import Layout, ModelSpec
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reduction.cost import LARGEST
 from vlmcompress.reduction.support import chooses_images
+from vlmcompress.reduction.views import tokens_left
 
 Size = tuple[int, int]
 MOST_FRAMES = 100_000
@@ -161,7 +162,8 @@ class Rule:
 def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
     """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
 
-    vLLM's plugin reduces a video as one grid. UserError for a reducer that it does not give videos to.
+    vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
+    not give videos to.
     """
     if counted.film and (chosen.asks or "pixels" in chosen.module.NEEDS):
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
@@ -171,19 +173,32 @@ def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in counted.images}) > 1:
             return None
-        many = max(len(counted.images), 1)
-        return full * chosen.module.budget((many, 1, 1), chosen.options) // many + counted.video
-    grids = [grid for layout in counted.images for grid, _ in layout.grids()] + ([counted.film] if counted.film else [])
+        return (tokens_left(full, len(counted.images), chosen) if counted.images else 0) + counted.video
+    grids = _grids(counted, chosen)
     left = [chosen.module.budget(grid, chosen.options) for grid in grids]
     if None in left:
         return None
     return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))
 
 
-def per_block(full: int, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
-    """Visual tokens in each decoder block: a method within the language model leaves the blocks before its `layer`."""
-    layer = (chosen.options.layer or 0) if chosen and chosen.module.STAGE == "llm" else 0
-    return [full if block < layer else left for block in range(blocks)]
+def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
+    """Visual tokens in each decoder block: `left`, unless a method within the language model has another count by block."""
+    grids = _grids(counted, chosen) if chosen and chosen.module.STAGE == "llm" else []
+    found = [chosen.left(grid, blocks) for grid in grids] if chosen else []
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return [left] * blocks
+    rest = counted.tokens - sum(math.prod(grid) for grid in grids)
+    return [rest + sum(block) for block in zip(*known, strict=True)]
+
+
+def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]]:
+    """The grids that are reduced by themselves, of all images and of the video."""
+    images = [grid for layout in counted.images for grid, _ in layout.grids()]
+    if counted.film is None:
+        return images
+    frames, *side = counted.film
+    return images + ([(1, *side)] * frames if hasattr(chosen.module, "merge") else [counted.film])
 
 
 def _video_grid(processor: Any, spec: ModelSpec, frames: int, width: int, height: int) -> tuple[int, int]:

@@ -145,10 +145,15 @@ def _recovery(recovery: Mapping[str, Any]) -> str:
     kl, samples = recovery["held_out_kl"], recovery["samples"]
     how = f"{recovery['steps']} steps on {samples['trained_on']} samples"
     if not recovery["changed"]:
-        return f"{how} lowered nothing on {samples['held_out']} held-out samples; the weights are the original's."
+        return f"{how} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
     parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
+    after = (
+        "after it was quantized, its codes as they were,"
+        if "scales" in recovery["parameters"]
+        else "behind the reducer"
+    )
     return (
-        f"Trained behind the reducer to answer as the original does: {how}, of which step {recovery['best_step']} is kept. "
+        f"Trained {after} to answer as the original does: {how}, of which step {recovery['best_step']} is kept. "
         f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
         f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
     )

@@ -13,7 +13,7 @@ from typing import Any
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -52,16 +52,18 @@ def options(parser: argparse.ArgumentParser) -> None:
         "The network is trained so that MODEL answers behind the tokens that it keeps as it does with all of them. MODEL\n"
         "stays as it is, and where DATA have no answers, its own are taken. A tenth of DATA, 8 samples at least, is held\n"
         "out; the state with the lowest divergence KL(all tokens || kept tokens) there is written. Use FILE with\n"
-        "--reduce learned:SHARE,scorer=FILE; a checkpoint that is made so carries it."
+        "--reduce learned:SHARE,scorer=FILE; a checkpoint that is made so carries it. torchrun -m vlmcompress\n"
+        "learn-reducer ... shares out the samples of a step among several processes."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Train the network, and say what came of it."""
+    from vlmcompress.common import yaml_files
     from vlmcompress.recipe import resolve
-    from vlmcompress.recipe.reducer import parse
+    from vlmcompress.recipe.reducer import choose
 
-    keep = parse(f"learned:{args.keep}").options.keep
+    keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
     given = _flags.given(args)
     _refuse_foreign(given)
     from vlmcompress.compression.learn_reducer import Asked, learn_reducer
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> Outcome:
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
         facts = learn_reducer(recipe, asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+    if not team.first():
+        return OK, None, ""
     data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - began)
     return OK, data, text(data, args.verbose)
 

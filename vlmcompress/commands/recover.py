@@ -1,4 +1,7 @@
-"""Train a model for some steps to answer behind a token reducer as it does without; the result is a plain checkpoint."""
+"""Train a model for some steps to answer behind a token reducer as it does without; the result is a plain checkpoint.
+
+With `--train scales` the model is a quantized one, and what is won back is what quantization cost, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,20 +17,25 @@ from typing import Any
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
 
 PLACE = 25
-PARTS = ("projector", "norms", "lora", "tower")  # `recovery_parts.PARTS`, which would bring torch along
+PARTS = ("projector", "norms", "lora", "tower", "scales")  # `recovery_parts.PARTS`, which would bring torch along
 DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, in 16 bits or more")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        default=none,
+        help="folder of the original, in 16 bits or more, or of what --train scales is to train",
+    )
     parser.add_argument("-o", "--out", default=none, required=True, help="folder to write")
     _flags.reducer(parser, "what the model is to run behind, and the checkpoint carries")
     _flags.data(parser)
@@ -35,9 +43,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--train",
         metavar="A,B",
         default="projector,norms,lora",
-        help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower; "
-        "default: projector,norms,lora",
+        help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower, "
+        "scales (of a quantized MODEL); default: projector,norms,lora",
     )
+    parser.add_argument("--teacher", metavar="ORIGINAL", help="with --train scales: the model that MODEL was made of")
     parser.add_argument("--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="of the adapters; default: 8")
     parser.add_argument("--steps", type=int, metavar="N", default=DEFAULTS["steps"], help="most steps; default: 300")
     parser.add_argument("--batch", type=int, metavar="B", default=DEFAULTS["batch"], help="samples a step; default: 4")
@@ -58,7 +67,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "The objective is the divergence KL(original || reduced model) at answer tokens; where DATA have no answers, the\n"
         "original's own are taken. A tenth of DATA, 8 samples at least, is held out. The state with the lowest divergence\n"
         "there is written, or the original weights where none is lower. The run ends once 4 measurements in a row are no\n"
-        "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce."
+        "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce.\n"
+        "With --train scales MODEL is int-quantized already: its codes stay, and its scales, with projector and norms if\n"
+        "you like, are trained to answer as ORIGINAL does, behind the reducer that MODEL carries, if any.\n"
+        "torchrun -m vlmcompress recover ... shares out the samples of a step among several processes."
     )
 
 
@@ -72,18 +84,36 @@ def run(args: argparse.Namespace) -> Outcome:
 
     given = _flags.given(args)
     _refuse_foreign(given)
+    teacher = _teacher(args.teacher, names, given)
     from vlmcompress.compression.recover import Asked, recover
+    from vlmcompress.compression.recover_scales import recover_scales
 
     asked = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
     given["calibrate"] = {"samples": asked.samples} | given.get("calibrate", {})
     recipe = resolve(given | {"scheme": "none"}).recipe
     began = time.monotonic()
     with closing(ProgressBar()) as progress:
-        done = recover(recipe, asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        more = {"resume": args.resume, "overwrite": args.overwrite, "progress": progress}
+        done = recover_scales(recipe, asked, teacher, **more) if teacher else recover(recipe, asked, **more)
+    if not team.first():
+        return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
+    data = result(done.out, hub.shown(teacher or recipe.model), done.manifest, time.monotonic() - began)
     return OK, data, text(data, args.verbose)
+
+
+def _teacher(named: str | None, parts: Sequence[str], given: Mapping[str, Any]) -> Path | None:
+    """The folder of the teacher of a quantized model; None: the model is its own."""
+    if "scales" not in parts:
+        if named is not None:
+            raise UserError("--teacher goes with --train scales; without, the model is its own teacher: leave it out")
+        return None
+    if named is None:
+        raise UserError("--train scales needs --teacher ORIGINAL, the model in 16 bits that MODEL was made of")
+    if given.get("reduce") or given.get("resize"):
+        raise UserError("--train scales trains behind the reducer that MODEL carries; leave out --reduce")
+    return hub.local(named)
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
@@ -99,7 +129,7 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
 
 
 def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """What was trained and written, as data for `--json`."""
+    """What was trained and written, as data for `--json`. `model`: the one that was the teacher."""
     recovery, recipe = manifest["recovery"], manifest["recipe"]
     folder = shlex.quote(str(out))
     flags = "".join(f" --reduce {shlex.quote(one)}" for one in _reducers(recipe))
@@ -111,14 +141,22 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "reduce": recipe.get("reduce"),
         "resize": recipe.get("resize"),
         "recovery": recovery,
-        "calibration": manifest["calibration"],
+        "calibration": recovery.get("data", manifest["calibration"]),
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
         "next": [
             f"vlmcompress eval {folder} --baseline {shlex.quote(str(model))}{engine}",
-            f"vlmcompress quantize {folder}{flags} --scheme SCHEME --calib DATA -o OUT",
+            *(
+                []
+                if _of_scales(recovery)
+                else [f"vlmcompress quantize {folder}{flags} --scheme SCHEME --calib DATA -o OUT"]
+            ),
         ],
     }
+
+
+def _of_scales(recovery: Mapping[str, Any]) -> bool:
+    return "scales" in recovery["parameters"]
 
 
 def _reducers(recipe: Mapping[str, Any]) -> list[str]:
@@ -138,7 +176,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     steps = f"{recovery['steps']} of at most {recovery['settings']['steps']}"
     kept = f", step {recovery['best_step']} is kept" if recovery["changed"] else ""
     rows = [
-        ("held-out KL", f"{kl['before']:.4f} -> {kl['after']:.4f} nats an answer token, {_change(recovery)}"),
+        ("held-out KL", f"{_nats(kl['before'])} -> {_nats(kl['after'])} nats an answer token, {_change(recovery)}"),
         ("trained", f"{parts} numbers"),
         ("steps", steps + kept + (f"; {recovery['ended']}" if recovery["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
@@ -146,8 +184,13 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     spent = phases_text(done["timing"], done["seconds"]) if verbose else []
     lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), *spent]
     if not recovery["changed"]:
-        lines.append("Nothing was better than the original weights, which were written with the reducer.")
+        wrote = "those that were there, which were" if _of_scales(recovery) else "the original weights, which were"
+        lines.append(f"Nothing was better than {wrote} written{'' if _of_scales(recovery) else ' with the reducer'}.")
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in done["next"])])
+
+
+def _nats(value: float) -> str:
+    return f"{value:.4f}" if value >= 0.001 else f"{value:.2g}"
 
 
 def _change(recovery: Mapping[str, Any]) -> str:

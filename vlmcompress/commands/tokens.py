@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags, _lean
@@ -79,6 +80,7 @@ def _text(found: Planned, sizes: list[str]) -> str:
         kept, work = cost.visual / max(full.visual, 1), cost.multiply_adds / full.multiply_adds
         cache = size_text(cost.kv_bytes_prompt), size_text(cost.kv_bytes)
         rows.append((name, f"{cost.visual:,}", f"{kept:.1%}", f"{cost.prompt:,}", f"{work:.1%}", *cache))
+    steps = [f"{name}: {_steps(cost.blocks)}" for name, cost in found.reduced.items() if cost and cost.differs]
     share, work = full.visual / full.prompt, 1 - none.multiply_adds / full.multiply_adds
     return "\n".join(
         [
@@ -86,6 +88,14 @@ def _text(found: Planned, sizes: list[str]) -> str:
             table(images),
             "",
             table(rows),
+            *(["", *steps] if steps else []),
             f"\nVisual tokens are {share:.1%} of the prompt and {work:.1%} of the language model's work on it.",
         ]
     )
+
+
+def _steps(blocks: Sequence[int]) -> str:
+    """Write visual tokens by decoder block: each count, and where it begins."""
+    starts = [block for block, count in enumerate(blocks) if not block or count != blocks[block - 1]]
+    first, *others = [f"{blocks[block]:,} {{}}from block {block} on" for block in starts]
+    return ", ".join([first.format("visual tokens "), *(one.format("") for one in others)])

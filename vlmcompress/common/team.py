@@ -1,7 +1,7 @@
 """Several processes that do one run together, as `torchrun -m vlmcompress quantize ...` starts them.
 
-Each worker takes a share of the calibration samples, and of the groups of a block; sums go to all of them, and the first one
-writes. A process that is alone is a team of one, for which all of this costs nothing.
+Each worker takes a share of the calibration samples, and of the groups of a block or the samples of a training step; sums go to
+all of them, and the first one writes. A process that is alone is a team of one, for which all of this costs nothing.
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ def total(x: Tensor) -> Tensor:
     return _reduced(x, "SUM")
 
 
+def summed(value: float) -> float:
+    """The sum of all workers' numbers, in double precision; the same bits in each of them."""
+    if size() == 1:
+        return value
+    import torch
+
+    return float(total(torch.tensor(value, dtype=torch.float64)))
+
+
 def largest(x: Tensor) -> Tensor:
     """The maxima of all workers' tensors of one shape, in place."""
     return _reduced(x, "MAX")
@@ -93,6 +102,20 @@ def agreed(problem: str | None) -> None:
     """Wait for all workers, and raise `UserError` in each of them if one has a problem."""
     if found := [one for one in _gathered(problem) if one]:
         raise AgreedError(found[0])
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Wait for all workers at the end of the context; a `UserError` that one of them met there is raised in all."""
+    if size() == 1:
+        yield
+        return
+    problem = None
+    try:
+        yield
+    except UserError as error:
+        problem = str(error)
+    agreed(problem)
 
 
 def wait() -> None:

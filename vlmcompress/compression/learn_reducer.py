@@ -3,12 +3,14 @@
 The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
 recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`recovery.gating`). The
 held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
-are taken.
+are taken. Workers of a team (`common.team`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration import distillation
 from vlmcompress.calibration.devices import accelerator
-from vlmcompress.common import hub, identity, phases, team
+from vlmcompress.common import folders, hub, identity, phases, team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import recovery_data
@@ -33,7 +35,7 @@ from vlmcompress.models import VLM
 from vlmcompress.recipe import Recipe
 from vlmcompress.recovery import gating, objective
 from vlmcompress.recovery.train import Course, Settings, train
-from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce
+from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.reduction import refusal, scorer_file
 from vlmcompress.reduction.gated import Gate, Gated
 
@@ -103,22 +105,25 @@ def learn_reducer(
         assert source is not None
         with phase("loading"):
             samples = recovery_data.read(source, recipe)
-            files = RecoveryFiles(out, _settings(recipe, asked, samples), resume)
-            vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-            vlm.model.requires_grad_(False)
-            if device := accelerator():
-                vlm.model.to(device)  # type: ignore[arg-type]
-        with phase("teacher"):
-            data = recovery_data.answered(vlm, samples, source, files, progress)
-            origin = recovery_data.taught(vlm, data, recipe, files, progress)
-        with phase("training"), torch.inference_mode(False):
-            batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-            course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
-        if not best:
-            raise UserError(_nothing(course))
+            settings = _settings(recipe, asked, samples)
+        with team.met():
+            with phase("loading"), team.together():
+                files = RecoveryFiles(out, settings, resume)
+                vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+                vlm.model.requires_grad_(False)
+                if device := accelerator():
+                    vlm.model.to(device)  # type: ignore[arg-type]
+            with phase("teacher"):
+                data = recovery_data.answered(vlm, samples, source, files, progress)
+                origin = recovery_data.taught(vlm, data, recipe, files, progress)
+            with phase("training"), torch.inference_mode(False):
+                batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+                course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
+            team.agreed(None if best else _nothing(course))
         facts = _facts(recipe, asked, vlm, course, data, origin, others)
-        scorer_file.save(out, best, facts)
-        files.remove()
+        if team.first():
+            scorer_file.save(out, best, facts)
+            files.remove()
         return facts | {"timing": phases.so_far()}
 
 
@@ -167,6 +172,7 @@ class _Training:
 
     def _backward(self, index: int, factor: float) -> float:
         """Add a sample's gradient, with a share and noise that its number, the step and the seed decide."""
+        # Of whole numbers Python's hash is the same in every process: only those of texts and bytes are salted.
         random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
         first, last = TEMPERATURES
         temperature = first * (last / first) ** (self.step / self.asked.steps)
@@ -198,23 +204,35 @@ class _Training:
     @torch.no_grad()
     def _measured(self, gate: Gate) -> float:
         """The mean divergence of the held-out samples that have images, in nats."""
-        shown = [i for i in range(self.first, len(self.batches)) if "pixel_values" in self.batches[i]]
-        return sum(float(self._loss(index, gate)) for index in shown) / len(shown)
+        shown = list(self._shown(team.own(range(self.first, len(self.batches)))))
+        return team.summed(sum(float(self._loss(index, gate)) for index in shown)) / team.summed(len(shown))
 
     @torch.no_grad()
     def _spread(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel of the visual tokens of some samples, `[d]` each."""
         rows: list[Tensor] = []
+        grids: set[Grid] = set()
 
         def look(features: Tensor, grid: Grid) -> Tensor:
             rows.append(features.float().cpu())
+            grids.add(grid)
             return features.new_ones(len(features), dtype=torch.float32)
 
-        for index in range(min(MEASURED, self.first)):
+        for index in itertools.islice(self._shown(range(self.first)), MEASURED):
             self.gated.gate = look
             distillation.gated_logits(self.vlm, self.batches[index])
+        if all(too_small(learned, grid, learned.Options(keep=self.asked.keep)) for grid in grids):
+            most = max(map(math.prod, grids))
+            raise UserError(
+                f"--keep {self.asked.keep:g} of these images, of at most {most} tokens, is no token, so they would be kept "
+                f"whole; give at least {1 / most:.2g}"
+            )
         every = torch.cat(rows)
         return every.mean(0), every.std(0, correction=0)
+
+    def _shown(self, indices: Iterable[int]) -> Iterator[int]:
+        """Those of the samples that have images."""
+        return (index for index in indices if "pixel_values" in self.batches[index])
 
 
 def _chosen_by(name: str, keep: float) -> Callable[[Tensor, Grid], Tensor]:
@@ -229,12 +247,15 @@ def _chosen_by(name: str, keep: float) -> Callable[[Tensor, Grid], Tensor]:
 
 
 def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
-    if team.size() > 1 or not team.first():
-        raise UserError("learn-reducer runs in one process; start it without torchrun")
     if out.suffix != ".safetensors":
         raise UserError(f"{out} is to be a file of a scorer; give it a name that ends in .safetensors")
-    if out.is_dir() or (out.exists() and not overwrite):
+    folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; give another name for the scorer's file")
+    if out.exists() and not overwrite:
         raise UserError(f"{out} is there already; choose another name, or add --overwrite")
+    if out.exists() and not scorer_file.is_scorer(out):
+        raise UserError(f"{out} is no scorer, so it is not ours to overwrite; choose another name")
     if reason := refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
         raise UserError(reason)
 

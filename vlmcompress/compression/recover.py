@@ -3,20 +3,20 @@
 The teacher is the model with all its visual tokens, the student the same model behind the reducer (and with smaller images,
 where a `resize` comes first). The teacher's next-token distributions at the answers are computed once and kept on disk; then
 `recovery.train` runs, judged by samples that it does not train on. What comes out is a checkpoint as `quantize --scheme none`
-writes it, with other weights. Where no measurement beats the model as it was, the original weights are written.
+writes it, with other weights. Where no measurement beats the model as it was, the original weights are written. Workers of a
+team (`common.team`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.calibration import distillation
 from vlmcompress.calibration.devices import accelerator
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders, identity, phases, team
@@ -25,73 +25,24 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.tensor_files import DTYPES
 from vlmcompress.compression import recovery_data
 from vlmcompress.compression.inputs import Result, data_source, settled_resize
-from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
+from vlmcompress.compression.recovery_data import Data
 from vlmcompress.compression.recovery_files import RecoveryFiles
-from vlmcompress.compression.recovery_parts import PARTS, Trained, put
+from vlmcompress.compression.recovery_training import Asked, Student, facts, trained
 from vlmcompress.compression.reducer import counter, settled
 from vlmcompress.compression.write import write_checkpoint
 from vlmcompress.data import Sample, data_hash
 from vlmcompress.data.encoded import Encoded
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.planning import plan
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
-from vlmcompress.recovery import objective
-from vlmcompress.recovery.train import Course, Settings, train
+from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.reduction import attach, resizing, scorer_file
 
 LEARNT_FROM = 128
 """Most samples that a reducer learns its numbers from."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is trained, and how: the flags of the verb.
-
-    Raises:
-        UserError: a value is not right.
-    """
-
-    train: tuple[str, ...] = ("projector", "norms", "lora")
-    rank: int = 8
-    steps: int = 300
-    batch: int = 4
-    lr: float = 2e-4
-    every: int = 25
-
-    def __post_init__(self) -> None:
-        for name in self.train:
-            if name not in PARTS:
-                raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
-        for name in ("rank", "steps", "batch", "every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; it should be at least 1")
-        if not 0 < self.lr < 1:
-            raise UserError(f"--lr is {self.lr:g}; it should be above 0 and below 1, such as 1e-4")
-
-    @property
-    def samples(self) -> int:
-        """As many samples as are seen once each, with those that are held out."""
-        seen = self.steps * self.batch
-        return seen + max(LEAST_HELD_OUT, -(-seen // 9))  # a tenth of all is held out
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What training came to.
-
-    Attributes:
-        changed: parameter -> its new value; none where nothing is better than before.
-        after: divergence of the held-out samples with these, in nats.
-        counts: part -> how many numbers of it were trained.
-    """
-
-    course: Course
-    changed: dict[str, Tensor]
-    after: float
-    counts: dict[str, int]
 
 
 def recover(
@@ -105,6 +56,8 @@ def recover(
         resume: go on after an interrupted run with the same settings.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
+
+    One of several workers does its share; only the first one's result has a manifest.
 
     Raises:
         UserError: bad input; nothing was written.
@@ -121,20 +74,26 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
     assert source is not None
     with phase("loading"):
         samples = recovery_data.read(source, recipe)
-        files = RecoveryFiles(recipe.out, _settings(recipe, asked, samples), resume)
-        vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-        if device := accelerator():
-            vlm.model.to(device)  # type: ignore[arg-type]
-    with phase("teacher"):
-        data = recovery_data.answered(vlm, samples, source, files, progress)
-        origin = recovery_data.taught(vlm, data, recipe, files, progress)
-    with phase("reducer"):
-        vlm, work, batches, count = _behind(vlm, work, data, progress)
+        settings = _settings(recipe, asked, samples)
+    with team.met():
+        with phase("loading"), team.together():
+            files = RecoveryFiles(recipe.out, settings, resume)
+            vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+            if device := accelerator():
+                vlm.model.to(device)  # type: ignore[arg-type]
+        with phase("teacher"):
+            data = recovery_data.answered(vlm, samples, source, files, progress)
+            origin = recovery_data.taught(vlm, data, recipe, files, progress)
+        with phase("reducer"), team.together():
+            vlm, work, batches, count = _behind(vlm, work, data, progress)
+        with phase("training"):
+            student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, work.recipe, count))
+            found = trained(student, asked, recipe.seed, files, progress)
+    if not team.first():
+        return Result(recipe.out, {})
     reducer, resize = work.recipe.reduce, work.recipe.resize
     origin |= {"reduce": scorer_file.carried(reducer).plain()} if reducer else {}
     origin |= {"resize": resize.model_dump()} if resize else {}
-    with phase("training"):
-        found = _trained(vlm, work, asked, files, batches, data.held_out, count, progress)
     written = write_checkpoint(
         work,
         vlm,
@@ -142,7 +101,7 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
         origin,
         count,
         trained=_as_stored(found.changed, work),
-        recovery=_facts(asked, found, data),
+        recovery=facts(asked, found, data),
         overwrite=overwrite,
         progress=progress,
     )
@@ -152,13 +111,12 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
 
 def _planned(recipe: Recipe, asked: Asked) -> Plan:
     """The plan of a checkpoint with the reducer alone. UserError for what cannot be recovered, or served."""
-    if team.size() > 1 or not team.first():
-        raise UserError("recover runs in one process; start it without torchrun")
     if recipe.reduce is None and recipe.resize is None:
         raise UserError("recover: nothing to recover from; say with --reduce what the model is to run behind")
     if models.read_config(recipe.model).get("quantization_config"):
         raise UserError(
-            f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives"
+            f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives; or train "
+            "its scales with --train scales --teacher ORIGINAL"
         )
     work = plan.build(recipe)
     merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")
@@ -177,11 +135,19 @@ def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, 
         **known,
         "--seed": recipe.seed,
         "--reduce": " + ".join(str(one) for one in (recipe.resize, recipe.reduce) if one),
+        "a reducer's file with the hash": _hash(recipe.reduce),
         "calibrate.max_length": recipe.calibrate.max_length,
         "samples with the hash": data_hash(samples),
         "a model with the files": str(identity.source_identity(recipe.model) | {"weights": sorted(weights)}),
         "versions": str(identity.versions()),
     }
+
+
+def _hash(reducer: ReducerChoice | None) -> str:
+    """The hash of the file that a reducer's options name, its scorer or its thresholds; "" where they name none."""
+    named = (reducer.options.scorer, reducer.options.thresholds) if reducer else ()
+    paths = [Path(one) for one in named if isinstance(one, str) and one]
+    return identity.sha256(paths[0]) if paths and paths[0].is_file() else ""
 
 
 def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Plan, Encoded, TokenCounter | None]:
@@ -198,47 +164,6 @@ def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, 
     return vlm, work, batches, count
 
 
-def _trained(
-    vlm: VLM,
-    work: Plan,
-    asked: Asked,
-    files: RecoveryFiles,
-    batches: Encoded,
-    held_out: int,
-    count: TokenCounter | None,
-    progress: Progress,
-) -> _Found:
-    """Train the model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
-    recipe, first = work.recipe, len(batches) - held_out
-    parts = Trained(vlm, asked.train, asked.rank, recipe.seed, work.source.names)
-
-    def loss(index: int) -> Tensor:
-        return objective.divergence(files.targets(index), distillation.student_logits(vlm, batches[index]))
-
-    def backward(index: int, factor: float) -> float:
-        with distillation.graph(vlm):
-            found = loss(index)
-            (found * factor).backward()
-        return float(found.detach())
-
-    def measured() -> float:
-        with torch.no_grad():
-            found = [float(loss(index)) for index in range(first, len(batches))]
-        return sum(found) / len(found)
-
-    settings = Settings(asked.steps, asked.batch, asked.lr, asked.every, recipe.seed)
-    how: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
-    with torch.inference_mode(False), _reduced(vlm, recipe, count):
-        with parts.attached():
-            course, best = train(parts.tensors, first, settings, **how, store=files, progress=progress)
-        changed = parts.merged(best) if best else {}
-        put(vlm.model, changed)
-        after = measured() if changed else course.first
-    if after < course.first:
-        return _Found(course, changed, after, parts.counts)
-    return _Found(course, {}, course.first, parts.counts)  # also where rounding to the model's type undid it
-
-
 def _reduced(vlm: VLM, recipe: Recipe, count: TokenCounter | None) -> contextlib.AbstractContextManager[Any]:
     """The model behind the recipe's reducer, as an engine runs it."""
     return attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext()
@@ -248,29 +173,3 @@ def _as_stored(values: dict[str, Tensor], work: Plan) -> dict[str, Tensor]:
     """Values of parameters, in the types in which the source stores them."""
     types = {name: DTYPES[work.source.stored[work.source.names[name]].dtype] for name in values}
     return {name: value.to("cpu", types[name]).contiguous() for name, value in values.items()}
-
-
-def _facts(asked: Asked, found: _Found, data: Data) -> dict[str, Any]:
-    """What the manifest says of a recovery."""
-    course = found.course
-    return {
-        "settings": asdict(asked) | {"train": list(asked.train)},
-        "parameters": found.counts,
-        "objective": f"KL(teacher || student) at answer tokens, of the teacher's {objective.TOP} most likely tokens "
-        f"and the rest together; of all tokens where the vocabulary has at most {objective.WHOLE}",
-        "samples": {
-            "trained_on": len(data.samples) - data.held_out,
-            "held_out": data.held_out,
-            "answers_of_the_teacher": data.written,
-        },
-        "held_out_kl": {
-            "before": course.first,
-            "after": found.after,
-            "unit": "nats per answer token, mean over samples",
-        },
-        "steps": course.step,
-        "best_step": course.best_step if found.changed else 0,
-        "history": [list(one) for one in course.history],
-        "ended": course.ended,
-        "changed": bool(found.changed),
-    }

@@ -1,14 +1,20 @@
-"""The samples of a recovery: read, given the teacher's answers where they have none, and shown to the teacher."""
+"""The samples of a recovery: read, given the teacher's answers where they have none, and shown to the teacher.
+
+Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vlmcompress.calibration import distillation
-from vlmcompress.common import hub
+from vlmcompress.common import hub, team
 from vlmcompress.common.notes import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression.recovery_files import PART, RecoveryFiles
@@ -46,9 +52,32 @@ class Data:
     written: int
 
 
-def held_out(samples: int) -> int:
-    """How many of so many samples are held out."""
-    return max(LEAST_HELD_OUT, round(HELD_OUT * samples))
+def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+    """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
+
+    Questions about one image stay on one side, as what was learnt about an image would tell nothing about others. So that they
+    do, some more may be held out, but never over half of all.
+    """
+    groups = _by_images(samples)
+    wanted, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
+    for group in reversed(groups):
+        if len(chosen) < wanted and len(chosen) + len(group) <= max(wanted, len(samples) // 2):
+            chosen.update(group)
+    trained = [sample for number, sample in enumerate(samples) if number not in chosen]
+    return trained + [samples[number] for number in sorted(chosen)], len(chosen)
+
+
+def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
+    """Numbers of samples in groups that share no image, in the order of each group's last sample."""
+    group_of: dict[str, list[int]] = {}
+    for number, sample in enumerate(samples):
+        names = {hashlib.sha256(image.tobytes()).hexdigest() for image in sample.images} or {f"text {number}"}
+        members = [number]
+        for group in {id(group_of[name]): group_of[name] for name in names if name in group_of}.values():
+            members = sorted(members + group)
+            names |= {name for name, other in group_of.items() if other is group}
+        group_of |= dict.fromkeys(names, members)
+    return sorted({id(group): group for group in group_of.values()}.values(), key=lambda group: group[-1])
 
 
 def read(source: str | Path, recipe: Recipe) -> list[Sample]:
@@ -63,42 +92,58 @@ def read(source: str | Path, recipe: Recipe) -> list[Sample]:
 
 def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress) -> Data:
     """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
-    known: dict[str, str] = files.noted("answers") or {}
+    known = files.answers()
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
-    for number, sample in enumerate(lacking):
-        if sample.id not in known:
-            known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
-            if (number + 1) % PART == 0:
-                files.note("answers", known)
-        progress("writing answers", number + 1, len(lacking))
-    files.note("answers", known)
+    turn = PART * team.size()
+    for start in range(0, len(lacking), turn):
+        with team.together():
+            for number, sample in enumerate(team.own(lacking[start : start + turn]), start=1):
+                if sample.id not in known:
+                    known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
+                progress("writing answers", min(start + number * team.size(), len(lacking)), len(lacking))
+            files.note_answers(known)
+    known = team.merged(known)
     asked = {sample.id for sample in lacking}
     every = [replace(one, answer=known[one.id]) if one.id in asked else one for one in samples]
     kept = [sample for sample in every if (sample.answer or "").strip()]
     if dropped := len(every) - len(kept):
         note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
     _enough(kept, source)
-    return Data(source, kept, held_out(len(kept)), sum(sample.id in asked for sample in kept))
+    data = Data(source, *apart(kept), sum(sample.id in asked for sample in kept))
+    _shown(data)
+    return data
 
 
 def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
     """Keep what the teacher says to all samples, and return the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
-    for start in range(0, len(batches), PART):
-        if files.has_part(start // PART):
-            continue
-        found = {}
-        for index in range(start, min(start + PART, len(batches))):
-            if not distillation.answer_tokens(batches[index])[1]:
-                raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-            found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
-            progress("asking the teacher", index + 1, len(batches))
-        files.save_part(start // PART, found)
+    parts = range(-(-len(batches) // PART))
+    for start in range(0, len(parts), team.size()):
+        with team.together():
+            for part in team.own(parts[start : start + team.size()]):
+                if not files.has_part(part):
+                    files.save_part(part, _said(vlm, data, batches, part, progress))
     more = {"seed": recipe.seed, "processor": vlm.processor}
     origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **more)
     for line in notes(origin):
         note(line)
     return origin
+
+
+def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
+    """What is kept of the teacher for the samples of a part, by their numbers."""
+    found = {}
+    for index in range(part * PART, min((part + 1) * PART, len(batches))):
+        if not distillation.answer_tokens(batches[index])[1]:
+            raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
+        found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
+        if found[index]["logs"].isnan().any():
+            raise UserError(
+                f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
+                "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
+            )
+        progress("asking the teacher", index + 1, len(batches))
+    return found
 
 
 def _enough(samples: Sequence[Sample], source: str | Path) -> None:
@@ -110,3 +155,14 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
             f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
         )
+
+
+def _shown(data: Data) -> None:
+    """Raise UserError where all samples with images are on one side: trained on, or held out."""
+    cut = len(data.samples) - data.held_out
+    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
+        if not any(sample.images for sample in samples):
+            raise UserError(
+                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
+                "or another --seed, which decides who is held out"
+            )

@@ -12,16 +12,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vlmcompress.blocks.store import BlockStore
-from vlmcompress.common import json_files
+from vlmcompress.common import json_files, team
 from vlmcompress.common.block_files import write_whole
 from vlmcompress.errors import UserError
 
-PART = 64
-"""Samples whose teacher's answers are in one file."""
+PART = 16
+"""Samples whose teacher's answers are in one file, which one worker writes."""
 
 
 class RecoveryFiles(BlockStore):
-    """A hidden folder beside OUT, with all that a run needs to go on.
+    """A hidden folder beside OUT, with all that a run needs to go on. Of several workers the first one makes it: the others may
+    use it once they have waited.
 
     Args:
         out: the folder that the run is to write.
@@ -34,11 +35,24 @@ class RecoveryFiles(BlockStore):
 
     def __init__(self, out: Path, settings: Mapping[str, Any], resume: bool) -> None:
         folder = out.with_name(f".{out.name}.recover")
-        if resume and (folder / "settings.json").is_file():
+        if team.first() and resume and (folder / "settings.json").is_file():
             _compare(json_files.read(folder / "settings.json"), settings)
         text = json.dumps(settings, sort_keys=True)
         super().__init__(folder, hashlib.sha256(text.encode()).hexdigest(), resume)
-        self.note("settings", dict(settings))
+        if team.first():
+            self.note("settings", dict(settings))
+
+    def answers(self) -> dict[str, str]:
+        """Answers that the teacher wrote so far, by the id of a sample: those of all workers."""
+        return {
+            id: answer
+            for path in sorted(self.folder.glob("answers-*.json"))
+            for id, answer in json_files.read(path).items()
+        }
+
+    def note_answers(self, known: Mapping[str, str]) -> None:
+        """Keep all answers that this worker knows of, in a file of its own."""
+        self.note(f"answers-{team.rank()}", dict(known))
 
     def has_part(self, part: int) -> bool:
         """Whether the teacher's answers of a part of the samples are there."""

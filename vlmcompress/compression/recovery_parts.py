@@ -2,7 +2,7 @@
 
 A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
 gets it rounded. Linear layers of the language model have adapters (`recovery.lora`) and stay as they are until these are
-merged.
+merged. Scales of quantized layers (`recovery.scales`) have the logarithm of what they are multiplied by for a master.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.recovery import lora
+from vlmcompress.recovery import lora, scales
 
 PARTS = {
     "projector": "projector",
     "norms": "norms of the language model",
     "lora": "adapters of the language model",
     "tower": "vision tower",
+    "scales": "scales of quantized layers",
 }
 """What can be trained -> in words."""
 
@@ -46,6 +47,7 @@ class Trained:
         self.counts: dict[str, int] = {}
         self.masters: dict[str, Tensor] = {}
         self.adapters: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}  # scales as they were, float32
         for part in PARTS:
             if part not in parts:
                 continue
@@ -55,6 +57,9 @@ class Trained:
             else:
                 names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
                 found = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
+                if part == "scales":
+                    self.before = found
+                    found = {name: torch.zeros_like(scale) for name, scale in found.items()}
                 self.masters |= found
             if not found:
                 raise UserError(f"--train {part}: the model has no {PARTS[part]} to train; leave it out")
@@ -81,7 +86,7 @@ class Trained:
             for name, master in self.masters.items():
                 parameter = self.model.get_parameter(name).requires_grad_()
                 stack.callback(parameter.requires_grad_, False)
-                stack.callback(parameter.register_post_accumulate_grad_hook(_handing(master)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(name, master)).remove)
             stack.enter_context(lora.attached(self.model, self.adapters))
             yield
 
@@ -89,7 +94,24 @@ class Trained:
     def changed(self) -> None:
         """Give the model the present values of the masters, rounded to its type."""
         for name, master in self.masters.items():
-            self.model.get_parameter(name).copy_(master)
+            self.model.get_parameter(name).copy_(self._value(name, master))
+
+    def _value(self, name: str, master: Tensor) -> Tensor:
+        """What a parameter is for a value of its master, float32."""
+        return self.before[name] * master.exp() if name in self.before else master
+
+    def _handing(self, name: str, master: Tensor) -> Callable[[Tensor], None]:
+        """A hook that moves a parameter's gradient to its master."""
+
+        def hand(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            own = parameter.grad.float()
+            if name in self.before:
+                own = own * self._value(name, master.detach())
+            master.grad = own if master.grad is None else master.grad + own
+            parameter.grad = None
+
+        return hand
 
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -97,7 +119,8 @@ class Trained:
         found = {}
         for name in self.masters:
             parameter = self.model.get_parameter(name)
-            found[name] = values[name].to(parameter.device, parameter.dtype)
+            value = self._value(name, values[name].to(parameter.device))
+            found[name] = value.to(parameter.dtype)
         for layer in lora.layers(self.adapters):
             weight = self.model.get_parameter(f"{layer}.weight")
             down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
@@ -112,23 +135,15 @@ def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             model.get_parameter(name).copy_(value)
 
 
-def _handing(master: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's gradient to its master."""
-
-    def hand(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        own = parameter.grad.float()
-        master.grad = own if master.grad is None else master.grad + own
-        parameter.grad = None
-
-    return hand
-
-
 def _names(vlm: VLM, part: str) -> list[str]:
     """Names of the parameters of a part, adapters apart."""
     spec = vlm.spec
     projector = (*spec.projector, *spec.newlines)
     names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
+    coded = [name for name in names if name.endswith(f".{scales.SCALE}")]
+    if part == "scales":
+        return coded
+    names = [name for name in names if name not in set(coded)]
     if part == "norms":
         text = spec.layers.rpartition(".")[0]
         return [name for name in names if _below(name, (text,)) and _of_norm(vlm.model, name)]

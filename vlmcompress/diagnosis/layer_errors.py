@@ -88,6 +88,10 @@ def read(folder: Path) -> LayerErrors:
     errors = content.get("errors")
     if not isinstance(errors, Mapping) or not all(_is_error(error) for error in errors.values()):
         raise UserError(f"{folder / manifest.MANIFEST} has no readable errors of layers; quantize again")
+    if not errors and isinstance(recovery := content.get("recovery"), Mapping) and "teacher" in recovery:
+        raise UserError(
+            f"{folder} has no errors, as its scales were trained; measure them with --stats STATS --model MODEL"
+        )
     if not errors:
         raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
     manifest.verify(folder, content)

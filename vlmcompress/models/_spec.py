@@ -114,8 +114,10 @@ class ModelSpec:
             `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
         mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
         vision_cls: whether the tower has a CLS token, and blocks whose `self_attn` gives its attention.
-        vision_units: what a visual token is made of: one row of the tower's output (`patch`), several (`block`), or a mean of
-            some where tiles are scaled down behind the tower (`resized`).
+        vision_units: what a visual token is made of: one row of the tower's output (`patch`), those of a square (`block`), or a
+            mean of some where tiles are scaled down behind the tower (`resized`).
+        vision_joint: names within a tower block of the attention and of the norm behind it, between which rows can merge, in
+            transformers and in vLLM; None where tokens cannot merge in the tower.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
         engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
         engine_mapper: prefix on disk -> prefix in vLLM, first match wins: the `hf_to_vllm_mapper` of vLLM's class.
@@ -148,6 +150,7 @@ class ModelSpec:
     mixed_blocks: str | None = None
     vision_cls: bool = False
     vision_units: Literal["patch", "block", "resized"] = "block"
+    vision_joint: tuple[str, str] | None = None
     norm_offset: float = 0.0
     engine_prefixes: Prefixes = ()
     engine_mapper: Prefixes = ()

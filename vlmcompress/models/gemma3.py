@@ -27,6 +27,7 @@ SPEC = ModelSpec(
     image_token="image_token_index",
     layout=pooled,
     visual_grid="tiles",
+    vision_joint=("self_attn", "layer_norm2"),
     mixed_blocks="attention in windows, and both ways within an image",
     norm_offset=1.0,
     engine_prefixes=LLAVA_ENGINE,

@@ -20,4 +20,5 @@ SPEC = ModelSpec(
     layout=split,
     sizes=tile_edges,
     visual_grid="tiles",
+    vision_joint=("self_attn", "layer_norm2"),
 )

@@ -25,6 +25,7 @@ SPEC = ModelSpec(
     layout=tiled,
     sizes=tiles,
     visual_grid="tiles",
+    vision_joint=("attention", "layernorm_after"),
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=LLAVA_MAPPER,
     hub_prefixes=LLAVA_MAPPER,

@@ -20,6 +20,7 @@ SPEC = ModelSpec(
     visual_grid="patches",
     vision_cls=True,
     vision_units="patch",
+    vision_joint=("self_attn", "layer_norm2"),
     engine_prefixes=LLAVA_ENGINE,
     engine_mapper=LLAVA_MAPPER,
     hub_prefixes=LLAVA_ENGINE,

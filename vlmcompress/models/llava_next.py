@@ -22,6 +22,7 @@ SPEC = ModelSpec(
     sizes=canvases,
     visual_grid="anyres",
     vision_units="patch",
+    vision_joint=("self_attn", "layer_norm2"),
     engine_prefixes=LLAVA_ENGINE,
     engine_mapper=LLAVA_MAPPER,
     hub_prefixes=LLAVA_ENGINE,

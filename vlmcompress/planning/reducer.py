@@ -16,6 +16,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
 from vlmcompress.reduction import cost, resizing, scorer_file
+from vlmcompress.reduction.support import chooses_images
 
 TYPICAL = (1024, 768)
 """Width and height of the image that examples are of."""
@@ -73,6 +74,10 @@ def tokens_text(reducer: ReducerChoice | None, example: Mapping[str, Any] | None
 
 def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
     if resize and not resize.settled:  # which hangs on the calibration images
+        return None
+    if reducer and chooses_images(reducer.module):  # of a single image nothing goes
+        reducer = None
+    if reducer is None and resize is None:
         return None
     try:
         found = cost.plan(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)

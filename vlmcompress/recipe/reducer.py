@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import reprlib
 import typing
@@ -98,6 +99,19 @@ class ReducerChoice:
         parts = [] if self.options.keep is None else [_share(self.options.keep)]
         parts += [f"{name}={_yaml_text(value)}" for name, value in given.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
+
+    def left(self, grid: Grid, blocks: int) -> list[int] | None:
+        """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""
+        if self.module.STAGE != "llm":
+            count = self.module.budget(grid, self.options)
+            return None if count is None else [count] * blocks
+        found = [math.prod(grid)] * blocks
+        for layer, options in self.options.drops(blocks):
+            count = self.module.budget(grid, options)
+            if count is None:
+                return None
+            found[layer:] = [count] * (blocks - layer)
+        return found
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the kept share of such a grid would round to no token, so that the grid is kept whole."""
@@ -250,7 +264,11 @@ def same(known: ReducerChoice | None, asked: ReducerChoice | None) -> bool:
 def _typed(value: Any, hint: Any, where: str) -> Any:
     """Convert `value` to the option's type; fractions like `1/3` become numbers."""
     try:
-        if hint is float and isinstance(value, str) and (found := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip())):
+        if (
+            hint in (float, float | None)
+            and isinstance(value, str)
+            and (found := re.fullmatch(r"(\d+)/([1-9]\d*)", value.strip()))
+        ):
             value = int(found[1]) / int(found[2])
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except (ValueError, TypeError, OverflowError) as error:  # ValidationError is a ValueError

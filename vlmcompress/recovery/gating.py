@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 STEPS = 40  # of the bisection
+STEEP = 20.0
+"""By how much, at most, a closed key's logit counts as above the open ones: what it would change stays a finite number."""
 
 
 def level(worth: Tensor, count: int, temperature: float) -> Tensor:
@@ -71,5 +73,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor
     else:
         logits = logits + mask[..., :t].float()
     weight = torch.where(behind == 0, torch.ones_like(gate[:1, None]), gate[:, None])[:, None]
-    parts = torch.exp(logits - logits.amax(-1, keepdim=True).detach()) * weight
+    # The largest of what is open, which always has a part: where a closed key is far above all others, they would round to 0.
+    most = logits.detach().masked_fill(weight == 0, -torch.inf).amax(-1, keepdim=True)
+    parts = torch.exp((logits - most).clamp(max=STEEP)) * weight
     return (parts @ wide / parts.sum(-1, keepdim=True)).to(value.dtype)

@@ -5,6 +5,9 @@ many steps the divergence of the held-out samples is measured. The loop ends ear
 as many measurements as the settings say, and where it diverges: a loss that is not finite, or a held-out divergence above
 `DIVERGED` times the first one. What the loop goes by is stored at each measurement, so that a run that goes on from there
 comes to the same bits.
+
+Workers of a team (`common.team`) share out the samples of a step, and their gradients are added up: the same step as one worker
+does but for the order of sums. Each changes its own copy of what is trained in the same way; the first keeps the state.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vlmcompress.common import team
 from vlmcompress.common.progress import Progress, silent
 
 PATIENCE = 4
@@ -136,7 +140,7 @@ def train(
         samples: how many there are to train on.
         backward: called with a sample's number and a factor; adds the gradient of factor times its loss to `trained`, and
             returns the loss.
-        held_out: measures the divergence of the held-out samples, in nats.
+        held_out: measures the divergence of the held-out samples, in nats; the same number in all workers.
         changed: called with the number of steps done after the values of `trained` have changed, and before anything is run
             with them.
         progress: called with (label, done, total).
@@ -151,10 +155,12 @@ def train(
         changed(course.step)
     else:
         course, best = Course(held_out()), dict[str, Tensor]()
+        if not math.isfinite(course.first):
+            course.ended = f"the held-out divergence was {course.first:g} before training"
     while course.step < settings.steps and not course.ended:
-        chosen = order(samples, course.step, settings.batch, settings.seed)
-        losses = [backward(index, 1 / settings.batch) for index in chosen]
-        if not math.isfinite(sum(losses)) or not loop.update(course.step):
+        chosen = list(order(samples, course.step, settings.batch, settings.seed))
+        losses = [backward(index, 1 / settings.batch) for index in team.own(chosen)]
+        if not math.isfinite(loop.added_up(sum(losses))) or not loop.update(course.step):
             course.ended = f"it diverged: at step {course.step + 1} the loss or its gradient was not finite"
             break
         course.step += 1
@@ -162,7 +168,8 @@ def train(
         if course.step % settings.every == 0 or course.step == settings.steps:
             if course.note(held_out(), settings.patience, settings.diverged):
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
-            store.save(loop.state(best), dataclasses.asdict(course))
+            if team.first():
+                store.save(loop.state(best), dataclasses.asdict(course))
         progress("recovering", course.step, settings.steps)
     return course, best
 
@@ -174,6 +181,19 @@ class _Loop:
         self.trained, self.settings = trained, settings
         self.optimizer = torch.optim.AdamW(list(trained.values()), lr=settings.lr, weight_decay=0.0)
         self.optimizer.zero_grad()
+
+    def added_up(self, loss: float) -> float:
+        """Give each tensor the sum of all workers' gradients, in one exchange, and return the sum of their losses."""
+        if team.size() == 1:
+            return loss
+        tensors = list(self.trained.values())
+        facts = torch.tensor([*(float(one.grad is not None) for one in tensors), loss], device=tensors[0].device)
+        own = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
+        flat = team.total(torch.cat([*(one.flatten() for one in own), facts]))
+        *sums, known = flat.split([*(one.numel() for one in own), len(facts)])
+        for tensor, grad, has in zip(tensors, sums, known.tolist(), strict=False):
+            tensor.grad = grad.view_as(tensor) if has else None  # what no worker's loss depends on has none
+        return float(known[-1])
 
     def update(self, step: int) -> bool:
         """Do a step with the gradients that there are, and forget them; nothing is changed where one is not finite."""

@@ -19,13 +19,15 @@ no model and no other image. A module of this folder has
 
 and one of
 
-    reduce(signals, options) -> Reduction                   at once; `options.layer` says where, for stage "llm". Of stage
-                                    "projected" and COUNT adaptive it takes a `count`, too, as `merge` does
+    reduce(signals, options) -> Reduction                   at once; `options.layer` or `.drops` say where, for stage "llm". Of
+                                    stage "projected" and COUNT adaptive it takes a `count`, too, as `merge` does
     merge(signals, options, layer, layers, count) -> Reduction
                                     a bit in each of the encoder's `layers`; `signals.merged` is what the layers before made
                                     of the grid, `count` how many tokens are left behind the last (None: as `options` say)
 
-A method that restricts attention and keeps all tokens has, besides a `reduce` that is the identity, a `mask` (see `pevlm`).
+A method within the language model that drops tokens at several blocks says so by `Options.drops`; its `budget` and `reduce`
+get the options of one drop, and `signals.merged` is what the drops before have left (see `pyramiddrop`). One that restricts
+attention and keeps all tokens has, besides a `reduce` that is the identity, a `mask` (see `pevlm`).
 `reduce` and `merge` below check and run them. Every method is deterministic (equal scores go to the lower index),
 computes in float32 whatever the dtype, keeps raster order, and returns all tokens untouched for `keep: 1`; the same
 input gives the same bits in every call. An image is kept whole where the share `keep` of it rounds to no token (of

@@ -239,6 +239,13 @@ class ReducerOptions:
         """Block of the language model, from 0, before which the method decides; None where it reads no such block."""
         return None
 
+    def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
+        """When a method decides within a language model of so many blocks: before which, ascending, and with which options.
+
+        Empty where it reads no block; one that reads one decides once. ValueError: not with these options and blocks.
+        """
+        return () if self.layer is None else ((self.layer, self),)
+
     @property
     def states(self) -> bool:
         """Whether a method that needs `Signals.ahead` reads what block `layer` - 1 puts out, not only its attention."""

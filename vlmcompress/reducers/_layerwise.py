@@ -9,6 +9,12 @@ An engine calls `bias` before a layer's attention and `merge` between that and t
         states = states + mlp(norm2(states))
 
 Images that have been left with fewer rows than others are padded on the right; nothing attends to the padding.
+
+Where a token is a block of `side` x `side` patches (pixel shuffle or pooling behind the encoder), whole blocks merge, patch
+by patch: a block that stands for several is the mean of their upper left patches, that of their upper right ones, and so on,
+so that what is behind the encoder finds a block of patches for each token. The key of a block is its patches' keys one behind
+the other, not their mean: two blocks are alike where the patches are that would be averaged. Each of its patches counts in
+attention by the block's size.
 """
 
 from __future__ import annotations
@@ -28,6 +34,9 @@ from vlmcompress.reducers._run import merge
 class Merger:
     """The merging of the images of one run of the encoder.
 
+    Rows are patches. An encoder has them in raster order, and as long as nothing has merged they stay there, so that no bit
+    changes; from then on those of a block stand together, as the blocks do in raster order. `spread` gives each its place back.
+
     merged: for each image, the reduction of its grid by the layers so far.
     counts: number of tokens that each image is to keep behind the last layer; None where the method decides it.
     """
@@ -41,28 +50,32 @@ class Merger:
         aside: int = 0,
         counts: Sequence[int] | None = None,
         device: Any = None,
+        side: int = 1,
     ):
         """
         Args:
             method: a reducer with `merge`.
-            grids: grid of each image.
+            grids: grid of each image's tokens.
             layers: number of layers that merge.
             aside: number of rows before the grid's that are no tokens and stay, such as CLS.
             counts: see above; None: the method decides them all.
+            side: rows, and columns, of patches that a token is made of.
         """
         self.method, self.options, self.grids, self.layers, self.aside = method, options, grids, layers, aside
         self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
         self.merged = [Reduction.identity(rows * columns * t, device) for t, rows, columns in grids]
+        self.side, self._square = side, side**2
+        self._orders = {grid: raster(grid, side).to(device) for grid in {*grids}} if side > 1 else {}
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias `[images, 1, 1, keys]` to add to the attention's logits: log of each key's size, -inf for padding.
 
-        It is None while each row is one token.
+        It is None while nothing has merged.
         """
-        if all(len(one.anchor) == len(one.target) for one in self.merged):
+        if self._whole:
             return None
         ones = self.merged[0].weight.new_ones(self.aside)
-        sizes = [torch.cat([ones, one.sizes.float()]) for one in self.merged]
+        sizes = [torch.cat([ones, one.sizes.float().repeat_interleave(self._square)]) for one in self.merged]
         return pad_sequence(sizes, batch_first=True).log().to(dtype)[:, None, None]
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
@@ -72,12 +85,48 @@ class Merger:
             states: `[images, rows, d]` behind the layer's attention, residual added.
             keys: `[images, rows, dk]`, keys of that attention, heads concatenated.
         """
-        parts, before = [], [len(one.anchor) for one in self.merged]
+        parts, steps = [], []
         for image, count in enumerate(self.counts):
-            rows, merged = slice(self.aside, self.aside + before[image]), self.merged[image]
-            signals = Signals(self.grids[image], keys=keys[image, rows], heads=heads, merged=merged)
-            step = merge(self.method, signals, self.options, layer, self.layers, count)
-            parts.append(torch.cat([states[image, : self.aside], step.apply(states[image, rows])]))
-            self.merged[image] = merged.then(step)
-        same = before == [len(one.anchor) for one in self.merged]
+            signals = self.signals(image, keys, heads)
+            steps.append(merge(self.method, signals, self.options, layer, self.layers, count))
+            rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
+            parts.append(torch.cat([states[image, : self.aside], rows]))
+        self.merged = [one.then(step) for one, step in zip(self.merged, steps, strict=True)]
+        same = all(len(step.anchor) == len(step.target) for step in steps)
         return states if same else pad_sequence(parts, batch_first=True)
+
+    def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
+        """The signals of the rows that are left of an image; arguments as in `merge`."""
+        own = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
+        return Signals(self.grids[image], keys=own, heads=heads, merged=self.merged[image])
+
+    def spread(self, states: Tensor) -> Tensor:
+        """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
+        if self._whole:
+            return states
+        full = states.new_empty(len(states), self.aside + len(self.merged[0].target) * self._square, states.shape[2])
+        full[:, : self.aside] = states[:, : self.aside]
+        for image, merged in enumerate(self.merged):
+            rows = merged.expand(self._blocks(image, states)).flatten(0, 1)
+            order = self._orders.get(self.grids[image], slice(None))
+            full[image, self.aside :][order] = rows
+        return full
+
+    @property
+    def _whole(self) -> bool:
+        """Whether nothing has merged so far."""
+        return all(len(one.anchor) == len(one.target) for one in self.merged)
+
+    def _blocks(self, image: int, rows: Tensor) -> Tensor:
+        """The rows `[images, rows, d]` of one image's tokens, block by block: `[tokens left, side * side, d]`."""
+        own = rows[image, self.aside : self.aside + len(self.merged[image].anchor) * self._square]
+        if self.side > 1 and self._whole:
+            own = own[self._orders[self.grids[image]]]
+        return own.unflatten(0, (-1, self._square))
+
+
+def raster(grid: Grid, side: int) -> Tensor:
+    """Places `[patches]` in raster order of an image's patches, block by block; each of `grid`'s tokens is `side` x `side`."""
+    t, rows, columns = grid
+    places = torch.arange(t * rows * columns * side**2).view(t, rows, side, columns, side)
+    return places.transpose(2, 3).flatten()

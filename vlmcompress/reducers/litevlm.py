@@ -6,7 +6,8 @@ embedding of each, of its name or of a thumbnail, and `query` embeddings of the 
 scores its best cosine to the question, plus `lexical` times its entry of `saliency`, how well its name matches the
 question's words (`matches`). The paper trains a small text encoder on a fixed rig of cameras for the first part; this
 needs no training and claims none of its results. At least one view stays. Runs before the encoder, so it saves all that
-a view costs; a question about the whole scene suffers.
+a view costs but one token, which engines need; a question about the whole scene suffers. Views without names are alike, and
+then the first ones stay.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ STAGE = "pixels"
 NEEDS = frozenset({"features", "query"})
 OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
-SERVED = False
-WHY_NOT = "a view that is left out keeps no token, and engines refuse an image without one; leave it out of the request"
+SERVED = True
 NO_BETTER_THAN = "random"
 
 

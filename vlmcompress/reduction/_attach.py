@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Reduction, Signals
-from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Call, Reduced, Unit, prompt_text, units, whole
 
+Held = TypeVar("Held")
+"""What an attachment has to know of a cache to go on with it: `Slots` of the tokens in it, of each part that differs."""
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -26,7 +27,7 @@ class KeptWhole(UserWarning):
     """Warning that an image is kept whole, as the kept share of its tokens would round to none."""
 
 
-class Attachment:
+class Attachment(Generic[Held]):
     """A reducer attached to a model. Use it as a context manager, or call `detach`.
 
     `seen`: the units of the latest call with images, with their reductions.
@@ -39,8 +40,8 @@ class Attachment:
         self._told = False  # whether the warning `KeptWhole` was given
         self.seen: list[Reduced] = []
         self._call: Call | None = None
-        self._new: Slots | None = None  # slots of the cache, once this call is done
-        self._caches: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
+        self._new: Held | None = None  # slots of the cache, once this call is done
+        self._caches: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
         base = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
@@ -77,7 +78,15 @@ class Attachment:
             grouped.setdefault(unit.image, []).append(unit)
         return [whole(units) for units in grouped.values()]
 
-    def __enter__(self) -> Attachment:
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images as they are from a decoder block on, ascending; whole before the first.
+
+        The last ones are `seen`.
+        """
+        return [(0, self.seen)]
+
+    def __enter__(self) -> Attachment[Held]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +95,7 @@ class Attachment:
     def _hook(self) -> None:
         """Set the further hooks of a stage."""
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Held | None) -> dict[str, Any]:
         """Reduce the language model's arguments. `past`: slots of the cache, None when nothing has been left out of it."""
         raise NotImplementedError
 
@@ -153,15 +162,20 @@ class Attachment:
         assert self._call is not None
         return units(self.vlm, self._call)
 
-    def _decide(self, unit: Unit, signals: Signals, count: int | None = None) -> Reduction:
-        """Decide the reduction of one unit, to `count` tokens where that is given, and add it to `seen`."""
+    def _decide(self, unit: Unit, signals: Signals, options: Any = None, count: int | None = None) -> Reduction:
+        """Decide what becomes of the rows of one unit's signals, and add to `seen` what has become of its tokens.
+
+        options: those of this decision, where a method makes several.
+        count: how many tokens stay, where that is given instead of decided.
+        """
         if not self._told and reducers.too_small(self.module, unit.grid, self.options):
             self._told = True
             grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
             text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
             warnings.warn(text, KeptWhole, stacklevel=2)
-        result = reducers.reduce(self.module, signals, self.options, count)
-        self.seen.append(Reduced(**vars(unit), reduction=result))
+        result = reducers.reduce(self.module, signals, options or self.options, count)
+        total = result if signals.merged is None else signals.merged.then(result)
+        self.seen.append(Reduced(**vars(unit), reduction=total))
         return result
 
     def _words(self, mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.units import Reduced, Unit
 
 
-class Blocks(Attachment):
+class Blocks(Attachment[Slots]):
     """Gives the language model a mask of its own in calls with images. Tokens generated behind see everything.
 
     An image, or a tile where tiles are told apart, counts as a frame. The mask is dense: this shows what the method does

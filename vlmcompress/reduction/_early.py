@@ -19,7 +19,7 @@ from vlmcompress.reduction.tap import joined, received, tap
 from vlmcompress.reduction.units import Unit
 
 
-class Early(Attachment):
+class Early(Attachment[Slots]):
     """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features.
 
     counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
@@ -152,7 +152,7 @@ class Early(Attachment):
         for number, unit in enumerate(units):
             features = embeds[unit.row, unit.columns]
             query = None if words is None else embeds[unit.row, words[unit.row]]
-            result = self._decide(unit, self._signals(unit, number, features, query), self._count(number))
+            result = self._decide(unit, self._signals(unit, number, features, query), count=self._count(number))
             out[unit.row, unit.columns[result.anchor]] = result.apply(features)
             changes.append((unit, result))
         return out, changes

@@ -37,11 +37,16 @@ class Generating(Inside):
         self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
         self._heard: tuple[Tensor, Tensor, float] | None = None
 
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images as the latest step has left them."""
+        return [(self.options.layer, self.seen)]
+
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
         if self._step is not None:
             self._heard = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
         """Return the arguments as they are, and keep what is needed after the call."""
         cache: Any = kwargs.get("past_key_values")
         if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
@@ -49,7 +54,7 @@ class Generating(Inside):
                 "tokens were dropped from a cache that was then cut or reordered (beam search?); start over"
             )
         before = cache.get_seq_length() if cache is not None else 0
-        self._step = units, full_mask(kwargs, before).bool(), past, before
+        self._step = units, full_mask(kwargs, before).bool(), past[0] if past else None, before
         return super()._reduce(kwargs, [], past)
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -74,7 +79,7 @@ class Generating(Inside):
             fewer = Slots.of(keep, mask)
             self._cut(cache, layout.slots(fewer), layout.width)
             layout = fewer
-        self._left[cache], self._caches[cache] = left, layout
+        self._left[cache], self._caches[cache] = left, (layout,)
         self._keys[cache] = cache.layers[self.options.layer].keys
 
     def _end(self, *arguments: object) -> None:

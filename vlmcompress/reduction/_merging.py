@@ -4,7 +4,8 @@ Between a layer's attention and its MLP the rows that merge are joined; keys of 
 logits get its log). Behind the projector every patch gets its row back, so that the model's own code places the rows in the
 prompt (cuts padding of tiles away, adds newlines); of each row the language model then gets one, at its anchor: the patch
 that it was merged into, or the first of its patches where that one is cut away. A row is the mean of all its patches, of
-those in the padding too.
+those in the padding too. Where a token is a block of patches, they get their rows back behind the last layer already, as
+pixel shuffle and pooling ask for the whole grid; what is behind treats each token by itself, so equal ones stay equal.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from vlmcompress.models import VLM
 from vlmcompress.reducers import Merger, Reduction
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction.slots import Slots
-from vlmcompress.reduction.support import feature_layers
+from vlmcompress.reduction.support import feature_layers, strategy
 from vlmcompress.reduction.tap import joined, tap
-from vlmcompress.reduction.units import Reduced, Unit
+from vlmcompress.reduction.units import Reduced, Unit, block, patch
 
 M = TypeVar("M", bound=Merger)
 
@@ -41,30 +42,40 @@ class Layers:
         self._start = start
         self.merger: Merger | None = None  # merger of the latest run
         self._undo: list[Callable[[], None]] = []
-        layers: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
-        kernel = layers[0].self_attn.config._attn_implementation
+        every: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
+        assert vlm.spec.vision_joint is not None
+        attention, norm = vlm.spec.vision_joint
+        kernel = every[0].get_submodule(attention).config._attn_implementation
         if kernel != "sdpa":
             raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
-        for number, layer in enumerate(layers[: feature_layers(vlm.model.config)]):
-            self._undo.append(tap(layer.self_attn, self._listen))
-            attend = functools.partial(self._attend, number == 0)
-            self._undo.append(layer.register_forward_pre_hook(attend, with_kwargs=True).remove)
+        layers = every[: feature_layers(vlm.model.config)]
+        self._undo.append(layers[0].register_forward_pre_hook(self._begin).remove)
+        for number, layer in enumerate(layers):
+            part = layer.get_submodule(attention)
+            self._undo.append(tap(part, self._listen))
+            self._undo.append(part.register_forward_pre_hook(self._attend, with_kwargs=True).remove)
             join = functools.partial(self._join, number)
-            self._undo.append(layer.layer_norm2.register_forward_pre_hook(join).remove)
+            self._undo.append(layer.get_submodule(norm).register_forward_pre_hook(join).remove)
+        if vlm.spec.vision_units == "block":
+            self._undo.append(layers[-1].register_forward_hook(self._spread).remove)
 
     def remove(self) -> None:
         """Remove the hooks."""
         while self._undo:
             self._undo.pop()()
 
-    def _attend(self, first: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-        """Hook before a layer: set its mask."""
-        states = args[0]
-        if first:
-            self.merger = self._start(states)
+    def _begin(self, module: nn.Module, args: tuple) -> None:
+        """Hook before the first layer."""
+        self.merger = self._start(args[0])
+        self._dtype = args[0].dtype
+
+    def _attend(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+        """Hook before a layer's attention: set its mask."""
         if self.merger is None:
             return None
-        return (states, self.merger.bias(states.dtype), *args[2:]), kwargs
+        if kwargs.get("attention_mask") is not None:
+            raise UserError("an image has padding within, which would merge; use the model's own processor")
+        return args, kwargs | {"attention_mask": self.merger.bias(self._dtype)}
 
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
         self._keys, self._heads = joined(key), key.shape[1]
@@ -74,16 +85,21 @@ class Layers:
         if self.merger is not None:
             args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
 
+    def _spread(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        """Hook behind the last layer: give each patch its row."""
+        return None if self.merger is None else self.merger.spread(output)
+
 
 def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, options: Any, kind: type[M]) -> M:
     """Make the merger for rows `states [images, rows, d]` of pictures `pixels [..., height, width]`."""
     config = vlm.model.config
-    height, width = (side // config.vision_config.patch_size for side in pixels.shape[-2:])
-    aside = int(config.vision_feature_select_strategy == "default")  # CLS
-    if states.shape[1] != aside + height * width:
+    side = block(config)
+    height, width = (edge // (patch(config) * side) for edge in pixels.shape[-2:])
+    aside = int(strategy(config) == "default")  # CLS
+    if states.shape[1] != aside + height * width * side**2:
         raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
     grids = [(1, height, width)] * len(states)
-    return kind(method, options, grids, feature_layers(config), aside, device=states.device)
+    return kind(method, options, grids, feature_layers(config), aside, device=states.device, side=side)
 
 
 def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
@@ -91,6 +107,9 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
     pixels = inputs["pixel_values"]
     if pixels.ndim == 4:
         return pixels
+    if vlm.spec.visual_grid == "tiles":
+        every = pixels.flatten(0, 1)
+        return every[(every != 0).flatten(1).any(1)]  # the model leaves out those of zeros, too
     tiles = _tiles(vlm, inputs["image_sizes"])
     return torch.cat([image[:count] for image, count in zip(pixels, tiles, strict=True)])
 
@@ -114,7 +133,8 @@ class Merging(Early):
         self._undo.append(self._layers.remove)
         projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
         self._before(projector, self._note)
-        self._after(projector, self._spread)
+        if self.vlm.spec.vision_units == "patch":
+            self._after(projector, self._spread)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)

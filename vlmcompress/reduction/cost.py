@@ -9,11 +9,13 @@ model's prefill and cache; the encoder's is not in it. No reducer lowers that; `
 Of a mixture's experts those count that a token is sent to. What a short convolution or a recurrent state takes beside its
 linear layers is left out: it grows with n as they do and is small beside them, and their states do not grow.
 
-A method within the language model leaves the blocks before its `layer` as they are. A sliding block caches its window.
+A method within the language model leaves the blocks before the first at which it drops tokens as they are. A sliding block
+caches its window.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
 from vlmcompress.reduction import resizing
 from vlmcompress.reduction.support import check, chooses_images
+from vlmcompress.reduction.views import tokens_left
 
 LARGEST = 50_000_000  # pixels of an image; a blank one of that size is given to the processor
 
@@ -46,13 +49,22 @@ class Block:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one prompt. `visual`: tokens behind the last stage that drops any; `kv_bytes`: of visual tokens alone."""
+    """Cost of one prompt. `visual`: tokens behind the last stage that drops any; `kv_bytes`: of visual tokens alone.
+
+    blocks: visual tokens in each decoder block.
+    """
 
     visual: int
     prompt: int
     multiply_adds: int
     kv_bytes: int
     kv_bytes_prompt: int
+    blocks: tuple[int, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether blocks have different numbers of visual tokens."""
+        return len(set(self.blocks)) > 1
 
 
 @dataclass(frozen=True)
@@ -192,26 +204,25 @@ def cost(found: Sequence[Block], visual: Sequence[int], text: int, itemsize: int
         work += n * block.entries + 2 * block.queries * (seen * (seen + 1) // 2 + (n - seen) * seen)
         cache += block.cached * seen * itemsize
         of_text += block.cached * min(text, seen) * itemsize
-    return Cost(visual[-1], visual[-1] + text, work, cache - of_text, cache)
+    return Cost(visual[-1], visual[-1] + text, work, cache - of_text, cache, tuple(visual))
 
 
 def _reduced(
     found: Sequence[Block], layouts: Sequence[Layout], text: int, chosen: ReducerChoice, itemsize: int
 ) -> Cost | None:
     """Compute the cost with a reducer; None when its counts are not known beforehand."""
-    layer = (chosen.options.layer or 0) if chosen.module.STAGE == "llm" else 0
     full = sum(layout.tokens for layout in layouts)
     if chooses_images(chosen.module):
         if len({layout.tokens for layout in layouts}) > 1:
             return None
-        left = full * chosen.module.budget((len(layouts), 1, 1), chosen.options) // len(layouts)
-        return cost(found, [left] * len(found), text, itemsize)
+        return cost(found, [tokens_left(full, len(layouts), chosen)] * len(found), text, itemsize)
     grids = [grid for layout in layouts for grid, _ in layout.grids()]
-    kept = [chosen.module.budget(grid, chosen.options) for grid in grids]
-    if None in kept:
+    left = [chosen.left(grid, len(found)) for grid in grids]
+    newlines = full - sum(math.prod(grid) for grid in grids)
+    counts = [one for one in left if one is not None]
+    if len(counts) < len(left):
         return None
-    dropped = sum(grid[1] * grid[2] - count for grid, count in zip(grids, kept, strict=True))
-    return cost(found, [full if block < layer else full - dropped for block in range(len(found))], text, itemsize)
+    return cost(found, [newlines + sum(block) for block in zip(*counts, strict=True)], text, itemsize)
 
 
 def _layout(vlm: VLM, size: tuple[int, int], images: int) -> Layout:

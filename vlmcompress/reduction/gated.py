@@ -29,7 +29,7 @@ Gate = Callable[[Tensor, Grid], Tensor]
 _NAME = "vlmcompress_gated"
 
 
-class Gated(Attachment):
+class Gated(Attachment[Slots]):
     """Gates on the visual tokens of a model. `gate`: computes those of an image; None: all tokens pass."""
 
     def __init__(self, vlm: VLM) -> None:

@@ -29,7 +29,7 @@ from vlmcompress.reduction._merging import Layers, M, merger_of, pictures
 from vlmcompress.reduction.prefill import prefill
 from vlmcompress.reduction.support import counts
 from vlmcompress.reduction.threshold_file import METHOD, resolve, tower
-from vlmcompress.reduction.units import Unit
+from vlmcompress.reduction.units import Unit, patch
 
 BATCH = 64
 FINE = 64  # steps of counts of a method that can meet each, rounded to the nearest, so that the mean share stays `keep`
@@ -43,7 +43,7 @@ class _Listening(Early):
         self.curves: list[Tensor] = []
         super().__init__(vlm, module, options)
 
-    def _decide(self, unit: Unit, signals: Signals, count: int | None = None) -> Reduction:
+    def _decide(self, unit: Unit, signals: Signals, options: Any = None, count: int | None = None) -> Reduction:
         self.curves.append(self.module.shown(signals, self.options).cpu())
         return Reduction.identity(signals.n, signals.device)
 
@@ -59,9 +59,8 @@ class _Learning(Merger):
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
         dymu, scores = REGISTRY.get(METHOD), []
-        for image, merged in enumerate(self.merged):
-            rows = keys[image, self.aside : self.aside + len(merged.anchor)]
-            scores.append(dymu.best(Signals(self.grids[image], keys=rows, heads=heads, merged=merged)))
+        for image in range(len(self.merged)):
+            scores.append(dymu.best(self.signals(image, keys, heads)))
         self.found.append(dymu.threshold(scores, self._pairs[layer]))
         rest = (1.0,) * (self.layers - len(self.found))
         self.options = self.options.with_thresholds((*self.found, *rest))
@@ -108,9 +107,8 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
     """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
     own = [one for inputs in batches if inputs.get("pixel_values") is not None for one in pictures(vlm, inputs)]
     least, tokens = counts(vlm.model.config, chosen.module)
-    patch = vlm.model.config.vision_config.patch_size
     how: dict[str, Any] = {} if hasattr(chosen.module, "merge") else {"steps": FINE, "within": None}
-    return fit_counter(own, kept(vlm, batches, chosen), patch, tokens, least, **how)
+    return fit_counter(own, kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least, **how)
 
 
 def _curves(

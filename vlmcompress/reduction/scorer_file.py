@@ -21,8 +21,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from vlmcompress.common import folders
-from vlmcompress.common.text import size
+from vlmcompress.common import folders, json_files
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import learned
@@ -114,19 +113,27 @@ def read(path: Path) -> Scorer:
     """Read a file and check all of it. UserError where it is not right."""
     data = _bytes(path)
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header.get("__metadata__") or {}
         weights = safetensors.torch.load(data)
-    except (SafetensorError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        metadata = json_files.parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+    except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"scorer {path} is no safetensors file, or cut off; train one with `{COMMAND}`") from error
     return Scorer(weights, _checked(path, weights, metadata), hashlib.sha256(data).hexdigest())
 
 
+def is_scorer(path: Path) -> bool:
+    """Whether a file is a scorer that can be read."""
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
 def _bytes(path: Path) -> bytes:
     try:
-        if path.stat().st_size > LARGEST:
-            raise UserError(f"scorer {path} has {size(path.stat().st_size)}, at most {size(LARGEST)} are read")
-        return path.read_bytes()
+        return json_files.read_bytes(path, LARGEST)
+    except json_files.Unreadable as error:
+        raise UserError(f"cannot read scorer {path}: {error}; train one with `{COMMAND}`") from error
     except OSError as error:
         raise UserError(f"cannot read scorer {path} ({type(error).__name__}); train one with `{COMMAND}`") from error
 
@@ -136,22 +143,22 @@ def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, s
     if FACTS not in metadata:
         raise UserError(f"{path} holds no scorer; train one with `{COMMAND}`")
     try:
-        facts = json.loads(metadata[FACTS])
+        facts = json_files.parse(metadata[FACTS])
         if (schema := facts.pop("schema_version")) != SCHEMA_VERSION:
-            found = str(schema)[:20]
+            found = _line(str(schema)[:20])
             raise UserError(f"scorer {path} is of schema {found}, this vlmcompress reads {SCHEMA_VERSION}; upgrade it")
         width, hidden = facts["width"], facts["hidden"]
         if type(width) is not int or type(hidden) is not int or not (0 < hidden <= MOST_HIDDEN and width > 0):
             raise ValueError
-        facts |= {"model_type": str(facts["model_type"]), "source": str(facts["source"])[:80]}
-    except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
+        facts |= {name: _line(str(facts[name])) for name in ("model_type", "source")}
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"scorer {path} does not say what it is of; train one with `{COMMAND}`") from error
     shapes = learned.shapes(width, hidden)
     for name in sorted(weights.keys() | shapes.keys()):
         value = weights.get(name)
         if value is None or name not in shapes:
             raise UserError(
-                f"scorer {path}: tensor '{name[:40]}' is {'missing' if value is None else 'unknown'}; train it again"
+                f"scorer {path}: tensor '{_line(name[:40])}' is {'missing' if value is None else 'unknown'}; train it again"
             )
         if tuple(value.shape) != shapes[name] or str(value.dtype) != "torch.float32":
             raise UserError(
@@ -162,6 +169,11 @@ def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, s
     if not (weights["spread"] > 0).all():
         raise UserError(f"scorer {path}: tensor 'spread' holds numbers that are not above 0; train it again")
     return facts
+
+
+def _line(text: str) -> str:
+    """The first characters of a text that a stranger may have written, fit for a line of an error."""
+    return "".join(char if char.isprintable() else "?" for char in text[:80])
 
 
 def _with(chosen: ReducerChoice, **changes: Any) -> ReducerChoice:

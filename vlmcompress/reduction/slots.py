@@ -55,6 +55,13 @@ class Slots:
         shape = [1] * (dim - 1) + list(self.columns.shape) + [1] * (x.ndim - dim - 1)
         return torch.take_along_dim(x, self.columns.to(x.device).view(shape), dim)
 
+    def spread(self, x: Tensor) -> Tensor:
+        """Put the rows `x [b, m, ...]` of the slots back at their columns, `[b, length, ...]`, zeros where there is none."""
+        out = x.new_zeros(len(x), self.length + 1, *x.shape[2:])
+        index = self.columns.where(self.valid, self.length).to(x.device)  # padding goes behind the last column
+        out[torch.arange(len(x), device=x.device)[:, None], index] = x
+        return out[:, : self.length]
+
     def slots(self, fewer: Slots) -> Tensor:
         """Find the slots `[b, k]` in which the columns of `fewer [b, k]`, a part of these, stand; any slot for its padding."""
         slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)

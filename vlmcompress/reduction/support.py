@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -10,10 +11,18 @@ from vlmcompress.models import VLM, ModelSpec, all_specs
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import REGISTRY, ReducerOptions, TokenCounter
 from vlmcompress.reduction.threshold_file import resolve
+from vlmcompress.reduction.units import block, patch, tile
 
 _MIXED = {
-    "block": "a visual token is a block of patches, which would have to merge together",
-    "resized": "tiles are resized behind the encoder, which mixes patches",
+    "block": "which is built for pictures of one size, and those of {family} have any",
+    "resized": "and in {family} tiles are resized behind the encoder, which mixes patches",
+}
+_TOWERS = {  # what merges: encoders, and whether their features are those of all rows
+    ("clip_vision_model", "default"),
+    ("siglip_vision_model", "full"),
+    ("internvl_vision", "default"),
+    ("idefics3_vision", "full"),
+    ("smolvlm_vision", "full"),
 }
 
 
@@ -42,7 +51,7 @@ def _fits(spec: ModelSpec, module: ModuleType) -> bool:
     if _runs_blocks(module):
         return not spec.mixed_blocks
     if hasattr(module, "merge"):
-        return spec.vision_units == "patch"
+        return spec.vision_joint is not None
     if "pixels" in module.NEEDS:
         return spec.visual_grid == "thw"
     if chooses_images(module):
@@ -55,7 +64,7 @@ def _unfit(spec: ModelSpec, module: ModuleType) -> str:
     if _runs_blocks(module):
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
     if hasattr(module, "merge"):
-        return f"merges patches within the encoder, and in {spec.family} {_MIXED[spec.vision_units]}"
+        return f"merges patches within the encoder, {_MIXED[spec.vision_units].format(family=spec.family)}"
     if chooses_images(module):
         return f"leaves out images, and {spec.family} cuts them into tiles"
     return f"reads attention from CLS, which the encoder of {spec.family} does not have"
@@ -100,8 +109,12 @@ def check_config(spec: ModelSpec, config: Any, method: str, options: ReducerOpti
         _check_compact(spec, module)
     if options.layer is not None:
         _check_layer(config, options.layer)
-        if module.STAGE == "llm":
-            _check_deepstack(config, options.layer)
+    try:
+        drops = options.drops(config.get_text_config().num_hidden_layers)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if module.STAGE == "llm" and drops:
+        _check_deepstack(config, drops[0][0], options)
     if hasattr(module, "merge"):
         _check_merging(config, module, options)
     elif needs_encoder(module):
@@ -123,10 +136,13 @@ def _check_layer(config: Any, layer: int) -> None:
         raise UserError(f"layer {layer} is none of the language model's {layers} (from 0); choose a lower one")
 
 
-def _check_deepstack(config: Any, layer: int) -> None:
+def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
     deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if layer < deep:
-        raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
+        better = f"use layer {deep} or later"
+        if options.layer is None:
+            better = f"the first stage ends before layer {layer}, so use fewer stages"
+        raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
 
 
 def _closed(config: Any) -> str | None:
@@ -151,19 +167,26 @@ def _check_encoder(config: Any, options: ReducerOptions) -> None:
 
 def feature_layers(config: Any) -> int:
     """Number of the encoder's layers that make the features in use."""
-    layer = config.vision_feature_layer  # index among the hidden states, of which there is one more than layers
+    layer = getattr(config, "vision_feature_layer", -1)  # index among hidden states, one more than layers
     return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
+
+
+def strategy(config: Any) -> str:
+    """The encoder's rows that are features: all of them, `full`, or those behind CLS, `default`."""
+    return getattr(config, "vision_feature_select_strategy", "full")
 
 
 def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> None:
     vision = config.vision_config
-    used = (vision.model_type, config.vision_feature_select_strategy)
-    if not isinstance(config.vision_feature_layer, int):
+    used = (vision.model_type, strategy(config))
+    if not isinstance(getattr(config, "vision_feature_layer", -1), int):
         raise UserError("this model joins several encoder layers; attach a reducer of the projected tokens")
-    if used not in (("clip_vision_model", "default"), ("siglip_vision_model", "full")):
+    if block(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
+        raise UserError("this model leaves out encoder layers; attach a reducer of the projected tokens")
+    if used not in _TOWERS:
         raise UserError(
-            f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP without CLS ('default') "
-            "and a SigLIP ('full'); attach a reducer of the projected tokens"
+            f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP or InternViT without CLS "
+            "('default') and a SigLIP ('full'); attach a reducer of the projected tokens"
         )
     layers, thresholds = feature_layers(config), options.thresholds
     if isinstance(thresholds, tuple) and len(thresholds) != layers:
@@ -180,8 +203,7 @@ def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> 
 
 def counts(config: Any, module: ModuleType) -> tuple[int, int]:
     """The fewest tokens that a method can leave of an image or tile, in each layer at most half where it merges; and all."""
-    vision = config.vision_config
-    tokens = (vision.image_size // vision.patch_size) ** 2
+    tokens = math.prod(tile(config))
     return -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1, tokens
 
 
@@ -194,9 +216,8 @@ def check_counter(spec: ModelSpec, config: Any, chosen: ReducerChoice, counter: 
             f"counts are of images that are one picture, and {spec.family} has others; leave the counts out"
         )
     least, most = counts(config, chosen.module)
-    patch = config.vision_config.patch_size
-    if counter.patch != patch or counter.buckets[0] < least or counter.buckets[-1] > most:
+    if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
         raise UserError(
             f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
-            f"this one's encoder makes {least} to {most} tokens of patches of {patch}"
+            f"this one's encoder makes {least} to {most} tokens of patches of {patch(config)}"
         )

@@ -26,6 +26,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.recipe import reducer as choosing
 from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.reduction.units import block
 
 METHOD = "dymu"
 
@@ -101,7 +102,11 @@ def encoder(vlm: VLM) -> dict[str, Any]:
     """Facts about an encoder that thresholds must share with a model whose weights are not read."""
     config = vlm.model.config
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-    return {key: getattr(config.vision_config, key) for key in keys} | {"feature_layer": config.vision_feature_layer}
+    found = {key: getattr(config.vision_config, key) for key in keys}
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    found["feature_layer"] = getattr(config, "vision_feature_layer", -1)
+    side = block(config)
+    return found | {"block": side} if side > 1 else found
 
 
 def encoder_hash(vlm: VLM) -> str:

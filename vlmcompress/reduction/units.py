@@ -124,16 +124,28 @@ def _anyres(vlm: VLM, call: Call) -> list[_Image]:
 
 
 def tile(config: Any) -> Grid:
-    """The grid of one tile behind the pixel shuffle, or the pooling."""
+    """The grid of one tile, or of an image where all have one size, behind the pixel shuffle or the pooling."""
     if hasattr(config, "mm_tokens_per_image"):
         side = math.isqrt(config.mm_tokens_per_image)
         return (1, side, side)
-    vision = config.vision_config
-    size, patch = vision.image_size, vision.patch_size
+    size, unit = config.vision_config.image_size, patch(config) * block(config)
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
-    patch = patch[0] if isinstance(patch, list | tuple) else patch
-    shrink = config.scale_factor if hasattr(config, "scale_factor") else round(1 / config.downsample_ratio)
-    return (1, rows // patch // shrink, columns // patch // shrink)
+    return (1, rows // unit, columns // unit)
+
+
+def patch(config: Any) -> int:
+    """The side of a patch, in pixels."""
+    size = config.vision_config.patch_size
+    return size[0] if isinstance(size, list | tuple) else size
+
+
+def block(config: Any) -> int:
+    """Rows, and columns, of patches that one token is made of, by pixel shuffle or pooling; 1 where a patch is a token."""
+    if hasattr(config, "mm_tokens_per_image"):
+        return config.vision_config.image_size // patch(config) // math.isqrt(config.mm_tokens_per_image)
+    if hasattr(config, "scale_factor"):
+        return int(config.scale_factor)
+    return round(1 / config.downsample_ratio) if hasattr(config, "downsample_ratio") else 1
 
 
 def whole(units: Sequence[Reduced]) -> Reduction:

@@ -13,7 +13,7 @@ __all__ = ["RENAME", "model", "processor"]
 def model() -> T.PreTrainedModel:
     return T.Gemma3ForConditionalGeneration(
         T.Gemma3Config(
-            vision_config=T.SiglipVisionConfig(**SIGLIP),
+            vision_config=T.SiglipVisionConfig(**SIGLIP | {"num_hidden_layers": 2}),
             text_config=T.Gemma3TextConfig(
                 **GQA,
                 head_dim=32,

@@ -10,6 +10,7 @@ from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import ReducerChoice
+from vlmcompress.reduction.support import chooses_images
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Findings:
     @property
     def asks(self) -> bool:
         """Whether the kept tokens of an image depend on the question, so that it is encoded anew for another one."""
-        return self.reducer is not None and self.reducer.asks
+        return self.reducer is not None and self.reducer.asks and not chooses_images(self.reducer.module)
 
     def engine(self, name: str) -> dict[str, Any]:
         """Records of an engine. UserError if it failed."""

@@ -11,10 +11,10 @@ weights (`_experts`). On a processor without AVX-512 it lets the CPU build read 
 Each module here without a leading underscore is a family. It defines, as literals,
 
     ARCHITECTURE    name of the architecture that it reduces
-    SIGNALS         fields of `reducers.Signals` that it can give a method
+    SIGNALS         fields of `reducers.Signals` that it can give a method; "views" where it can leave out whole images
     VIDEOS          True where videos are served, too; left out otherwise
-    COUNTED         True where a method that chooses behind the encoder gets an image's count from its pixels (`_counted`);
-                    left out otherwise
+    COUNTED         stages, "encoder" or "projected", at which a method may keep a number of tokens that depends on the image,
+                    and that its pixels say (`_counted`); left out where there are none
 
 and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
 """

@@ -33,7 +33,7 @@ class AskingProcessor:
         if not self.info.reducer.chosen.asks:
             if ARGUMENT in given:
                 raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
-        elif inputs.mm_data_items:
+        elif inputs.mm_data_items and not self.info.reducer.views:  # there the answer is enough (`_views`)
             given[ARGUMENT] = self._words(given.get(ARGUMENT, inputs.prompt))
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
@@ -48,9 +48,13 @@ class AskingProcessor:
 
     @functools.cached_property
     def _no_words(self) -> set[int]:
+        return no_words(self.info.get_tokenizer(), self._placeholder)
+
+    @property
+    def _placeholder(self) -> int:
+        """Id of the token that stands for an image in the prompt."""
         config = self.info.get_hf_config()
-        placeholder = getattr(config, spec_for({"model_type": config.model_type}).image_token)
-        return no_words(self.info.get_tokenizer(), placeholder)
+        return int(getattr(config, spec_for({"model_type": config.model_type}).image_token))
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
         own = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}

@@ -25,8 +25,8 @@ class CountedInfo:
         return {"image": own.reducer.counter.buckets[-1]} if own.reducer.counter else None
 
 
-class CountedProcessor:
-    """Mixin of a processor whose images are `pixel_values [images, 3, height, width]`, put before the family's class."""
+class Counting:
+    """Mixin of a processor whose pictures are `pixel_values [pictures, 3, height, width]`: counts that of each."""
 
     info: Any
 
@@ -43,7 +43,15 @@ class CountedProcessor:
         fields = own._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
         if self.info.reducer.counter is None:
             return fields
-        return {**fields, FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
+        return {**fields, FIELD: self._field(hf_inputs)}
+
+    def _field(self, hf_inputs: Any) -> Any:
+        """How the counts are shared out among images: one each."""
+        return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+
+
+class CountedProcessor(Counting):
+    """Mixin of a processor whose images are a picture each, put before the family's class."""
 
     def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> Sequence[Any]:
         if self.info.reducer.counter is None:

@@ -1,4 +1,4 @@
-"""Signals from one of vLLM's CLIP towers, and merging of its rows, whatever kernel its attention runs.
+"""Signals from one of vLLM's CLIP towers, and merging of a tower's rows, whatever kernel its attention runs.
 
 vLLM builds the tower up to the layer whose output is used, so that one is the last. Where heads are spread over several
 devices, each device gets the signals of all heads.
@@ -7,7 +7,7 @@ devices, each device gets the signals of all heads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from torch.nn import functional
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
-from vlmcompress.reducers import Grid, Merger
+from vlmcompress.models import spec_for
+from vlmcompress.reducers import Grid, Merger, Reduction
+from vlmcompress.reduction.support import strategy
 from vlmcompress.reduction.tap import joined, received
+from vlmcompress.reduction.units import block, tile
 
 
 class Scan:
@@ -50,22 +53,28 @@ class Scan:
 class EncoderMerging:
     """Merges rows between attention and MLP of each layer, down to an exact count of each image."""
 
-    def __init__(self, layers: nn.ModuleList, reducer: ServedReducer):
-        self._reducer, self._layers = reducer, len(layers)
+    def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
+        """
+        Args:
+            config: the model's.
+        """
+        self._reducer, self._layers, self._config = reducer, len(layers), config
         self._merger: Merger | None = None
-        layer: Any
+        joint = spec_for({"model_type": config.model_type}).vision_joint
+        assert joint is not None
         for number, layer in enumerate(layers):
-            layer.self_attn.attn = _Proportional(layer.self_attn, self)
-            _hear(layer.self_attn, self._listen)
-            layer.layer_norm2.register_forward_pre_hook(functools.partial(self._join, number))
+            attention: Any = layer.get_submodule(joint[0])
+            attention.attn = _Proportional(attention, self)
+            layer.get_submodule(joint[1]).register_forward_pre_hook(functools.partial(self._join, number))
 
     def begin(self, grids: Sequence[Grid], device: Any, counts: Sequence[int] | None = None) -> Merger:
         """Prepare for a run of the tower on images of these grids; return the merger that will hold their reductions.
 
         `counts`: number of tokens that each image keeps, where the method leaves that open.
         """
-        chosen = self._reducer.chosen
-        self._merger = Merger(chosen.module, chosen.options, grids, self._layers, 1, counts, device)
+        chosen, aside = self._reducer.chosen, int(strategy(self._config) == "default")
+        side = block(self._config)
+        self._merger = Merger(chosen.module, chosen.options, grids, self._layers, aside, counts, device, side)
         return self._merger
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -73,8 +82,9 @@ class EncoderMerging:
         assert self._merger is not None
         return self._merger.bias(dtype)
 
-    def _listen(self, attention: Any, query: Tensor, key: Tensor) -> None:
-        self._keys, self._heads = all_heads(key, attention.tp_size), attention.num_heads
+    def listen(self, keys: Tensor, heads: int) -> None:
+        """Note the keys `[images, rows, heads * d]` of the attention that runs."""
+        self._keys, self._heads = keys, heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
         """Merge rows before the norm behind attention, in place, as the layer adds the MLP's rows to the same tensor."""
@@ -82,15 +92,41 @@ class EncoderMerging:
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
 
+class TileMerging(EncoderMerging):
+    """Merges the tokens of tiles of one size; behind the last layer each of a tile's patches gets its row back."""
+
+    def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
+        super().__init__(layers, reducer, config)
+        self.counts: list[int] | None = None  # of the tiles of the next run; None where the method decides them
+        self._found: Iterator[Reduction] = iter(())
+        layers[0].register_forward_pre_hook(self._start)
+        layers[-1].register_forward_hook(self._spread)
+
+    def take(self, tiles: int) -> Reduction:
+        """What to keep of the next `tiles` tiles of the latest run: of tokens that have become one, all equal, one."""
+        parts = [next(self._found) for _ in range(tiles)]
+        return Reduction.concat([Reduction.keep(one.anchor, len(one.target)) for one in parts])
+
+    def _start(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.begin([tile(self._config)] * len(args[0]), args[0].device, self.counts)
+
+    def _spread(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        assert self._merger is not None
+        self._found = iter(self._merger.merged)
+        return self._merger.spread(output)
+
+
 class _Proportional(nn.Module):
     """Kernel of an attention module in which keys count by their size."""
 
     def __init__(self, attention: Any, merging: EncoderMerging):
         super().__init__()
-        self._heads, self._scale, self._merging = attention.num_heads_per_partition, attention.scale, merging
+        self._all, self._scale, self._merging = attention.num_heads, attention.scale, merging
+        self._heads = getattr(attention, "num_heads_per_partition", self._all)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend; query, key, value and output are `[b, t, heads * d]`."""
+        self._merging.listen(all_heads(key, self._all // self._heads), self._all)
         q, k, v = (heads_first(x, self._heads) for x in (query, key, value))
         bias = self._merging.bias(query.dtype)
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self._scale)

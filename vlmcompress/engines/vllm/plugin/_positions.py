@@ -138,6 +138,10 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             "too; leave out --speculative-config",
         ),
         (
+            config.model_config.multimodal_config.mm_encoder_tp_mode == "data" and reducer.merges,
+            "--mm-encoder-tp-mode data where tokens merge within the encoder; leave it out",
+        ),
+        (
             config.lora_config is not None and "ahead" in reducer.chosen.module.NEEDS,
             "LoRA adapters where the language model's own layers choose the tokens; leave out --enable-lora",
         ),

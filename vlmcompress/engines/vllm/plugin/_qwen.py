@@ -20,6 +20,7 @@ from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInf
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._rope import make_room
 from vlmcompress.engines.vllm.plugin._towers import choose, encode
+from vlmcompress.engines.vllm.plugin._views import FIELD, ViewsModel
 from vlmcompress.reducers import Grid
 
 CHOICE = "kept_visual_tokens"  # field of an image: which of its tokens are kept, where its pixels decide
@@ -59,12 +60,12 @@ def extent(grid: Grid, pace: float) -> int:
 
 def by_pixels(reducer: ServedReducer) -> bool:
     """Whether the reducer chooses tokens by pixels, before the encoder."""
-    return reducer.chosen.module.STAGE == "pixels"
+    return "pixels" in reducer.chosen.module.NEEDS
 
 
 def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the question from a request's arguments of the processor, as transformers' processor does not take it."""
-    return {name: value for name, value in arguments.items() if name != ARGUMENT}
+    """Remove our own of a request's arguments of the processor, the question and which images stay."""
+    return {name: value for name, value in arguments.items() if name not in (ARGUMENT, FIELD)}
 
 
 class QwenInfo(ReducedInfo):
@@ -139,7 +140,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
         return fields
 
 
-class ReducedQwen(OriginalPositions, AskingModel):
+class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
     """Mixin of a model: a reducer behind vLLM's encoder."""
 
     config: Any
@@ -154,6 +155,11 @@ class ReducedQwen(OriginalPositions, AskingModel):
         """Encode as the model does; the choice made by pixels is taken out of its arguments first."""
         self._choice = kwargs.pop(CHOICE, None)
         return super().embed_multimodal(**kwargs)
+
+    def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
+        grids, kept = kwargs["image_grid_thw"], torch.tensor(stays)
+        patches = kept.repeat_interleave(grids.prod(-1).cpu())
+        return kwargs | {"pixel_values": kwargs["pixel_values"][patches], "image_grid_thw": grids[kept]}
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions of an image or video: all tokens begin at its first position."""
@@ -207,6 +213,4 @@ class ReducedQwen(OriginalPositions, AskingModel):
         """Numbers of tokens in encoder and projector, which get the full image unless pixels decided."""
         if mm_kwargs is not None and CHOICE not in mm_kwargs:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
-        return super().get_mm_lora_token_counts(  # type: ignore[misc]
-            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
-        )
+        return super().get_mm_lora_token_counts(modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds)

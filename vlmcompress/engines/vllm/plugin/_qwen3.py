@@ -20,6 +20,7 @@ from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen, grid_of
+from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 from vlmcompress.reducers import Grid
 
 
@@ -35,7 +36,7 @@ class Qwen3Info(QwenInfo):
         return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
 
 
-class Qwen3Processor(QwenProcessor, Qwen3VLMultiModalProcessor):
+class Qwen3Processor(ViewsProcessor, QwenProcessor, Qwen3VLMultiModalProcessor):
     """vLLM's processor of all these families, with a placeholder for each kept token."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from vlmcompress.models import spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.support import check_config, check_counter
+from vlmcompress.reduction.support import check_config, check_counter, chooses_images
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
@@ -63,9 +64,27 @@ class ServedReducer:
         """Whether the tokens that are left stand one behind the other, as if the others had never been."""
         return self.chosen.options.positions == "compact"
 
+    @property
+    def views(self) -> bool:
+        """Whether the method chooses among a request's images, before the encoder; one that stays is whole."""
+        return chooses_images(self.chosen.module)
+
     def count(self, grid: Grid) -> int:
-        """Number of tokens that an image keeps, or the most where that depends on the image."""
-        return self.counter.buckets[-1] if self.counter else self.chosen.module.budget(grid, self.chosen.options)
+        """Number of tokens that an image keeps, or the most where that depends on the image or the request.
+
+        Within the encoder each frame of a video is an image.
+        """
+        if self.views:
+            return math.prod(grid)
+        if self.counter:
+            return self.counter.buckets[-1]
+        frames = grid[0] if self.merges else 1
+        return frames * self.chosen.module.budget((grid[0] // frames, *grid[1:]), self.chosen.options)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the method merges tokens within the encoder's layers."""
+        return hasattr(self.chosen.module, "merge")
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
         """Decide the reduction of one image.
@@ -76,6 +95,8 @@ class ServedReducer:
             signals: further fields of `Signals`; and `count`, its tokens in the prompt, where the image decides that.
         """
         count = signals.pop("count", None)
+        if self.views:  # it was decided before, and this image stays
+            return Reduction.identity(math.prod(grid), None if features is None else features.device)
         seen = Signals(grid, features=features, **signals)
         return reducers.reduce(self.chosen.module, seen, self.chosen.options, count)
 

@@ -59,9 +59,10 @@ def _missing(method: str, family: str) -> str:
     given = FAMILIES.constant(family, "SIGNALS")
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"
-    if REDUCERS.constant(method, "STAGE") == "pixels" and "pixels" not in given:
-        return "what it needs before the encoder"
-    kind = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT")
-    if kind == ("projected", "adaptive") and not FAMILIES.constant(family, "COUNTED"):
-        return "counts of images from their pixels"
+    stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
+    if adaptive and stage not in ("pixels", *(FAMILIES.constant(family, "COUNTED") or ())):
+        return "counts that depend on the image"
+    if stage == "pixels":
+        own = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"
+        return "" if own in given else "what it needs before the encoder"
     return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(given)))

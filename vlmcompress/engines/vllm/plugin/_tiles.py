@@ -4,56 +4,106 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.multimodal.inputs import MultiModalFieldConfig
 
+from vlmcompress.engines.vllm.plugin._counted import FIELD, Counting, counts_of
+from vlmcompress.engines.vllm.plugin._encoder import TileMerging
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
+from vlmcompress.models import spec_for
+from vlmcompress.reducers import Grid, Reduction
 from vlmcompress.reduction.units import tile
 
 
 class TiledInfo(ReducedInfo):
     """Mixin of a processing info, put before the family's class."""
 
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
+        """Return the most tokens of an image where they depend on its pixels, as vLLM's blank images may have few."""
+        if self.reducer.counter is None:
+            return None
+        full, most = self.tile()
+        return {"image": self.largest() // full * most}
+
+    def largest(self) -> int:
+        """Number of tokens of the largest image before it is reduced."""
+        own: Any = self
+        processor = own.get_hf_processor()
+        edge = processor.image_processor.max_image_size["longest_edge"]
+        tokens: int = own.get_num_image_tokens(image_width=edge, image_height=edge, processor=processor, mm_kwargs={})
+        return tokens
+
     def tile(self) -> tuple[int, int]:
-        """Number of tokens that a tile has, and number of them that are kept."""
+        """Number of tokens that a tile has, and number of them that are kept, or the most where that depends on its pixels."""
         grid = tile(self.get_hf_config())  # type: ignore[attr-defined]
         return math.prod(grid), self.reducer.count(grid)
 
 
-class TiledProcessor(ReducedProcessor):
+class TiledProcessor(Counting, ReducedProcessor):
     """Mixin of a processor, put before the family's class: a placeholder for each kept token of a tile."""
+
+    def _field(self, hf_inputs: Any) -> Any:
+        tiles = hf_inputs.get("image_num_patches", hf_inputs.get("num_patches", torch.empty(0)))
+        return MultiModalFieldConfig.flat_from_sizes("image", tiles, keep_on_cpu=True)
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         """Keep of vLLM's placeholders the text between tiles and the first tokens of each tile."""
         content = update.resolve(number).content
         visual = content.is_embed(content.full)
-        full, kept = self.info.tile()
-        stays = ~visual | ((visual.cumsum(0) - 1) % full < kept)
+        full, most = self.info.tile()
+        place = visual.cumsum(0) - 1
+        counts = torch.full((int(visual.sum()) // full,), most)
+        if self.info.reducer.counter:
+            counts = out_mm_kwargs["image"][number][FIELD].data
+        stays = ~visual | (place % full < counts[place.clamp(min=0) // full])
         ids = torch.tensor(content.full)[stays].tolist()
         return Placeholders(ids, content.is_embed, positions=len(content.full))
 
 
 class TiledImages(OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of each tile behind the projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in encoder or behind projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.grid = tile(vllm_config.model_config.hf_config)
+        config: Any = vllm_config.model_config.hf_config
+        self.grid, self._merging = tile(config), None
+        if self.reducer.merges:
+            spec = spec_for({"model_type": config.model_type})
+            own: Any = self
+            layers = own.get_submodule(spec.engine_name(spec.vision_layers))
+            self._merging = TileMerging(layers, self.reducer, config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions of an image: text between tiles as without a reducer, all rows of a tile at its first position."""
         place = feature.mm_position
         visual = np.ones(place.length, bool) if place.is_embed is None else place.is_embed.numpy()
-        kept = self.reducer.count(self.grid)
-        last = visual & (visual.cumsum() % kept == 0)  # the last token of each tile
+        last = np.zeros(place.length, bool)  # whether it is the last token of a tile
+        last[visual.nonzero()[0][self._ends(feature.data, int(visual.sum()))]] = True
         steps = np.where(visual, last * math.prod(self.grid), 1)
         ends = steps.cumsum()
         return np.broadcast_to(ends - steps, (DIMS, place.length)), int(ends[-1])
+
+    def _ends(self, item: Any, tokens: int) -> np.ndarray:
+        """The number of the last token of each tile among the `tokens` that are left of an image."""
+        if self.reducer.counter:
+            counts: np.ndarray = item[FIELD].data.numpy()
+            return counts.cumsum() - 1
+        kept = self.reducer.count(self.grid)
+        return np.arange(kept, tokens + 1, kept) - 1
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """Encode, reduce and project images."""
+        counts = counts_of(kwargs)
+        if self._merging:
+            self._merging.counts = counts
+        return super().embed_multimodal(**kwargs)
 
     def _process_image_input(self, image_input: Any) -> Any:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
@@ -63,9 +113,13 @@ class TiledImages(OriginalPositions, PlainRope):
         """Reduce the tiles `rows [tiles * n, d]` of one image; returns the rows left with their places in their tiles."""
         parts = []
         for own in rows.split(math.prod(self.grid)):
-            result = self.reducer.reduce(self.grid, own)
+            result = self._reduction(self.grid, own)
             parts.append(pack(result.apply(own), result.anchor[:, None].expand(-1, DIMS)))
         return torch.cat(parts)
+
+    def _reduction(self, grid: Grid, rows: Tensor) -> Reduction:
+        """Decide the reduction of the next tile of the encoder's latest run, or of a video's frames, `rows [n, d]`."""
+        return self._merging.take(grid[0]) if self._merging else self.reducer.reduce(grid, rows)
 
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
@@ -73,7 +127,10 @@ class TiledImages(OriginalPositions, PlainRope):
 
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which get full tiles."""
-        num_mm_embeds = num_mm_embeds // self.reducer.count(self.grid) * math.prod(self.grid)
+        tiles = num_mm_embeds // self.reducer.count(self.grid)
+        if self.reducer.counter and mm_kwargs is not None:
+            tiles = len(mm_kwargs[FIELD].data)
+        num_mm_embeds = tiles * math.prod(self.grid)
         return super().get_mm_lora_token_counts(  # type: ignore[misc]
             modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
         )

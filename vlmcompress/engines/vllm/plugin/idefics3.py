@@ -13,7 +13,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 
 ARCHITECTURE = "Idefics3ForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "keys", "heads")
+COUNTED = ("encoder",)
 
 
 class Info(TiledInfo, Idefics3ProcessingInfo):
@@ -26,4 +27,4 @@ class Processor(TiledProcessor, Idefics3MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
 class VlmcompressIdefics3ForConditionalGeneration(TiledImages, Idefics3ForConditionalGeneration):
-    """vLLM's model of the family, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""

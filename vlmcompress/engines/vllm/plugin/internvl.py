@@ -32,7 +32,8 @@ from vlmcompress.reducers import Grid
 from vlmcompress.reduction.units import Reduced, tile, whole
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "keys", "heads")
+COUNTED = ("encoder",)
 VIDEOS = True
 
 
@@ -46,6 +47,15 @@ def script(processor: Any, frames: int, tokens: int) -> list[int]:
 
 class Info(TiledInfo, InternS1ProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Return vLLM's limits, without videos where counts depend on pixels."""
+        return {"image": None, "video": 0 if self.reducer.counter else None}
+
+    def largest(self) -> int:
+        """Number of tokens of the largest image before it is reduced."""
+        tokens: int = self.get_max_image_tokens()
+        return tokens
 
     def film(self, frames: int) -> Grid:
         """The grid of a video's tokens."""
@@ -84,7 +94,7 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=InternS1DummyInputsBuilder)
 class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForConditionalGeneration):
-    """vLLM's model of the family, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -117,5 +127,5 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         every[visual] = rows
         every[~visual] = embedded(self.get_language_model(), ids[~visual]).to(rows)
         columns = visual.nonzero().squeeze(1).cpu()
-        result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self.reducer.reduce(grid, rows))])
+        result = whole([Reduced(0, columns, grid, 0, (0, len(ids)), self._reduction(grid, rows))])
         return pack(result.apply(every), result.anchor.to(rows.device)[:, None].expand(-1, DIMS))

@@ -18,25 +18,26 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._counted import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
 from vlmcompress.models import spec_for
 from vlmcompress.reducers import Reduction
 from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads")
-COUNTED = True
+SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads", "views")
+COUNTED = ("encoder", "projected")
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images."""
 
 
-class Processor(LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
+class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
     """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
-class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalGeneration):
+class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaForConditionalGeneration):
     """vLLM's model of the family, with a reducer in its encoder, before its projector or behind it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -45,8 +46,8 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         self._merging = self._scan = None
         self._counts: list[int] | None = None  # counts of the images being encoded
         tower: Any = self.vision_tower
-        if hasattr(method, "merge"):
-            self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer)
+        if self.reducer.merges:
+            self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer, self.config)
         elif listens(spec_for({"model_type": self.config.model_type}), self.config, method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
@@ -59,6 +60,10 @@ class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalG
         """Encode, reduce and project images."""
         self._counts = counts_of(kwargs)
         return super().embed_multimodal(**kwargs)
+
+    def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
+        pixels = [image for image, stay in zip(kwargs["pixel_values"], stays, strict=True) if stay]
+        return kwargs | {"pixel_values": torch.stack(pixels)}
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         pixels = image_input["pixel_values"]

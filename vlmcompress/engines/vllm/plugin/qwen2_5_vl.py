@@ -11,9 +11,10 @@ from vllm.model_executor.models.qwen2_5_vl import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._qwen import QwenDummies, QwenInfo, QwenProcessor, ReducedQwen
+from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-SIGNALS = ("features", "query", "ahead", "pixels")
+SIGNALS = ("features", "query", "ahead", "pixels", "views")
 VIDEOS = True
 
 
@@ -21,7 +22,7 @@ class Info(QwenInfo, Qwen2_5_VLProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images."""
 
 
-class Processor(QwenProcessor, Qwen2_5_VLMultiModalProcessor):
+class Processor(ViewsProcessor, QwenProcessor, Qwen2_5_VLMultiModalProcessor):
     """vLLM's processor of the family, with a placeholder for each kept token."""
 
 

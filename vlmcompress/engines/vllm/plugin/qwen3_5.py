@@ -13,7 +13,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Dummies, Qwen3Info, Qwen3Processor, ReducedQwen3
 
 ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
-SIGNALS = ("features", "query", "pixels")
+SIGNALS = ("features", "query", "pixels", "views")
 VIDEOS = True
 
 

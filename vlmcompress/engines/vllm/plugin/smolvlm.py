@@ -9,7 +9,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "keys", "heads")
+COUNTED = ("encoder",)
 
 
 class Info(TiledInfo, SmolVLMProcessingInfo):
@@ -22,4 +23,4 @@ class Processor(TiledProcessor, Idefics3MultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Idefics3DummyInputsBuilder)
 class VlmcompressSmolVLMForConditionalGeneration(TiledImages, SmolVLMForConditionalGeneration):
-    """vLLM's model of the family, with a reducer behind the projector."""
+    """vLLM's model of the family, with a reducer in its encoder or behind the projector."""

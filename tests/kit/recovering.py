@@ -1,0 +1,28 @@
+"""Measure a recovered checkpoint as `recover` does, by what transformers makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+from vlmcompress.calibration import distillation
+from vlmcompress.data import encode, load_samples
+from vlmcompress.models import load
+from vlmcompress.recovery import objective
+from vlmcompress.reduction import attach_carried
+
+
+def divergence(source, folder, data, seed=0) -> float:
+    """What the verb calls held-out KL, of a written checkpoint, by whole samples of `data` in the order of the run."""
+    teacher = load(source)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
+    batches = encode(load_samples(data, samples=24, seed=seed), teacher)[-8:]
+    student = type(teacher)(model, teacher.processor, teacher.spec, folder)
+    found = []
+    with attach_carried(model, teacher.processor, folder) or contextlib.nullcontext(), torch.no_grad():
+        for batch in batches:
+            kept = objective.targets(distillation.teacher_logits(teacher, batch))
+            found.append(float(objective.divergence(kept, distillation.student_logits(student, batch))))
+    return sum(found) / len(found)

@@ -1,0 +1,34 @@
+"""Two workers of one run, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+
+from tests.kit import forks
+
+
+def start(*arguments: str) -> list[subprocess.Popen]:
+    """Two workers, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [forks.python(*forks.OURS), "-m", "vlmcompress", *arguments]
+    return [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def ended(workers: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each worker."""
+    said = [worker.communicate(timeout=300) for worker in workers]
+    return [(worker.returncode, *text) for worker, text in zip(workers, said, strict=True)]

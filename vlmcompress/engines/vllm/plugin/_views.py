@@ -1,0 +1,181 @@
+"""Choose among a request's images before any is encoded: one that is left out becomes a single token, and no encoder sees it.
+
+The processor has the whole request: the prompt, whose words name the images and ask the question, and how many images there
+are. It decides for all of them at once, before vLLM looks into its caches, where images stand one by one; the answers go
+with the images, and into their names in caches. An image that stays has one name whatever is asked, since its rows are the
+same, and another one where it is left out. Rows of the table of words come from the checkpoint's files, mapped, as the
+processor has no model.
+
+A request may say its names and its question itself, with `mm_processor_kwargs: {"names": ["front", ...], "query": ...}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.common import hub, tensor_files
+from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, embedded
+from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
+from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.errors import UserError
+from vlmcompress.reduction import views
+
+FIELD = "view_stays"  # field of an image, and argument of the processor: for each image whether it stays
+NAMES = "names"
+TABLE = ".embed_tokens.weight"
+
+
+class ViewsProcessor:
+    """Mixin of a multimodal processor, put before `AskingProcessor`: tells each image whether it stays."""
+
+    info: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.info.reducer.views:  # a checkpoint without a table is refused at the start, not by a request
+            self._table = table_of(self.info.get_hf_config().name_or_path)
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """Process a request as vLLM does. ValueError for names to a method that does not choose, or not one for each image."""
+        given = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name != FIELD}
+        if not self.info.reducer.views:
+            if NAMES in given:
+                raise ValueError(f"{self.info.reducer.chosen} does not choose among images; leave out '{NAMES}'")
+        elif images := inputs.mm_data_items.get_all_counts().get("image", 0):
+            words = self._named(inputs.prompt, images, given.pop(NAMES, None), given.pop(ARGUMENT, None))
+            found = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._embed, words)
+            given[FIELD] = found or [True] * images
+        inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
+        return super().apply(inputs, timing_ctx)  # type: ignore[misc]
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.info.get_tokenizer()
+
+    def _named(self, prompt: Any, images: int, names: Any, question: Any) -> views.Words | None:
+        """The names of the images and the question, as given or by the prompt; None where that lacks images."""
+        own: Any = self
+        if isinstance(prompt, str):
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=False)
+        ids = torch.tensor(prompt, dtype=torch.int64)
+        where = (ids == own._placeholder).nonzero().flatten().tolist()[:images]
+        if len(where) < images:
+            return None  # vLLM refuses it
+        words = ~torch.isin(ids, torch.tensor(sorted(own._no_words)))
+        found = views.find(self._tokenizer, ids, words, [(column, 1) for column in where])
+        if question is not None:
+            found = dataclasses.replace(found, question=own._words(question))
+        if names is None:
+            return found
+        if not isinstance(names, list) or len(names) != images or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
+        return dataclasses.replace(found, names=[own._words(name) for name in names])
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._table[ids]
+
+    def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
+        given = dict(inputs.hf_processor_mm_kwargs)
+        stays = given.pop(FIELD, None)
+        own: dict[str, list[str]] = super()._get_mm_hashes(  # type: ignore[misc]
+            dataclasses.replace(inputs, hf_processor_mm_kwargs=given)
+        )
+        if stays is None:
+            return own
+        marks = ("left out", "stays")
+        return own | {"image": [f"{name}-{marks[stay]}" for name, stay in zip(own["image"], stays, strict=True)]}
+
+    def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
+        given: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
+        if FIELD not in given:
+            return given
+        found = [stay for stay, hit in zip(given[FIELD], mm_is_cached["image"], strict=True) if not hit]
+        return {**given, FIELD: found}
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        data = super()._apply_hf_processor_main(  # type: ignore[misc]
+            mm_items, {name: value for name, value in hf_kwargs.items() if name != FIELD}
+        )
+        if hf_kwargs.get(FIELD):
+            data[FIELD] = torch.tensor(hf_kwargs[FIELD])
+        return data
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        from vllm.multimodal.inputs import MultiModalFieldConfig
+
+        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
+        return {**fields, FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
+
+    def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
+        found: Placeholders = super()._shortened(update, number, mm_items, out_mm_kwargs)  # type: ignore[misc]
+        if stays(out_mm_kwargs[update.modality][number]):
+            return found
+        return Placeholders(found.full[:1], positions=found.positions)
+
+
+def stays(item: Mapping[str, Any]) -> bool:
+    """Whether a processed image stays: True where nothing chooses."""
+    return FIELD not in item or bool(item[FIELD].data)
+
+
+def table_of(source: str) -> Tensor:
+    """The language model's table of words `[words, d]`, mapped from the files of a checkpoint. UserError: it has none."""
+    folder = hub.local(source, "model")
+    found = {
+        name: entry
+        for name, entry in models.stored_tensors(folder).items()
+        if name.endswith(TABLE) and not name.startswith("mtp.") and entry.spec.dtype in tensor_files.FLOATS
+    }
+    if len(found) != 1:
+        raise UserError(
+            f"{folder} has {len(found)} tables of words '*{TABLE}', which choosing among images reads one of"
+        )
+    (table,) = tensor_files.map_tensors(found).values()
+    return table
+
+
+class ViewsModel:
+    """Mixin of a model, put before its other mixins: encodes the images that stay, and puts a token where one does not."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        self._stand_in = views.stand_in(cached_tokenizer_from_config(vllm_config.model_config))
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """Encode images as the model does, but for those that are left out."""
+        given = kwargs.pop(FIELD, None)
+        own: Any = super()
+        if given is None or all(found := [bool(stay) for stay in given.flatten()]):
+            return own.embed_multimodal(**kwargs)
+        encoded = iter(own.embed_multimodal(**self._of(kwargs, found)) if any(found) else ())
+        return tuple(next(encoded) if stay else self._left_out() for stay in found)
+
+    def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
+        """The fields `kwargs` of those images that stay."""
+        raise NotImplementedError
+
+    def _left_out(self) -> Tensor:
+        """The row that stands for an image, packed with its place, the image's first. Deepstack adds nothing to it."""
+        own: Any = self
+        language_model = own.get_language_model()
+        device = next(language_model.parameters()).device
+        row = embedded(language_model, torch.tensor([self._stand_in], device=device))
+        row = torch.nn.functional.pad(row, (0, getattr(own, "multiscale_dim", 0)))
+        return pack(row, torch.zeros(1, DIMS, dtype=torch.int64, device=device))
+
+    def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
+        """Numbers of tokens in encoder and projector, which never get an image that is left out."""
+        counts: tuple[int, int | None] = super().get_mm_lora_token_counts(  # type: ignore[misc]
+            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
+        )
+        if mm_kwargs is None or stays(mm_kwargs):
+            return counts
+        return 0, None if counts[1] is None else 0
