@@ -106,7 +106,7 @@ def fit_counter(
 
     Args:
         patch: side of a patch, in pixels.
-        tokens: number of tokens of an image that keeps all; buckets are `steps`ths of it.
+        tokens: number of tokens of an image that keeps all; buckets are multiples of its part `1 / steps`.
         least: number of tokens that an image cannot go below.
         penalty: factor of the squared weights of standardized statistics, added to the sum of squared errors.
         within: share of these pictures that are to get no fewer tokens than they keep; None: predictions are rounded to the
