@@ -9,7 +9,7 @@
 
 Figures go to eval/reducers.json. All questions of the split that have images are asked (text-only prompts pass a reducer
 untouched), greedily, by `reduced_answers.py`, with each reducer attached to the transformers model. Methods whose count is
-fixed, or learnt for a share as DyMU's thresholds are from the calibration split, are asked at five shares; those that decide
+fixed, or learnt for a share, as DyMU's thresholds are, from the calibration split, are asked at five shares; those that decide
 the count themselves at settings of their own, and their share is what they kept on average; so are images that are made
 smaller (`resize`), alone and before `coverage`, where the family's processor can. `random` is asked with several
 seeds. Where a default does not fit models this small, it is scaled before anything is measured: VScan's shallow layer to a
@@ -47,7 +47,7 @@ from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import refusal, resizing
+from vlmcompress.reduction import refusal, resizing, scorer_file
 from vlmcompress.reduction.learning import learn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +56,13 @@ RESULTS = ROOT / "eval" / "reducers.json"
 MODELS = ("demo-llava", "demo-qwen")
 SHARES = (0.5, 0.25, 1 / 9, 0.75, 1 / 3)  # the most asked for first
 SEEDS = 5
-CALIBRATION = 128  # samples that DyMU's thresholds are learnt from
+CALIBRATION = 128  # samples that DyMU's thresholds and levels are learnt from
 AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "uniform": [{}],
     "random": [{"seed": seed} for seed in range(SEEDS)],
     "coverage": [{}, {"merge": "nearest"}, {"relevance": "question"}],
     "learned": [{}, {"merge": "nearest"}],
+    "learned-adaptive": [{}],
     "cdpruner": [{}, {"relevance": "question"}],
     "scope": [{}],
     "holov": [{}],
@@ -184,12 +185,13 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
     rows that the caches of all blocks hold. Of a method that drops at several blocks `after` is the mean over blocks, too."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
-    if chosen and chosen.method == "dymu":
+    if chosen and chosen.options.scorer is not None:
+        scorer = str(args.scorers / f"{model}.safetensors")
+        chosen = ReducerChoice(chosen.method, replace(chosen.options, scorer=scorer))  # type: ignore[call-arg]
+        chosen = scorer_file.known(asker.vlm.model.config, chosen)
+    if chosen and chosen.options.unlearnt:
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
-    if chosen and chosen.method == "learned":
-        scorer = str(args.scorers / f"{model}.safetensors")
-        chosen = ReducerChoice("learned", replace(chosen.options, scorer=scorer))  # type: ignore[arg-type]
     found = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
     before, after = int(found.before.sum()), int(found.after.sum())
     held = int(found.held.sum()) / layers

@@ -1,4 +1,4 @@
-"""DyMU in a recipe: thresholds and counts are learnt from calibration images, and the checkpoint carries both."""
+"""DyMU and `learned-adaptive` in a recipe: thresholds and counts are learnt from images, and the checkpoint carries both."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.kit import tiny
+from tests.kit.reduced_cases import trained
 from tests.kit.reduction_data import picture
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
+from vlmcompress.models import load
 from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction.carrying import attach_carried
@@ -49,6 +51,44 @@ def test_the_checkpoint_carries_thresholds_and_counts(given):
     assert block.count == found.count and block.reducer.options.thresholds == found.reducer.options.thresholds
 
 
+@pytest.fixture(scope="module")
+def adaptive(given, tmp_path_factory):
+    """A recipe of `learned-adaptive` with a scorer, as text."""
+    vlm = load(given[0]["model"])
+    return str(trained("learned-adaptive:0.5", vlm, tmp_path_factory.mktemp("scorer")))
+
+
+def test_a_level_and_counts_are_learnt_for_a_scorer(given, adaptive):
+    given, folder = given
+    out = written(given, folder, reduce=adaptive)
+    found = reducer_block.read(json.loads((out / "config.json").read_text()))
+    assert 0 < found.reducer.options.level < 1 and found.reducer.options.scorer == "reducer/scorer.safetensors"
+    model, processor = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
+    inputs = processor(text="<image>what?", images=picture(9), return_tensors="pt").to(model.dtype)
+    with attach_carried(model, processor, out) as attached:
+        model(**inputs)
+    (unit,) = attached.seen
+    assert len(unit.reduction.anchor) == found.count.count(inputs["pixel_values"][0])
+    again = written(given, folder, reduce=f"{adaptive},level={found.reducer.options.level!r}")
+    block = reducer_block.read(json.loads((again / "config.json").read_text()))
+    assert block.count == found.count and block.reducer.options.level == found.reducer.options.level
+
+
+def test_a_family_without_counts_is_refused_in_vllm(given, tmp_path):
+    given, folder = given
+    model = tiny.build("qwen2-5-vl", tmp_path / "qwen")
+    reduce = str(trained("learned-adaptive:0.5", load(model), tmp_path))
+    calib = {"model": str(model), "calibrate": {"data": str(folder / "images")}, "reduce": reduce}
+    with pytest.raises(
+        UserError, match=r"vLLM does not serve 'learned-adaptive' with qwen2-5-vl \(without counts"
+    ) as caught:
+        written(given, folder, **calib)
+    assert "engine=transformers" in str(caught.value) and "\n" not in str(caught.value)
+    out = written(given, folder, **calib, engine="transformers")
+    found = reducer_block.read(json.loads((out / "config.json").read_text()))
+    assert found.count is None and 0 < found.reducer.options.level < 1
+
+
 def test_transformers_need_no_counts(given):
     given, folder = given
     out = written(given, folder, engine="transformers")
@@ -56,10 +96,10 @@ def test_transformers_need_no_counts(given):
     assert found.count is None and found.reducer.options.thresholds
 
 
-def test_nothing_to_learn_from(given, tmp_path):
+def test_nothing_to_learn_from(given, adaptive, tmp_path):
     given, _ = given
-    for reduce in ("dymu:0.5", "dymu:thresholds=[0.5, 0.6]"):
-        with pytest.raises(UserError, match="reducer 'dymu' needs calibration images"):
+    for reduce in ("dymu:0.5", "dymu:thresholds=[0.5, 0.6]", adaptive, f"{adaptive},level=0.5"):
+        with pytest.raises(UserError, match=f"reducer '{reduce.partition(':')[0]}' needs calibration images"):
             quantize(resolve(given | {"reduce": reduce, "out": str(tmp_path / "out")}).recipe)
 
 

@@ -1,6 +1,6 @@
-"""DyMU in the real vLLM engine: each image has as many tokens as its pixels say, and answers are those of transformers.
+"""Counts by the image in the real vLLM engine: as many tokens as its pixels say, and answers are those of transformers.
 
-One engine with a prefix cache that is hit and with chunks that cut images.
+One engine for each method, with a prefix cache that is hit and with chunks that cut images.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.kit import reduced_cases as cases
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
-from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import learning as thresholds
+from vlmcompress.reduction import scorer_file
 
 
 def prompts() -> list[cases.Turns]:
@@ -30,11 +30,13 @@ def prompts() -> list[cases.Turns]:
 
 
 @pytest.mark.engine
-def test_counts_and_answers_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("text", ["dymu:0.4", "learned-adaptive:0.4,merge=nearest"])
+def test_counts_and_answers_are_those_of_transformers(text, tmp_path):
     pytest.importorskip("vllm")
     vlm = cases.loaded(DEMO_LLAVA)
     batches = encode(load_samples(bundled(DEMO_LLAVA, "calibration"), samples=32, seed=0), vlm)
-    reducer = thresholds.learn(vlm, batches, parse("dymu:0.4"))
+    asked_for = cases.chosen(cases.trained(text, vlm, tmp_path))
+    reducer = thresholds.learn(vlm, batches, scorer_file.known(vlm.model.config, asked_for))
     counter = thresholds.counter(vlm, batches, reducer)
     requests = [cases.request(vlm, turns, tmp_path / "images") for turns in prompts()]
     expected = cases.reference(vlm, reducer, requests, TOKENS, counter)
@@ -80,13 +82,13 @@ def inputs_of(vlm, request):
     return vlm.processor(text=[request["prompt"]], images=images, return_tensors="pt")
 
 
-def test_without_counts_it_is_refused():
+@pytest.mark.parametrize("text", ["dymu:thresholds=[0.9, 0.9, 0.9, 0.9]", "learned-adaptive:level=0.5"])
+def test_without_counts_it_is_refused(text, tmp_path):
     pytest.importorskip("vllm")
     from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 
-    config = AutoConfig.from_pretrained(DEMO_LLAVA)
-    plain = {"model_type": "llava", "architectures": config.architectures}
-    block = reducer_block.write(plain, parse("dymu:thresholds=[0.9, 0.9, 0.9, 0.9]"))
-    config.update(block)
+    vlm = cases.loaded(DEMO_LLAVA)
+    reducer = cases.chosen(cases.trained(text, vlm, tmp_path))
+    config = AutoConfig.from_pretrained(cases.reduced(DEMO_LLAVA, tmp_path / "model", reducer))
     with pytest.raises(UserError, match="'count' is missing"):
         ServedReducer.of(config)

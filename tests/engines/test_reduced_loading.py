@@ -93,6 +93,13 @@ def test_counts_that_depend_on_the_image_need_a_place_for_them():
     assert "counts that depend on the image" in (refusal("LlavaNextForConditionalGeneration", merging) or "")
 
 
+def test_counts_of_projected_tokens_are_of_images_that_are_one_picture():
+    choosing = parse("learned-adaptive:level=0.5")
+    assert refusal("LlavaForConditionalGeneration", choosing) is None
+    for tiled in ("LlavaNext", "Idefics3", "SmolVLM", "InternVL"):
+        assert "counts that depend on the image" in (refusal(f"{tiled}ForConditionalGeneration", choosing) or "")
+
+
 @pytest.mark.parametrize("method", ["cdpruner", "coverage"])
 def test_relevance_needs_the_question(method):
     asking = parse(f"{method}:0.5,relevance=question")

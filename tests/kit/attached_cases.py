@@ -14,7 +14,7 @@ from vlmcompress.reduction import refusal
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if refusal(spec, "fastv") is None]  # methods within the language model
-APART = ("litevlm", "evs", "learned")  # chooses among images; looks at videos; has to be trained (test_learned)
+APART = ("litevlm", "evs", "learned", "learned-adaptive")  # chooses among images; looks at videos; have to be trained
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [
@@ -66,9 +66,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[reducers.Signals]:
     found: list[reducers.Signals] = []
     real = reducers.reduce
 
-    def spy(module, signals, options):
+    def spy(module, signals, options, count=None):
         found.append(signals)
-        return real(module, signals, options)
+        return real(module, signals, options, count)
 
     monkeypatch.setattr(reducers, "reduce", spy)
     return found

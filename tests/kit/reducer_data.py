@@ -15,10 +15,12 @@ from vlmcompress.reducers import REGISTRY, Reduction, Signals, learned
 
 LAYERS = 4
 WIDTH = 12
+NETWORK = learned.Network(learned.initial(torch.zeros(WIDTH), torch.ones(WIDTH), hidden=8, seed=0))
 EXTRA = {
     "dymu": {"thresholds": (0.7, 0.75, 0.8, 0.85)},
     "vscan": {"window": 3},
-    "learned": {"network": learned.Network(learned.initial(torch.zeros(WIDTH), torch.ones(WIDTH), hidden=8, seed=0))},
+    "learned": {"network": NETWORK},
+    "learned-adaptive": {"network": NETWORK, "level": 0.6},
 }
 """Options without which a method does not run, or not on images this small."""
 

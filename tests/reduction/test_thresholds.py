@@ -197,7 +197,9 @@ def test_counts_of_another_model_are_refused():
     counter = fit_counter([torch.rand(3, 56, 56)], [9], 14, 16, least=4)
     learnt = chosen.parse("dymu:thresholds=[0.5, 0.6]")
     for wrong in ({"buckets": (4, 17)}, {"buckets": (3, 16)}, {"patch": 16}):
-        with pytest.raises(UserError, match="another model's; this one's encoder merges patches of 14 into 4 to 16"):
+        with pytest.raises(
+            UserError, match="another model's; this one's encoder makes 4 to 16 tokens of patches of 14"
+        ):
             attach(vlm, learnt, counter=dataclasses.replace(counter, **wrong))
     with pytest.raises(UserError, match="'tome' decides itself"):
         attach(vlm, "tome", counter=counter)

@@ -26,12 +26,14 @@ def settled(
         progress: called with (label, done, total).
         known: the reducer that statistics were collected behind, whose learnt numbers are taken over.
     """
-    if reducer is not None and reducer.options.scorer is not None:
-        return scorer_file.known(vlm.model.config, reducer)
-    if reducer is None or not reducer.options.learns:
+    if reducer is None:
+        return None
+    reducer = scorer_file.known(vlm.model.config, reducer)
+    if not reducer.options.learns:
         return reducer
     if known is not None and same(known, reducer):
-        return known
+        thresholds = known.options.thresholds
+        return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else known
     return learning.learn(vlm, samples, reducer, progress) if samples else threshold_file.known(vlm, reducer)
 
 

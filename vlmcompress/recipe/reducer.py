@@ -58,7 +58,7 @@ class ReducerChoice:
     @property
     def takes_count(self) -> bool:
         """Whether the number of tokens that the method keeps depends on the image, but can be given to it instead."""
-        return hasattr(self.module, "merge") and self.module.COUNT == "adaptive"
+        return self.module.COUNT == "adaptive" and self.module.STAGE in ("encoder", "projected")
 
     @property
     def learnt(self) -> bool:

@@ -19,7 +19,8 @@ no model and no other image. A module of this folder has
 
 and one of
 
-    reduce(signals, options) -> Reduction                   at once; `options.layer` or `.drops` say where, for stage "llm"
+    reduce(signals, options) -> Reduction                   at once; `options.layer` or `.drops` say where, for stage "llm". Of
+                                    stage "projected" and COUNT adaptive it takes a `count`, too, as `merge` does
     merge(signals, options, layer, layers, count) -> Reduction
                                     a bit in each of the encoder's `layers`; `signals.merged` is what the layers before made
                                     of the grid, `count` how many tokens are left behind the last (None: as `options` say)

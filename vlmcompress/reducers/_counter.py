@@ -1,10 +1,10 @@
 """Predict from an image's pixels how many tokens it keeps, before any encoder runs.
 
-An engine reserves an image's tokens before it encodes it, and DyMU knows their number only behind the encoder. A ridge
-regression on cheap statistics of the pixels, fitted on calibration images to DyMU's own counts, predicts it; rounded up
-to a bucket, it is the exact count that the encoder then merges to (`reducers.merge` with a count). Too high a count
-costs tokens, too low a one costs detail, so predictions are moved up by `margin`, the residual that a share of the
-calibration images stays under.
+An engine reserves an image's tokens before it encodes it, and where their number depends on what the image shows (DyMU), the
+method knows it only behind the encoder. A ridge regression on cheap statistics of the pixels, fitted on calibration images to
+the method's own counts, predicts it; rounded up to a bucket, it is the exact count that the method then meets
+(`reducers.merge` or `reducers.reduce` with a count). Too high a count costs tokens, too low a one costs detail, so predictions
+are moved up by `margin`, the residual that a share of the calibration images stays under.
 
 Statistics are computed from the processor's output rounded to bfloat16, so that every engine and type gets the same:
 standard deviation of patches, and shares of flat ones, differences to the patches beside and below, and slopes.
@@ -99,16 +99,18 @@ def fit_counter(
     tokens: int,
     least: int = 1,
     penalty: float = 1.0,
-    within: float = 0.75,
+    within: float | None = 0.75,
+    steps: int = STEPS,
 ) -> TokenCounter:
     """Fit the regression from pictures `[3, height, width]` to the numbers of tokens that they keep.
 
     Args:
         patch: side of a patch, in pixels.
-        tokens: number of tokens of an image that keeps all; buckets are sixteenths of it.
+        tokens: number of tokens of an image that keeps all; buckets are multiples of its part `1 / steps`.
         least: number of tokens that an image cannot go below.
         penalty: factor of the squared weights of standardized statistics, added to the sum of squared errors.
-        within: share of these pictures that are to get no fewer tokens than they keep.
+        within: share of these pictures that are to get no fewer tokens than they keep; None: predictions are rounded to the
+            nearest bucket instead of up, so that the pictures get as many on average as they keep.
     """
     if len(pictures) != len(counts) or not pictures:
         raise ValueError("a count for each picture, and at least one")
@@ -118,12 +120,14 @@ def fit_counter(
     z = (x - mean) / scale
     weights = torch.linalg.solve(z.T @ z + penalty * torch.eye(z.shape[1]).double(), z.T @ (y - y.mean()))
     residuals = (y - y.mean() - z @ weights).sort().values
-    margin = max(0.0, residuals[min(len(y) - 1, math.ceil(within * len(y)) - 1)].item())
-    steps = {max(least, math.ceil(tokens * step / STEPS)) for step in range(1, STEPS + 1)}
+    margin = -tokens / steps / 2
+    if within is not None:
+        margin = max(0.0, residuals[min(len(y) - 1, math.ceil(within * len(y)) - 1)].item())
+    buckets = {max(least, math.ceil(tokens * step / steps)) for step in range(1, steps + 1)}
     fitted: dict[str, Any] = {"weights": weights, "mean": mean, "scale": scale}
     return TokenCounter(
         patch,
-        tuple(sorted(steps)),
+        tuple(sorted(buckets)),
         **{name: tuple(values.tolist()) for name, values in fitted.items()},
         bias=y.mean().item(),
         margin=margin,

@@ -24,11 +24,16 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
 
 
 @torch.no_grad()
-def reduce(method: ModuleType, signals: Signals, options: ReducerOptions) -> Reduction:
-    """What the method does with the tokens of one image. ValueError if a signal that it needs is missing."""
-    if options.keep == 1:
+def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, count: int | None = None) -> Reduction:
+    """What the method does with the tokens of one image. ValueError if a signal that it needs is missing.
+
+    count: how many tokens are left, for a method that would decide it by the image; None: as the options say.
+    """
+    if options.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
+    if count is not None:
+        return _checked(method, method.reduce(signals, options, count), count)
     return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.reducers import Merger, Reduction, TokenCounter
+from vlmcompress.reducers import Merger, Reduction
 from vlmcompress.reduction._early import Early
 from vlmcompress.reduction.slots import Slots
 from vlmcompress.reduction.support import feature_layers, strategy
@@ -117,16 +117,10 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
 class Merging(Early):
     """Shortens the encoder's rows from layer to layer, and the inputs of the language model.
 
-    counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
-
     With virtual token unmerging the language model is not shortened: all tokens of an image stand in the prompt with their
     row's features, and behind each attention those of a row get the mean of what they got. (So they stay alike, which is
     the same as one row for them all between the attentions.)
     """
-
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
-        self.counter = counter
-        super().__init__(vlm, module, options)
 
     def _hook(self) -> None:
         self._groups: list[tuple[Unit, Reduction]] = []  # whose attention is averaged

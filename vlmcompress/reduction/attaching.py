@@ -38,11 +38,13 @@ def attach(
         ready = isinstance(options, REGISTRY.get(method).Options)
         method = ReducerChoice(method, options) if ready else choose(method, options or {}, "reduce")
     check(vlm, method.method, method.options)
-    method = scorer_file.known(vlm.model.config, threshold_file.known(vlm, method))
-    if counter:
-        check_counter(vlm.model.config, method, counter)
-        return Merging(vlm, method.module, method.options, counter)
-    return _kind(method.module)(vlm, method.module, method.options)
+    method = threshold_file.known(vlm, scorer_file.known(vlm.model.config, method))
+    kind = _kind(method.module)
+    if counter is None:
+        return kind(vlm, method.module, method.options)
+    check_counter(vlm.spec, vlm.model.config, method, counter)
+    assert issubclass(kind, Early)
+    return kind(vlm, method.module, method.options, counter)
 
 
 def _kind(module: ModuleType) -> type[Attachment]:

@@ -193,7 +193,7 @@ def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> 
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
         )
-    least, most = merged_counts(config)
+    least, most = counts(config, module)
     if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
         raise UserError(
             f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
@@ -201,19 +201,23 @@ def _check_merging(config: Any, module: ModuleType, options: ReducerOptions) -> 
         )
 
 
-def merged_counts(config: Any) -> tuple[int, int]:
-    """The fewest tokens that an encoder's layers can merge an image or tile into, and the number that it has."""
+def counts(config: Any, module: ModuleType) -> tuple[int, int]:
+    """The fewest tokens that a method can leave of an image or tile, in each layer at most half where it merges; and all."""
     tokens = math.prod(tile(config))
-    return -(-tokens >> feature_layers(config)), tokens
+    return -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1, tokens
 
 
-def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
-    """Raise UserError unless the method can merge to the counter's counts in the encoder of this config."""
+def check_counter(spec: ModelSpec, config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
+    """Raise UserError unless the method can meet the counter's counts in a model of this family and config."""
     if not chosen.takes_count:
         raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
-    least, most = merged_counts(config)
+    if not hasattr(chosen.module, "merge") and spec.visual_grid != "patches":
+        raise UserError(
+            f"counts are of images that are one picture, and {spec.family} has others; leave the counts out"
+        )
+    least, most = counts(config, chosen.module)
     if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
         raise UserError(
             f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
-            f"this one's encoder merges patches of {patch(config)} into {least} to {most}"
+            f"this one's encoder makes {least} to {most} tokens of patches of {patch(config)}"
         )

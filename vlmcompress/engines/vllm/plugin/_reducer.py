@@ -48,10 +48,11 @@ class ServedReducer:
         if reason := refusal(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
-            check_config(spec_for({"model_type": found.model_type}), hf_config, reducer.method, reducer.options)
+            spec = spec_for({"model_type": found.model_type})
+            check_config(spec, hf_config, reducer.method, reducer.options)
             reducer = scorer_file.known(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
             if found.count:
-                check_counter(hf_config, reducer, found.count)
+                check_counter(spec, hf_config, reducer, found.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if reducer.takes_count and found.count is None:
@@ -91,11 +92,13 @@ class ServedReducer:
         Args:
             grid: grid of the image's tokens.
             features: `[n, d]`, the tokens; None before the encoder has run.
-            signals: further fields of `Signals`.
+            signals: further fields of `Signals`; and `count`, its tokens in the prompt, where the image decides that.
         """
+        count = signals.pop("count", None)
         if self.views:  # it was decided before, and this image stays
             return Reduction.identity(math.prod(grid), None if features is None else features.device)
-        return reducers.reduce(self.chosen.module, Signals(grid, features=features, **signals), self.chosen.options)
+        seen = Signals(grid, features=features, **signals)
+        return reducers.reduce(self.chosen.module, seen, self.chosen.options, count)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -60,7 +60,7 @@ def _missing(method: str, family: str) -> str:
     if REDUCERS.constant(method, "MEDIA") == "video" and not FAMILIES.constant(family, "VIDEOS"):
         return "videos"
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
-    if stage == "encoder" and adaptive and not FAMILIES.constant(family, "COUNTED"):
+    if adaptive and stage not in ("pixels", *(FAMILIES.constant(family, "COUNTED") or ())):
         return "counts that depend on the image"
     if stage == "pixels":
         own = "pixels" if "pixels" in REDUCERS.constant(method, "NEEDS") else "views"

@@ -33,7 +33,7 @@ from vlmcompress.reduction.units import Reduced, tile, whole
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")
-COUNTED = True
+COUNTED = ("encoder",)
 VIDEOS = True
 
 

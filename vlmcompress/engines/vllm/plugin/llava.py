@@ -25,7 +25,7 @@ from vlmcompress.reduction.support import listens
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "ahead", "saliency", "windowed", "keys", "heads", "views")
-COUNTED = True
+COUNTED = ("encoder", "projected")
 
 
 class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
@@ -73,6 +73,8 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         if merger is not None:
             return self._projected(features, merger.merged)
         signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
+        if self._counts is not None:
+            signals = [one | {"count": count} for one, count in zip(signals, self._counts, strict=True)]
         if self.reducer.chosen.module.STAGE == "encoder":
             found = [self.reducer.reduce(grid, rows, **one) for rows, one in zip(features, signals, strict=True)]
             features = torch.stack([one.apply(rows) for one, rows in zip(found, features, strict=True)])
