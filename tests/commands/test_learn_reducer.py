@@ -30,8 +30,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows over three images only, so that what is held out is like what is trained on."""
-    return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, lambda row: f"{row % 3}.png", side=112)
+    """Rows over three kinds of image only, so that what is held out is like what is trained on."""
+    return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, side=112, kinds=3)
 
 
 def run(capsys, *arguments):
@@ -188,28 +188,24 @@ def test_what_else_is_refused(models, scorers, data, tmp_path, capsys):
         assert code == 2 and text in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def mixed(folder, data, shown):
-    """The rows of `data`, whose images only the rows `shown` keep; 40 rows."""
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    rows = [rows[i % len(rows)] | {"id": str(i), "image": str(data.parent / f"{i % 3}.png")} for i in range(40)]
-    rows = [row if shown(i) else {key: row[key] for key in ("id", "question", "answer")} for i, row in enumerate(rows)]
-    (folder / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "mixed.jsonl"
+def mixed(folder, shown):
+    """Forty rows, of which `shown` have an image."""
+    return calibration_rows.write(folder, 40, lambda row: f"{row}.png" if shown(row) else [], side=112, kinds=3)
 
 
-def test_samples_of_text_alone_go_along(models, data, tmp_path, capsys):
+def test_samples_of_text_alone_go_along(models, tmp_path, capsys):
     """More of them come first than are looked at for the spread of channels."""
-    out, rows = tmp_path / "s.safetensors", mixed(tmp_path, data, lambda i: i % 2)
+    out, rows = tmp_path / "s.safetensors", mixed(tmp_path, lambda i: i % 2)
     code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", rows, "--json", *FEW)
     assert code == 0, err
     assert json.loads(text)["samples"]["trained_on"] == 32 and scorer_file.read(out).facts["steps"] == 12
 
 
-def test_all_images_on_one_side_are_refused(models, data, tmp_path, capsys):
-    rows = [sample.id for sample in load_samples(mixed(tmp_path, data, lambda i: True), samples=40, seed=0)]
+def test_all_images_on_one_side_are_refused(models, tmp_path, capsys):
+    rows = [sample.id for sample in load_samples(mixed(tmp_path, lambda i: True), samples=40, seed=0)]
     first, last = ({int(one) for one in part} for part in (rows[:32], rows[32:]))
-    out, given = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "mixed.jsonl")
-    mixed(tmp_path, data, lambda i: i in first)
+    out, given = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "calib.jsonl")
+    mixed(tmp_path, lambda i: i in first)
     code, _, err = run(capsys, *given, "-o", out, *FEW)
     assert code == 2 and "none of the 8 samples that are held out has an image" in err and err.count("\n") == 1
     code, _, err = run(

@@ -24,7 +24,7 @@ SCHEMES = {
 def world(tmp_path_factory) -> Path:
     """A model, data, and quantized checkpoints of it; the one of 4 bits carries a reducer."""
     folder = tmp_path_factory.mktemp("world")
-    data = calibration_rows.write(folder, 24, lambda row: f"{row % 3}.png" if row % 6 else [])
+    data = calibration_rows.write(folder, 24, lambda row: f"{row}.png" if row % 6 else [], kinds=3)
     spread.spread(tiny.build("llava", folder / "tiny"), folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
     for part in (config, config["text_config"], config["vision_config"]):

@@ -24,7 +24,7 @@ ROWS = 24
 def world(tmp_path_factory) -> Path:
     """A model in float32, and rows of which some have no answer, over three images, one row in six of text alone."""
     folder = tmp_path_factory.mktemp("world")
-    calibration_rows.write(folder, ROWS, lambda row: f"{row % 3}.png" if row % 6 else [])
+    calibration_rows.write(folder, ROWS, lambda row: f"{row}.png" if row % 6 else [], kinds=3)
     rows = [json.loads(line) for line in (folder / "calib.jsonl").read_text().splitlines()]
     for row in rows[::5]:
         row.pop("answer")
