@@ -51,7 +51,10 @@ SHARES = ("0.5", "0.25", "1/9")
 STEPS = 400  # of the scorer
 RECOVERED = {  # reducer -> how the model is trained behind it
     "learned:0.25": (),
-    "coverage:1/9,merge=nearest": ("--train", "projector,norms,lora,tower", "--steps", 600),
+    "coverage:1/9,merge=nearest": (
+        *("--train", "projector,norms,lora,tower", "--steps", 400, "--batch", 8),
+        *("--lr", 5e-5, "--every", 50),
+    ),
 }
 UNTRAINED = ("coverage:{}", "coverage:{},merge=nearest")
 
