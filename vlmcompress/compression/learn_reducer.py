@@ -291,7 +291,7 @@ def _facts(
     """What the file says of itself."""
     return {
         "model_type": vlm.model.config.model_type,
-        "source": hub.shown(recipe.model),
+        "source": hub.facts(recipe.model)["source"],
         "width": vlm.model.config.get_text_config().hidden_size,
         "hidden": asked.hidden,
         "keep": asked.keep,
