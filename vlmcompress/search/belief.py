@@ -1,0 +1,135 @@
+"""What is believed of a candidate's accuracy after some questions, and what it is worth to go on with it.
+
+A candidate's *difference* is its accuracy minus the original's, a loss being negative. Few questions say little about it, but
+the divergence of the first token (KL of the original's distribution from the candidate's) is known well after a few dozen, and
+losses grow with it. So each difference is taken to be minus the divergence times a slope, and slopes to vary from candidate to
+candidate around a common one:
+
+    d_c = -a_c k_c,   a_c ~ N(a, sigma^2),   observed x_c ~ N(d_c, v_c)
+
+a and sigma come from all candidates (weighted least squares; sigma by the method of moments, DerSimonian and Laird, Controlled
+Clinical Trials 7, 1986), and the belief about a candidate is the posterior: empirical Bayes. v_c is the variance of the score
+statistic at the margin (`evaluation.score`), so that a candidate that lost none of 40 questions is not thought to be perfect.
+
+What a candidate is worth: its gain times the chance that a test on data of their own will confirm it, and the original's
+otherwise. That chance, with the belief's uncertainty in it, is the test's *assurance* (O'Hagan, Stevens and Campbell,
+Pharmaceutical Statistics 4, 2005).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vlmcompress.evaluation import noninferiority, paired
+from vlmcompress.evaluation.score import NORMAL, Score
+
+ERROR = 0.025
+"""One-sided error of every verdict, as `vlmcompress eval` has it."""
+_LEAST = 1e-6  # variance of a difference that no divergence shows: a tenth of a point
+
+
+@dataclass(frozen=True)
+class Belief:
+    """Mean and variance of what a difference is believed to be."""
+
+    mean: float
+    variance: float
+
+    def __add__(self, other: Belief) -> Belief:
+        """What two changes at once are believed to do: differences add up."""
+        return Belief(self.mean + other.mean, self.variance + other.variance)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A candidate's answers: paired differences, the images that they are about, and the mean divergence, if it is known."""
+
+    differences: Sequence[float]
+    images: Sequence[Hashable]
+    divergence: float | None
+
+    @property
+    def effect(self) -> float:
+        """The design effect of questions that share images."""
+        return paired.design_effect(self.differences, self.images)
+
+    @property
+    def score(self) -> Score:
+        """The score statistic of the differences."""
+        return Score(self.differences, self.effect)
+
+
+def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
+    """Form the belief about each candidate from its own answers and, by the divergence, from those of all."""
+    seen = {name: _observed(one, margin) for name, one in found.items()}
+    known = {name: found[name].divergence or 0.0 for name in seen if found[name].divergence is not None}
+    slope, spread, doubt = _slope([(known[name], *seen[name]) for name in known if known[name] > 0])
+    believed = {}
+    for name, (mean, variance) in seen.items():
+        if name not in known or math.isinf(spread):
+            believed[name] = Belief(mean, variance)
+            continue
+        k = known[name]
+        before = k * k * (spread + doubt) + _LEAST
+        share = before / (before + variance)
+        believed[name] = Belief(share * mean - (1 - share) * slope * k, share * variance)
+    return believed
+
+
+def _observed(one: Evidence, margin: float) -> tuple[float, float]:
+    """Mean and variance of a mean difference."""
+    score = one.score
+    return score.mean, max(score.moments(-margin)[0], score.variance) / score.n
+
+
+def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Fit the common slope to (divergence, difference, variance) of candidates: slope, sigma^2, variance of the slope.
+
+    With less than three candidates nothing is known, and sigma^2 is infinite.
+    """
+    if len(rows) < 3:
+        return 0.0, math.inf, 0.0
+    own = [(-x / k, v / k**2) for k, x, v in rows]  # each one's slope, and its variance
+    spread, slope, weight = 0.0, 0.0, 0.0
+    for _ in range(2):
+        weights = [1 / (v + spread) for _, v in own]
+        weight = math.fsum(weights)
+        slope = max(math.fsum(w * a for w, (a, _) in zip(weights, own, strict=True)) / weight, 0.0)
+        if spread:
+            break
+        q = math.fsum(w * (a - slope) ** 2 for w, (a, _) in zip(weights, own, strict=True))
+        scale = weight - math.fsum(w * w for w in weights) / weight
+        moments = (q - (len(own) - 1)) / scale
+        spread = max(moments, (slope / 4) ** 2, 1e-9)  # slopes within a quarter of each other would be a surprise
+    return slope, spread, 1 / weight
+
+
+def assurance(belief: Belief, margin: float, questions: float | None, variance: float) -> float:
+    """The chance that a test with `questions` will confirm a loss of at most `margin`.
+
+    Args:
+        questions: their effective number; None: no test follows, and it is the chance that the loss is at most `margin`.
+        variance: variance of a single difference.
+    """
+    gap, unsure = belief.mean + margin, belief.variance
+    if questions is not None:
+        noise = variance / questions
+        gap -= NORMAL.inv_cdf(1 - ERROR) * math.sqrt(noise)
+        unsure += noise
+    return NORMAL.cdf(gap / math.sqrt(max(unsure, 1e-12)))
+
+
+def worth(gain: float, chance: float) -> float:
+    """What to expect of a candidate: its `gain` (times the original) if it is confirmed, and 1 if it is not."""
+    return 1 + (gain - 1) * chance
+
+
+def refuted(one: Evidence, margin: float, looks: int) -> bool:
+    """Whether a loss of at most `margin` is refuted.
+
+    The same candidate is looked at up to `looks` times, each time with an error of 0.025 / looks (Bonferroni), so that one
+    that keeps the floor is thrown out at any time with a probability of 0.025 at most.
+    """
+    return noninferiority.verdict(one.score, margin, 1 - 2 * ERROR / looks) == "fail"
