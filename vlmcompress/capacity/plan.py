@@ -11,7 +11,7 @@ units of 10^9 bytes, which is a little less than devices report.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,11 +142,12 @@ class Capacity:
         return min(fitting, key=lambda row: row.device, default=None)
 
 
-def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
+def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weights] | None = None) -> Capacity:
     """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
 
     Args:
         rows: False: loads alone, without formats.
+        formats: the formats to have rows for; None: all that schemes give.
     """
     described = model.decoder
     if problem := decoder.tp_refusal(described, asked.tp):
@@ -199,7 +200,8 @@ def plan(model: Model, asked: Request, rows: bool = True) -> Capacity:
     )
     if not rows:
         return found
-    every = [_split(one, described, asked.tp) for one in weights.formats(model, asked.target_name)]
+    every = weights.formats(model, asked.target_name) if formats is None else formats
+    every = [_split(one, described, asked.tp) for one in every]
     return replace(found, rows=tuple(_row(found, counted, one) for one in every))
 
 

@@ -1,0 +1,79 @@
+"""Compress a model with nothing but a folder of images: as much as goes while it answers as before."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+
+from vlmcompress.commands import search
+from vlmcompress.commands._outcome import Outcome
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.errors import UserError
+
+PLACE = 15
+MOST = 1000
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, or an id on the Hub")
+    parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
+    parser.add_argument("--images", metavar="FOLDER", required=True, help="images of what the model is to see")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="what to ask about them, a line each; default: six short ones"
+    )
+    parser.add_argument(
+        "--min-agreement", type=float, default=0.9, metavar="SHARE", help="answers that may not change; default: 0.9"
+    )
+    parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"most images to use; default: {MOST}")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+    search.judged(parser)
+    parser.epilog = (
+        "There are no right answers here: the original's own answers to short prompts are the reference. A quarter of\n"
+        "the images calibrates, a quarter searches, and on the other half the winner's agreement is confirmed. Where you\n"
+        "have questions and answers, `vlmcompress search` holds accuracy to a floor instead."
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Make questions of images, and search on them."""
+    if not 0 < args.min_agreement < 1:
+        raise UserError(f"--min-agreement {args.min_agreement:g} is no share between 0 and 1; e.g. 0.9")
+    if args.most < 1:
+        raise UserError(f"--most is {args.most}; it should be at least 1")
+    args.max_drop = round(1 - args.min_agreement, 9)
+    prompts = _prompts(args.prompts)
+    asked = search.request(args)
+    from vlmcompress import engines
+    from vlmcompress.common import hub
+    from vlmcompress.search import own_answers
+    from vlmcompress.search.trial import Setup
+    from vlmcompress.search.whole import QUESTIONS, WORK
+
+    parts = own_answers.split(args.images, args.most)
+    base = dict(asked.base) | {"model": str(hub.local(asked.base["model"]))}
+    setup = Setup(base, None, None, asked.seed, engines.get(asked.engine), asked.out / WORK)
+    with closing(ProgressBar()) as progress:
+        files = own_answers.written(parts, prompts, asked.out / QUESTIONS, setup, progress)
+    base["calibrate"] = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
+    data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
+    asked = dataclasses.replace(asked, base=base, data=data, confirm=confirm, small=True)
+    return search.searched(asked, args, reference="the original's own answers")
+
+
+def _prompts(file: str | None) -> tuple[str, ...]:
+    """The prompts of a file, a line each."""
+    from vlmcompress.search.own_answers import PROMPTS
+
+    if file is None:
+        return PROMPTS
+    try:
+        lines = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {file} cannot be read ({error}); give a text file with a prompt a line") from error
+    if not lines:
+        raise UserError(f"--prompts {file} is empty; give a prompt a line")
+    return lines

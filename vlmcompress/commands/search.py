@@ -1,0 +1,182 @@
+"""Search schemes, bits and visual tokens together for what serves best while accuracy keeps a floor."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmcompress.commands import _flags
+from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
+from vlmcompress.common import hub
+from vlmcompress.common.progress import ProgressBar
+from vlmcompress.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from vlmcompress.search.whole import Request
+
+PLACE = 35
+GOALS = ("throughput", "ttft", "memory", "cost")
+CONFIRMATION = "confirmation"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    none = argparse.SUPPRESS
+    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, or an id on the Hub")
+    parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
+    _flags.data(parser)
+    parser.add_argument("--data", metavar="VALIDATION", help="questions and answers that candidates are asked")
+    parser.add_argument("--suite", metavar="NAME|FILE", help="how they are scored; see vlmcompress list suites")
+    parser.add_argument("--confirm", metavar="TEST", help="other questions, which only the winner is asked, once")
+    judged(parser)
+    parser.add_argument("--max-drop", type=float, default=0.01, metavar="SHARE", help="the floor; default: 0.01")
+    parser.add_argument(
+        "--space", metavar="FILE", help="what to try, in recipe keys; default: all that the target runs"
+    )
+    parser.add_argument("--recover", action="store_true", help="also try models trained behind their reducer")
+    parser.add_argument("--limit", type=int, metavar="N", help="most questions of VALIDATION to ask; default: all")
+
+
+def judged(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the objective, and of how the search is run, which `auto` has, too."""
+    parser.add_argument("--target", default=argparse.SUPPRESS, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument(
+        "--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost; default: throughput"
+    )
+    parser.add_argument(
+        "--speed", default="", metavar="HOW", help="measured (in vLLM here) or modelled (from the target's rates)"
+    )
+    parser.add_argument("--image", default="448x448", metavar="WxH", help="of a typical request, for what is modelled")
+    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="of a typical answer; default: 32")
+    parser.add_argument("--price", type=float, metavar="PER_HOUR", help="of the machine: what 1,000 requests cost")
+    parser.add_argument("--budget", metavar="TIME", help="how long the search may take, like 30m or 2h")
+    parser.add_argument("--engine", default="vllm", metavar="NAME", help="what answers: vllm or hf; default: vllm")
+    parser.add_argument("--ray", metavar="ADDRESS", help="spread candidates over a Ray cluster: auto, HOST:PORT, local")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of work: checkpoints of all candidates")
+    parser.set_defaults(set=[])
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Search, confirm, write what was found."""
+    if not args.data and not args.suite:
+        raise UserError("vlmcompress search: missing --data; give questions with answers that candidates are asked")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    return searched(request(args), args)
+
+
+def request(args: argparse.Namespace) -> Request:
+    """What the flags ask for."""
+    from vlmcompress.search.speed import Load
+    from vlmcompress.search.whole import Request
+
+    check(args)
+    width, _, height = args.image.partition("x")
+    base = _flags.given(args)
+    out = Path(base.pop("out"))
+    return Request(
+        base=base,
+        out=out,
+        data=getattr(args, "data", None),
+        suite=getattr(args, "suite", None),
+        confirm=getattr(args, "confirm", None),
+        limit=getattr(args, "limit", None),
+        margin=args.max_drop,
+        goal=args.optimize,
+        speed=args.speed,
+        load=Load(image=(int(width), int(height)), out=args.out_tokens),
+        budget=seconds(args.budget) if args.budget else None,
+        engine=args.engine,
+        ray=args.ray,
+        space=getattr(args, "space", None),
+        recover=getattr(args, "recover", False),
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `UserError` for a flag whose value is not right."""
+    if args.optimize not in GOALS:
+        raise UserError(f"--optimize {args.optimize}: no such objective{did_you_mean(args.optimize, GOALS)}")
+    if args.speed not in ("", "measured", "modelled"):
+        raise UserError(f"--speed {args.speed}: give measured or modelled")
+    if not 0 < args.max_drop < 1:
+        raise UserError(f"--max-drop {args.max_drop:g} is no share between 0 and 1; for one point write 0.01")
+    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", args.image):
+        raise UserError(f"--image {args.image} is not a size; write it WIDTHxHEIGHT, like 448x448")
+    if args.out_tokens < 1:
+        raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
+    if args.price is not None and not args.price > 0:
+        raise UserError(f"--price is {args.price:g}; give what an hour of the machine costs")
+    if args.engine not in ("vllm", "hf"):
+        raise UserError(f"--engine {args.engine}: a search asks checkpoints that it makes; give vllm or hf")
+
+
+def seconds(text: str) -> float:
+    """Read a time like 90s, 30m or 1h30m."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    if not found or not any(found.groups()) or not any(int(part or 0) for part in found.groups()):
+        raise UserError(f"--budget {text}: write a time like 90s, 30m or 1h30m")
+    hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return 3600.0 * hours + 60.0 * minutes + rest
+
+
+def searched(asked: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
+    """Run a search, confirm its winner, and write what was found. `reference`: what answers are held to."""
+    from vlmcompress.report import search_page
+    from vlmcompress.report.search_text import text
+    from vlmcompress.search.whole import WORK, find
+
+    with closing(ProgressBar()) as progress:
+        done = find(asked, progress)
+        code, data = OK, done.data | {"reference": reference}
+        if done.winner and asked.confirm:
+            code, data["confirmed"] = _confirmed(asked, done.winner, progress)
+    if args.price is not None:
+        data["price_per_hour"] = args.price
+    if not done.winner:
+        lost = [one for one in data["candidates"] if one["gain"] > 1 and one["questions"]]
+        code = GATE if all(one["why"].startswith("loses more") for one in lost) else UNDECIDED
+    files = search_page.write(data, asked.out)
+    if not args.keep:
+        shutil.rmtree(asked.out / WORK, ignore_errors=True)
+    data = {"ok": code == OK, **data, "out": str(asked.out), "files": {kind: str(path) for kind, path in files.items()}}
+    return code, data, text(data)
+
+
+def _confirmed(asked: Request, winner: Path, progress: ProgressBar) -> tuple[int, dict[str, Any]]:
+    """Ask the winner and the original the questions that the search never saw, and judge."""
+    from vlmcompress.api import evaluate
+    from vlmcompress.commands._conclude import EXIT, conclude
+    from vlmcompress.evaluation import gate as gates
+
+    gate = gates.chosen(None, asked.margin)
+    model = hub.local(asked.base["model"])
+    results = evaluate(
+        winner,
+        model,
+        suites=[asked.suite] if asked.suite else (),
+        data=asked.confirm,
+        engine=asked.engine,
+        seed=asked.seed,
+        margins=gates.margins(gate),
+        journal=asked.out / "confirm.jsonl",
+        progress=progress,
+    )
+    conclude(results, gate, asked.out / CONFIRMATION)
+    (suite,) = results.suites
+    found = suite.overall
+    return EXIT[found.verdict], {
+        "verdict": found.verdict,
+        "questions": found.n,
+        "original": found.baseline,
+        "winner": found.candidate,
+        "difference": found.difference,
+        "low": found.low,
+        "high": found.high,
+        "needed": found.needed,
+        "report": f"{CONFIRMATION}/report.html",
+    }

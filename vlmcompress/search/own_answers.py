@@ -1,0 +1,112 @@
+"""Questions where there are none: short prompts about a folder's images, answered by the original itself.
+
+Such answers say nothing about what is right. They say how often a compressed model answers as the original does, which is what
+a search can hold to a floor when there is nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmcompress.common.folders import save
+from vlmcompress.common.progress import Progress
+from vlmcompress.data.images import SUFFIXES
+from vlmcompress.errors import UserError
+from vlmcompress.search.candidate import Candidate
+from vlmcompress.search.trial import Setup, attempt
+
+PROMPTS = (
+    "What is the main thing in this image? Answer in a few words.",
+    "Which colour stands out in this image? Answer with one word.",
+    "How many objects can be seen? Answer with a number.",
+    "What text can be read in this image? Write it down, or say none.",
+    "Is this a photo, a drawing, a chart or a document? Answer with one word.",
+    "Where is the main thing: left, right, top, bottom or middle? Answer with one word.",
+)
+EACH = 2
+"""Prompts that an image is asked."""
+CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
+FEWEST = 24
+"""Images without which there is nothing to search with."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The images of a folder, apart: to calibrate with, to search on, and to confirm on."""
+
+    calibration: list[Path]
+    search: list[Path]
+    confirm: list[Path]
+
+
+def split(folder: str | Path, most: int) -> Parts:
+    """Split a folder's images by their content, so that copies stay together: a quarter, a quarter, and half to confirm on.
+
+    Raises:
+        UserError: there is no such folder, or it has too few images.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"--images {root} is no folder; name one with images of what the model is to see")
+    by_content: dict[str, Path] = {}
+    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
+        by_content.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+    images = [by_content[name] for name in sorted(by_content)][:most]
+    if len(images) < FEWEST:
+        raise UserError(f"--images {root} has {len(images)} different images; give at least {FEWEST}, better hundreds")
+    quarter = len(images) // 4
+    return Parts(images[:quarter], images[quarter : 2 * quarter], images[2 * quarter :])
+
+
+def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress) -> dict[str, Path]:
+    """Write the three files of questions into `out`, those to search and confirm with the original's answers.
+
+    Files that are there already stay, so that a search can go on.
+
+    Args:
+        setup: the original and the engine that answers; its questions are not looked at.
+
+    Returns:
+        Name of a file -> its path.
+
+    Raises:
+        UserError: the original cannot be asked, or says nothing at all.
+    """
+    files = {}
+    for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
+        rows = _rows(images, prompts, first=name == CALIBRATION)
+        files[name] = out / name
+        if not files[name].is_file():
+            if name != CALIBRATION:
+                rows = _answered(rows, out, setup, progress)
+            save(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
+    return files
+
+
+def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> list[dict[str, str]]:
+    """Questions about images, prompts in turn; of the first prompt alone or of `EACH`."""
+    return [
+        {
+            "id": f"{number}-{turn}",
+            "image": str(path.resolve()),
+            "question": prompts[(EACH * number + turn) % len(prompts)],
+        }
+        for number, path in enumerate(images)
+        for turn in range(1 if first else min(EACH, len(prompts)))
+    ]
+
+
+def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Progress) -> list[dict[str, str]]:
+    """Give questions the original's answers; those that it says nothing to are left out."""
+    asked = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
+    plain = Setup(setup.base, None, str(asked["asked"]), setup.seed, setup.engine, setup.work)
+    answers = {one.id: one.text for one in attempt(plain, Candidate(), len(rows), progress).asked.samples}
+    asked["asked"].unlink()
+    found = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
+    if not found:
+        raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
+    return found

@@ -1,0 +1,178 @@
+"""A whole search: the race on real checkpoints and a real engine, and the speed of its finalists."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmcompress.common.crew import Crew, Failed
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation.divergence import divergence
+from vlmcompress.evaluation.scoring import normalise
+from vlmcompress.results import Ratio
+from vlmcompress.search.belief import Evidence
+from vlmcompress.search.book import Book
+from vlmcompress.search.candidate import Candidate
+from vlmcompress.search.race import Race, Rules, Standing, Trial
+from vlmcompress.search.space import Space
+from vlmcompress.search.speed import Measured, Modelled
+from vlmcompress.search.trial import Answers, Setup, attempt
+
+_SHARE = 0.25
+"""Share of a time budget that is kept for the finalists' speed and the confirmation."""
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        winner: None where no candidate gains anything within the floor.
+        standings: every candidate, by name.
+        accuracy: the original's, on the questions of the search.
+        questions: questions of the search; `asked`: those that candidates were asked, all together.
+        grid: questions that asking every candidate all of them would have taken.
+        seconds: how long the search took.
+        late: whether the time budget ended it.
+    """
+
+    winner: Standing | None
+    standings: Mapping[str, Standing]
+    race: Race
+    accuracy: float
+    questions: int
+    asked: int
+    grid: int
+    seconds: float
+    late: bool
+
+
+@dataclass
+class Live:
+    """Trials on real checkpoints, for `race`."""
+
+    setup: Setup
+    crew: Crew
+    book: Book
+    gains: Measured | Modelled
+    original: Answers
+    progress: Progress = silent
+    late: bool = False
+    _took: list[float] = field(default_factory=list)
+
+    def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
+        """See `race.Trials`: trials that the book has are taken from it."""
+        rows = {one.name: self.book.trial(one, questions) for one in candidates}
+        jobs = [one for one in candidates if rows[one.name] is None]
+        label = f"asking {questions:,} questions"
+        work = functools.partial(_attempt, self.setup, questions)
+        began, results = time.monotonic(), self.crew.map(work, jobs)
+        for done in range(len(jobs)):
+            if self._no_time():
+                self.late = True
+                break
+            self.progress(label, done, len(jobs))
+            number, answers = next(results)
+            self._took.append((time.monotonic() - began) / (done + 1))
+            rows[jobs[number].name] = found = self._row(answers)
+            self.book.write(jobs[number], questions, found)
+        results.close()
+        return {name: self._trial(row) for name, row in rows.items() if row is not None}
+
+    def _no_time(self) -> bool:
+        """Whether another trial would take what is kept for the end."""
+        usual = statistics.median(self._took) if self._took else 0.0
+        return self.book.left < usual + _SHARE * (self.book.left + self.book.spent)
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """See `race.Trials`."""
+        return self.gains.gain(candidate)
+
+    def measured(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """See `race.Trials`: one after the other on this machine, whatever the crew."""
+        if isinstance(self.gains, Modelled):
+            return {}
+        found: dict[str, float] = {}
+        for done, one in enumerate(candidates):
+            key = f"speed {self.gains.goal} {one.folder}"
+            if (known := self.book.note(key)) is None:
+                if self.book.left < (0.15 * (self.book.left + self.book.spent) if found else 0):
+                    self.late = True
+                    break
+                self.progress("measuring the speed of finalists", done, len(candidates))
+                try:
+                    known = self.gains.measure(one, self.progress).model_dump()
+                except UserError as error:
+                    known = str(error)
+                self.book.keep(key, known)
+            if isinstance(known, dict):
+                found[one.name] = self.gains.take(one, Ratio(**known))
+        return found
+
+    def _row(self, answers: Answers | Failed) -> dict[str, Any]:
+        """What the book keeps of a trial."""
+        if isinstance(answers, Failed):
+            return {"failed": answers.reason}
+        before = {sample.id: sample for sample in self.original.asked.samples}
+        after = answers.asked.samples
+        pairs = [(before[sample.id], sample) for sample in after]
+        moved, _ = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
+        same = sum(normalise(old.text) == normalise(new.text) for old, new in pairs)
+        return {
+            "scores": {sample.id: sample.score for sample in after},
+            "divergence": moved.mean if moved else None,
+            "agreement": same / len(pairs),
+            "seconds": answers.seconds,
+            "weight_bytes": answers.weight_bytes,
+            "prompt_tokens": answers.tokens,
+        }
+
+    def _trial(self, row: Mapping[str, Any]) -> Trial:
+        if row.get("failed"):
+            return Trial(None, failed=row["failed"])
+        before = {sample.id: sample for sample in self.original.asked.samples}
+        differences = [score - before[name].score for name, score in row["scores"].items()]
+        evidence = Evidence(differences, [before[name].image for name in row["scores"]], row["divergence"])
+        first, second = self.book.note("seconds"), row["seconds"]
+        return Trial(evidence, first / second if first and second else 1.0)
+
+
+def _attempt(setup: Setup, questions: int, candidate: Candidate) -> Answers:
+    return attempt(setup, candidate, questions)
+
+
+def original(setup: Setup, questions: int, crew: Crew, book: Book, progress: Progress) -> Answers:
+    """Ask the original all `questions` of the search. Raises UserError where that fails, as nothing can be compared then."""
+    progress("asking the original", 0, 1)
+    _, answers = next(crew.map(functools.partial(_attempt, setup, questions), [Candidate()]))
+    if isinstance(answers, Failed):
+        raise UserError(f"the original cannot be asked: {answers.reason}")
+    if answers.seconds is not None:
+        book.keep("seconds", answers.seconds)
+    return answers
+
+
+def search(space: Space, live: Live, rules: Rules) -> Found:
+    """Run the race on a space. The original's answers are in `live` already."""
+    race = Race(space.factors, live, rules)
+    winner = race.run()
+    every = 1
+    for factor in space.factors:
+        every *= 1 + len(factor.choices)
+    samples = live.original.asked.samples
+    return Found(
+        winner=winner,
+        standings=race.standings,
+        race=race,
+        accuracy=sum(sample.score for sample in samples) / len(samples),
+        questions=rules.questions,
+        asked=race.asked,
+        grid=(every - 1) * rules.questions,
+        seconds=live.book.spent,
+        late=live.late,
+    )

@@ -1,0 +1,154 @@
+"""A trial: make a candidate's checkpoint, and ask it and the original questions.
+
+Whatever a trial makes lies in a folder of work, under names that say what it is: statistics (one folder for each reducer, which
+all schemes behind it share), models trained behind a reducer, checkpoints, and answers as they come. So nothing is made twice,
+not even after a kill, and two processes can share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmcompress.blocks.solve import Method
+from vlmcompress.common.progress import Progress, silent
+from vlmcompress.compression.calibrate import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.compression.recover import Asked as Recovery
+from vlmcompress.compression.recover import recover
+from vlmcompress.engines.base import Engine, Settings
+from vlmcompress.evaluation import tasks
+from vlmcompress.evaluation.accuracy import FIRST_TOKENS
+from vlmcompress.evaluation.ask import Asked, ask_suite
+from vlmcompress.evaluation.journal import open_journal
+from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.results import sides
+from vlmcompress.search.candidate import Candidate, digest
+from vlmcompress.statistics.inputs import NEEDS
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trials of a search share.
+
+    Attributes:
+        base: recipe keys that all candidates have.
+        suite, data: the questions, as `vlmcompress eval` takes them; `seed` decides which of them come first.
+        engine: what answers them.
+        work: folder of work.
+        recovery: how models are trained behind reducers.
+    """
+
+    base: Mapping[str, Any]
+    suite: str | None
+    data: str | None
+    seed: int
+    engine: Engine
+    work: Path
+    recovery: Recovery = Recovery()
+
+    @property
+    def model(self) -> Path:
+        """Folder of the original."""
+        return Path(self.base["model"])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A checkpoint's answers, and the bytes of its weights."""
+
+    asked: Asked
+    weight_bytes: int
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds a question; None where all answers were there already."""
+        new = len(self.asked.samples) - self.asked.resumed
+        return self.asked.seconds / new if new else None
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a prompt, as the language model gets it."""
+        return sum(sample.answer.prompt_tokens for sample in self.asked.samples) / len(self.asked.samples)
+
+
+def attempt(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
+    """Make a candidate's checkpoint, unless it is there, and ask it so many questions, of which it keeps earlier answers.
+
+    Raises:
+        UserError: it cannot be made, or the engine fails.
+    """
+    setup.work.mkdir(parents=True, exist_ok=True)
+    folder = made(setup, candidate, progress)
+    suite = questions_of(setup, questions)
+    with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
+        settings = Settings(logprobs=FIRST_TOKENS, seed=setup.seed)
+        asked = ask_suite(folder, suite, setup.engine, settings, journal, progress, candidate.name)
+    return Answers(asked, sides.side(folder, {}).weight_bytes)
+
+
+def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
+    """Load the first `count` questions of a search, in an order that its seed decides; None: all."""
+    model, data = setup.model, Path(setup.data) if setup.data else None
+    return tasks.load_suite(setup.suite, data, candidate=model, baseline=model, limit=count, seed=setup.seed)
+
+
+def made(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:
+    """Return the folder of a candidate's checkpoint, and make it where there is none."""
+    if not candidate.choices:
+        return setup.model
+    out = setup.work / f"checkpoint-{candidate.folder}"
+    with _alone(out):
+        if not out.exists():
+            quantize(_recipe(setup, candidate, out, progress), resume=True, progress=progress)
+    return out
+
+
+def _recipe(setup: Setup, candidate: Candidate, out: Path, progress: Progress) -> Recipe:
+    keys = {**setup.base, **candidate.keys, "out": str(out)}
+    if candidate.recover:
+        keys["model"] = str(_recovered(setup, candidate, progress))
+    recipe = resolve(keys).recipe
+    needs = Method(recipe.method, recipe.options).needs
+    if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
+        stats = _statistics(setup, keys, progress)
+        recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
+    return recipe
+
+
+def _behind(keys: Mapping[str, Any]) -> str:
+    """Name what stands before the language model, by which statistics differ."""
+    return digest([str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")])
+
+
+def _statistics(setup: Setup, keys: Mapping[str, Any], progress: Progress) -> Path:
+    """Collect what all schemes behind one reducer read, once."""
+    out = setup.work / f"statistics-{_behind(keys)}"
+    plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
+    with _alone(out):
+        if not out.exists():
+            calibrate(resolve({**plain, "scheme": "none", "out": str(out)}).recipe, resume=True, progress=progress)
+    return out
+
+
+def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
+    """Train the original behind a candidate's reducer, once for all schemes."""
+    asked = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
+    out = setup.work / f"recovered-{digest(asked)}"
+    with _alone(out):
+        if not out.exists():
+            recipe = resolve({**setup.base, **asked, "scheme": "none", "out": str(out)}).recipe
+            recover(recipe, setup.recovery, resume=True, progress=progress)
+    return out
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Let one process at a time make a folder; the others wait for it."""
+    with open(out.with_name(f".{out.name}.turn"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,241 @@
+"""A search from a request to a folder: checks, the race, and the winner's checkpoint in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmcompress import engines, targets
+from vlmcompress.common import crew as crews
+from vlmcompress.common import hub
+from vlmcompress.common.folders import new_folder, save
+from vlmcompress.common.identity import source_identity
+from vlmcompress.common.progress import Progress
+from vlmcompress.common.text import duration
+from vlmcompress.errors import UserError
+from vlmcompress.evaluation import noninferiority, tasks
+from vlmcompress.evaluation.score import Score
+from vlmcompress.search import outcome, space
+from vlmcompress.search.book import QUESTIONS, WORK, open_book
+from vlmcompress.search.candidate import Candidate
+from vlmcompress.search.race import Rules
+from vlmcompress.search.run import Found, Live, original, search
+from vlmcompress.search.speed import Goal, Load, Measured, Modelled
+from vlmcompress.search.trial import Setup, made, questions_of
+
+WINNER, RECIPE = "winner", "recipe.yaml"
+__all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find"]
+_LEAST = 30
+"""Questions without which nothing can be said."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search is asked for.
+
+    Attributes:
+        base: recipe keys that all candidates have: `model`, `calibrate`, `seed`, and `target`, None for this machine.
+        out: folder of the search.
+        data, suite, limit: the questions, as `vlmcompress eval` takes them.
+        confirm: other questions for the winner; None: it is not confirmed.
+        margin: the allowed loss, as a share.
+        speed: `measured`, `modelled`, or empty for what can be done.
+        budget: seconds; None: no limit.
+        space: file of the space; None: the usual one, `small` or not, with trained models if `recover`.
+    """
+
+    base: Mapping[str, Any]
+    out: Path
+    data: str | None
+    suite: str | None = None
+    confirm: str | None = None
+    limit: int | None = None
+    margin: float = 0.01
+    goal: Goal = "throughput"
+    speed: str = ""
+    load: Load = field(default_factory=Load)
+    budget: float | None = None
+    engine: str = "vllm"
+    ray: str | None = None
+    space: str | None = None
+    recover: bool = False
+    small: bool = False
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything random."""
+        return int(self.base.get("seed", 0))
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search's end: what it found, the same as data, the winner's folder (None without one), and the questions' setup."""
+
+    found: Found
+    data: dict[str, Any]
+    winner: Path | None
+    setup: Setup
+
+
+def find(asked: Request, progress: Progress) -> Searched:
+    """Run a search, or go on with one that was interrupted.
+
+    Raises:
+        UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
+    """
+    base = dict(asked.base) | {"model": str(hub.local(asked.base["model"])), "target": _target(asked)}
+    base = {key: value for key, value in base.items() if value is not None}
+    setup = Setup(base, asked.suite, asked.data, asked.seed, engines.get(asked.engine), asked.out / WORK)
+    gains = _gains(asked, setup)
+    count = len(questions_of(setup, asked.limit))
+    confirming = _confirming(asked, setup, count)
+    known = source_identity(setup.model)
+    about = {
+        "model": known,
+        "data": asked.data,
+        "suite": asked.suite,
+        "calibration": base.get("calibrate", {}),
+        "seed": asked.seed,
+        "engine": asked.engine,
+        "questions": count,
+    }
+    with open_book(asked.out, json.loads(json.dumps(about, default=str)), asked.budget) as book:
+        where = space.read(asked.space, base) if asked.space else _usual(asked, base)
+        with closing(crews.of(asked.ray)) as crew:
+            before = original(setup, count, crew, book, progress)
+            if book.left <= 0:
+                raise UserError(
+                    f"--budget is spent: asking the original took {duration(book.spent)}; give a longer one, which goes on "
+                    "from here, or fewer questions (--limit)"
+                )
+            live = Live(setup, crew, book, gains, before, progress)
+            found = search(where, live, Rules(asked.margin, count, confirming))
+        rate = gains.rate(found.winner.candidate) if found.winner else None
+        data = outcome.plain(found, _described(asked, base, gains), where.left_out, rate)
+        winner = _placed(asked, setup, found, progress)
+        book.finish()
+    return Searched(found, data, winner, setup)
+
+
+def _usual(asked: Request, base: Mapping[str, Any]) -> space.Space:
+    return space.usual(base, recover=asked.recover, small=asked.small)
+
+
+def _described(asked: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
+    return {
+        "model": hub.facts(base["model"])["source"],
+        "target": base.get("target"),
+        "max_drop": asked.margin,
+        "optimize": asked.goal,
+        "gains": gains.how,
+        "seed": asked.seed,
+        "engine": asked.engine,
+    }
+
+
+def _target(asked: Request) -> str | None:
+    """The target; where none is named, the CPU on a machine without a GPU."""
+    named = asked.base.get("target")
+    if named is not None:
+        targets.get(named)
+        return str(named)
+    return None if torch.cuda.is_available() else "cpu"
+
+
+def _here(name: str | None) -> bool:
+    """Whether a target is this machine."""
+    if name is None:
+        return True
+    target = targets.get(name)
+    if not torch.cuda.is_available():
+        return target.is_cpu
+    return target.capability == torch.cuda.get_device_capability()
+
+
+def _gains(asked: Request, setup: Setup) -> Measured | Modelled:
+    """What says the gains: shapes for memory and for other machines, else this machine."""
+    target = setup.base.get("target")
+    if asked.goal == "memory" or asked.speed == "modelled" or (not asked.speed and not _here(target)):
+        modelled = Modelled(setup, asked.goal, asked.load)
+        if (figures := modelled.figures(Candidate())) is None or figures.of(asked.goal) is None:
+            raise UserError(f"--speed modelled: how fast {target} is, is not known; use --speed measured there")
+        return modelled
+    return Measured(setup, asked.goal, asked.load, asked.data)
+
+
+def _confirming(asked: Request, setup: Setup, count: int) -> int | None:
+    """The number of questions for the confirmation. UserError: too few of them, or some that the search asks, too."""
+    if count < _LEAST:
+        raise UserError(f"{asked.data or 'the data'} has {count} questions; a search needs at least {_LEAST}")
+    if asked.confirm is None:
+        return None
+    model, file = setup.model, Path(asked.confirm)
+    suite = tasks.load_suite(asked.suite, file, candidate=model, baseline=model)
+    if (least := _enough(asked.margin)) > len(suite):
+        raise UserError(
+            f"{asked.confirm} has {len(suite):,} questions, and a floor of {100 * asked.margin:g} points cannot be "
+            f"confirmed with less than {least:,}, even if no answer changes; give more, or a larger --max-drop"
+        )
+    shared = _contents(questions_of(setup, None)) & _contents(suite)
+    if shared:
+        raise UserError(
+            f"{asked.confirm} has {len(shared)} images (or questions without one) that {asked.data} has, too; confirm on "
+            "images that the search never sees"
+        )
+    return len(suite)
+
+
+def _enough(margin: float) -> int:
+    """The least number of questions with which a candidate that changes no answer is confirmed."""
+    count = _LEAST
+    while noninferiority.verdict(Score([0.0] * count), margin, 0.95) != "pass":
+        count += max(1, count // 50)
+    return count
+
+
+def _contents(suite: tasks.LoadedSuite) -> set[str]:
+    """Hashes of a suite's images, as they are when decoded, and of questions that have none."""
+    found = set()
+    for task in suite.tasks.values():
+        for document in task.eval_docs:
+            images = task.doc_to_image(document) or ()
+            shown = [image.tobytes() for image in images] or [str(task.doc_to_text(document)).encode()]
+            found |= {hashlib.sha256(content).hexdigest() for content in shown}
+    return found
+
+
+def _placed(asked: Request, setup: Setup, found: Found, progress: Progress) -> Path | None:
+    """Put the winner's checkpoint and recipe into the search's folder."""
+    if found.winner is None:
+        return None
+    candidate = found.winner.candidate
+    out = asked.out / WINNER
+    checkpoint = made(setup, candidate, progress)
+    with new_folder(out) as folder:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=_linked)
+    keys = {key: value for key, value in setup.base.items() if key not in ("model", "calibrate")} | candidate.keys
+    head = f"# {candidate.name}: found by vlmcompress search\n"
+    if candidate.recover:
+        head += (
+            "# The model was trained behind the reducer first: vlmcompress recover MODEL --reduce ... -o RECOVERED\n"
+        )
+    text = head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
+    save(asked.out, {"recipe": (RECIPE, text)})
+    return out
+
+
+def _linked(source: str, target: str) -> None:
+    """Link a file into another folder, or copy it where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
