@@ -146,8 +146,7 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
     """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
 
     Args:
-        rows: False: loads alone, without formats.
-        formats: the formats to have rows for; None: all that schemes give.
+        rows: False: loads alone, without formats. `formats`: those to have rows for; None: all that schemes give.
     """
     described = model.decoder
     if problem := decoder.tp_refusal(described, asked.tp):
@@ -200,8 +199,7 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
     )
     if not rows:
         return found
-    every = weights.formats(model, asked.target_name) if formats is None else formats
-    every = [_split(one, described, asked.tp) for one in every]
+    every = [_split(one, described, asked.tp) for one in formats or weights.formats(model, asked.target_name)]
     return replace(found, rows=tuple(_row(found, counted, one) for one in every))
 
 

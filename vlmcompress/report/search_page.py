@@ -35,7 +35,7 @@ def _row(one: Mapping[str, Any]) -> dict[str, Any]:
     interval = f"{points(one['difference'])} ({points(one['low'])} to {points(one['high'])})" if asked else ""
     return {
         "name": one["name"],
-        "gain": times(one["gain"]) + ("" if one["gain_measured"] else "~"),
+        "gain": times(one["gain"]) + ("~" if one["rough"] else ""),
         "questions": asked or "",
         "difference": interval,
         "divergence": "" if one["divergence"] is None else f"{one['divergence']:.4f}",

@@ -34,8 +34,7 @@ def headline(data: Mapping[str, Any]) -> str:
     floor = f"{100 * data['max_drop']:g} points"
     if data["winner"]:
         one = next(row for row in data["candidates"] if row["winner"])
-        rough = data["gains"] == "measured" and not one["gain_measured"]
-        how = "by the time that answers took" if rough else data["gains"]
+        how = "by the time that answers took" if one["rough"] else data["gains"]
         return f"{one['name']}: {times(one['gain'])} {GAINS[data['optimize']]} ({how}), for a loss of at most {floor}."
     near = data["nearest"]
     if near is None:
@@ -46,7 +45,7 @@ def headline(data: Mapping[str, Any]) -> str:
 
 def _row(one: Mapping[str, Any]) -> tuple[object, ...]:
     interval = f"{points(one['difference'])} ({points(one['low'])} to {points(one['high'])})"
-    gain = times(one["gain"]) + ("" if one["gain_measured"] else "~")
+    gain = times(one["gain"]) + ("~" if one["rough"] else "")
     why = "winner" if one["winner"] else one["why"]
     return one["name"], gain, one["questions"], interval, f"{100 * one['chance']:.0f}%", why
 

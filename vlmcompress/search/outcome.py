@@ -26,6 +26,9 @@ def plain(
         rate: requests a second of the original and of the winner, if they are known.
     """
     rows = [row(one, one is found.winner) for one in found.standings.values()]
+    if asked["gains"] == "measured":
+        rough = {name for name, one in found.standings.items() if not one.measured}
+        rows = [one | {"rough": one["name"] in rough} for one in rows]
     mark(rows)
     order = {"winner": 0, "front": 1}
     rows.sort(
@@ -48,13 +51,13 @@ def plain(
 
 
 def row(one: Standing, winner: bool) -> dict[str, Any]:
-    """Describe a candidate; differences are shares, negative for a loss."""
+    """Describe a candidate; differences are shares, negative for a loss. `rough` gains are those that answering showed."""
     evidence = one.trial.evidence if one.trial else None
     low, high = evidence.score.limits(0.95) if evidence else (None, None)
     return {
         **one.candidate.plain(),
         "gain": round(one.gain, 4),
-        "gain_measured": one.measured,
+        "rough": False,
         "questions": one.questions,
         "difference": round(evidence.score.mean, 5) if evidence else None,
         "low": low,

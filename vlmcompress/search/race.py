@@ -81,8 +81,8 @@ class Trials(Protocol):
         """Say a candidate's gain without a trial; None where that cannot be known."""
         ...
 
-    def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        """Measure the gains of finalists; those that there is no time for are left out."""
+    def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float | str]:
+        """Measure the gains of finalists, or say why one could not be served; those that there is no time for are left out."""
         ...
 
 
@@ -137,8 +137,11 @@ class Race:
             keep = self.rules.finalists if last else max(math.ceil(len(going) / ETA), self.rules.finalists)
             going = self._best(going, keep, f"behind others after {questions:,} questions")
         for name, gain in self.trials.measured([one.candidate for one in going]).items():
-            self.standings[name].gain, self.standings[name].measured = gain, True
-        return self._winner(going)
+            if isinstance(gain, str):
+                self.standings[name].out = f"failed: {gain}"
+            else:
+                self.standings[name].gain, self.standings[name].measured = gain, True
+        return self._winner([one for one in going if not one.out])
 
     def _enter(self, new: Sequence[Standing]) -> None:
         self.standings |= {one.candidate.name: one for one in new}

@@ -93,11 +93,11 @@ class Live:
         """See `race.Trials`."""
         return self.gains.gain(candidate)
 
-    def measured(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+    def measured(self, candidates: Sequence[Candidate]) -> dict[str, float | str]:
         """See `race.Trials`: one after the other on this machine, whatever the crew."""
         if isinstance(self.gains, Modelled):
             return {}
-        found: dict[str, float] = {}
+        found: dict[str, float | str] = {}
         for done, one in enumerate(candidates):
             key = f"speed {self.gains.goal} {one.folder}"
             if (known := self.book.note(key)) is None:
@@ -110,8 +110,7 @@ class Live:
                 except UserError as error:
                     known = str(error)
                 self.book.keep(key, known)
-            if isinstance(known, dict):
-                found[one.name] = self.gains.take(one, Ratio(**known))
+            found[one.name] = self.gains.take(one, Ratio(**known)) if isinstance(known, dict) else known
         return found
 
     def _row(self, answers: Answers | Failed) -> dict[str, Any]:

@@ -1,0 +1,308 @@
+#!/usr/bin/env python
+"""What `vlmcompress search` finds and what it saves, against a grid of candidates that are all asked to the end in vLLM.
+
+    scripts/measure/bench_search.py --work out/search      the grid of both demo models (an hour of two cores), then the rest
+    scripts/measure/bench_search.py --work out/search --models demo-llava
+    scripts/measure/bench_search.py --render               the docs' table, from eval/search.json
+
+Every combination of `SPACE` is made and asked all of the validation questions, once; answers stay in WORK, so a run that was
+stopped goes on. Searches are then run on these recorded answers, with five seeds that shuffle the questions, under several
+floors, and compared with the candidate that the whole grid would choose by the same rule. Each search's winner is confirmed on
+the test questions. Gains are requests a second, as one run of all questions in vLLM took them; the best of the quantizations
+alone, of the reductions alone and of all together are served against the original at the end (`--speed`). The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+from vlmcompress import engines
+from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.common.text import points, table, times
+from vlmcompress.data.sources import bundled
+from vlmcompress.evaluation.compare import compare
+from vlmcompress.evaluation.divergence import divergence
+from vlmcompress.search.belief import Evidence
+from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
+from vlmcompress.search.race import Race, Rules, Trial
+from vlmcompress.search.speed import Load, Measured
+from vlmcompress.search.trial import Answers, Setup, attempt
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "eval" / "demo"
+RESULTS = ROOT / "eval" / "search.json"
+FLOORS = (0.01, 0.02, 0.03, 0.05)
+SEEDS = 5
+WEIGHTS = (
+    Choice("int8", {"scheme": "int8"}),
+    Choice("gptq-plus g64", {"scheme": "gptq-plus", "options": {"group_size": 64}}),
+)
+IMAGES = (
+    "coverage:0.5,merge=nearest",
+    "coverage:1/3,merge=nearest",
+    "coverage:0.25,merge=nearest",
+    "divprune:0.5",
+    "pool",
+)
+SPACE = (Factor("weights", WEIGHTS), Factor("images", tuple(Choice(name, {"reduce": name}) for name in IMAGES)))
+
+
+def every() -> list[Candidate]:
+    """The original first, then each candidate of the grid."""
+    return [Candidate(), *singles(SPACE), *combined(SPACE)]
+
+
+def setup(model: str, work: Path, split: str) -> Setup:
+    """The setup of trials on a split; checkpoints are shared by both splits."""
+    base = {"model": str(DEMO / model), "target": "cpu", "calibrate": {"samples": 64}}
+    return Setup(base, "world", str(bundled(DEMO / model, split)), 0, engines.get("vllm"), work / model)
+
+
+def grid(model: str, work: Path, split: str, count: int, wanted: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
+    """Ask candidates, and return by name: scores, divergences and images by question, and seconds a question."""
+    file = work / f"{model}-{split}.json"
+    rows: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+    about = setup(model, work, split)
+    before: Answers | None = None
+    for candidate in [Candidate(), *(one for one in wanted if one.choices)]:
+        if candidate.name in rows and candidate.choices:
+            continue
+        began = time.monotonic()
+        answers = attempt(about, candidate, count)
+        before = before or answers
+        if candidate.name in rows:  # the original's answers, for divergences
+            continue
+        pairs = list(zip(before.asked.samples, answers.asked.samples, strict=True))
+        _, moved = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
+        rows[candidate.name] = {
+            "scores": {new.id: new.score for _, new in pairs},
+            "kl": {new.id: kl for (_, new), kl in zip(pairs, moved, strict=True)},
+            "images": {old.id: old.image for old, _ in pairs},
+            "seconds": answers.seconds,
+            "weight_bytes": answers.weight_bytes,
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rows))
+        right = statistics.fmean(rows[candidate.name]["scores"].values())
+        print(
+            f"{time.strftime('%H:%M:%S')} {model} {split} {candidate.name}: {100 * right:.1f}%, "
+            f"{time.monotonic() - began:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+@dataclass
+class Recorded:
+    """Trials whose answers are in a grid already, asked in an order of their own."""
+
+    rows: Mapping[str, Mapping[str, Any]]
+    order: Sequence[str]
+
+    def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
+        """See `race.Trials`."""
+        return {one.name: Trial(self.evidence(one.name, questions), self.speed(one.name)) for one in candidates}
+
+    def evidence(self, name: str, questions: int) -> Evidence:
+        """The first answers of a candidate."""
+        row, before = self.rows[name], self.rows[Candidate().name]
+        chosen = self.order[:questions]
+        differences = [row["scores"][one] - before["scores"][one] for one in chosen]
+        moved = [row["kl"][one] for one in chosen if row["kl"][one] is not None]
+        return Evidence(
+            differences, [before["images"][one] for one in chosen], statistics.fmean(moved) if moved else None
+        )
+
+    def speed(self, name: str) -> float:
+        """The gain in requests a second."""
+        return self.rows[Candidate().name]["seconds"] / self.rows[name]["seconds"]
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """See `race.Trials`."""
+        return None
+
+    def measured(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """See `race.Trials`."""
+        return {one.name: self.speed(one.name) for one in candidates}
+
+
+def whole_grid(rows: Mapping[str, Any], floor: float, count: int, confirming: int) -> Race:
+    """A race in which every candidate is asked everything: the rule that a search saves questions against."""
+    candidates = [one for one in every() if one.choices]
+    rules = Rules(floor, count, confirming, first=count, joint=len(candidates), finalists=len(candidates))
+    return Race(SPACE, Recorded(rows, sorted(rows[Candidate().name]["scores"])), rules)
+
+
+def replay(model: str, work: Path, count: int | None, floors: Sequence[float]) -> list[dict[str, Any]]:
+    """Searches on the recorded grid, by floor."""
+    suite = len(json.loads((work / f"{model}-validation.json").read_text())[Candidate().name]["scores"])
+    rows = grid(model, work, "validation", suite, [])
+    found = []
+    for floor in floors:
+        confirming = 2500
+        full = whole_grid(rows, floor, suite, confirming)
+        best = full.run()
+        candidates = len(every()) - 1
+        searches = []
+        for seed in range(SEEDS):
+            order = sorted(rows[Candidate().name]["scores"])
+            random.Random(seed).shuffle(order)
+            race = Race(SPACE, Recorded(rows, order), Rules(floor, suite, confirming))
+            winner = race.run()
+            searches.append(
+                {"winner": winner.candidate.name if winner else None, "gain": winner.gain if winner else 1.0}
+            )
+            searches[-1]["saved"] = candidates * suite / race.asked
+        gain = best.gain if best else 1.0
+        kinds = {kind: _alone(full, kind) for kind in ("weights", "images")}
+        found.append(
+            {
+                "model": model,
+                "floor": floor,
+                "grid": {"winner": best.candidate.name if best else None, "gain": gain, "candidates": candidates},
+                "alone": kinds,
+                "regret": statistics.fmean(max(gain - one["gain"], 0.0) / gain for one in searches),
+                "saved": statistics.median(one["saved"] for one in searches),
+                "searches": searches,
+            }
+        )
+    return found
+
+
+def _alone(race: Race, factor: str) -> dict[str, Any]:
+    """The best candidate that changes one thing alone, by the race's own rule."""
+    names = {choice.name for one in SPACE if one.name == factor for choice in one.choices}
+    tried = [one for name, one in race.standings.items() if name in names and one.gain > 1 and one.chance >= 0.5]
+    best = max(tried, key=lambda one: one.worth, default=None)
+    return {"winner": best.candidate.name if best else None, "gain": best.gain if best else 1.0}
+
+
+def confirmed(model: str, work: Path, found: list[dict[str, Any]], limit: int | None) -> None:
+    """Ask the winners, and the best single changes, the test questions, and add the verdicts."""
+    names = {one["winner"] for row in found for one in (row["grid"], *row["searches"], *row["alone"].values())}
+    wanted = [one for one in every() if one.name in names - {None}]
+    count = limit or pq_rows(bundled(DEMO / model, "test"))
+    rows = grid(model, work, "test", count, wanted)
+    before = rows[Candidate().name]
+    for row in found:
+        for one in (row["grid"], *row["searches"], *row["alone"].values()):
+            if one["winner"] is None:
+                continue
+            scores = rows[one["winner"]]["scores"]
+            pair = compare(
+                list(before["scores"].values()),
+                [scores[name] for name in before["scores"]],
+                [before["images"][name] for name in before["scores"]],
+                margin=row["floor"],
+            )
+            one |= {"test": pair.difference, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
+
+
+def pq_rows(file: Path | None) -> int:
+    """Rows of a parquet file."""
+    import pyarrow.parquet as pq
+
+    assert file is not None
+    return pq.ParquetFile(file).metadata.num_rows
+
+
+def served(model: str, work: Path, row: dict[str, Any]) -> None:
+    """Serve a floor's winner and the best single changes against the original, and add the ratios."""
+    about = setup(model, work, "validation")
+    measured = Measured(about, "throughput", Load(requests=64), str(bundled(DEMO / model, "validation")))
+    by_name = {one.name: one for one in every()}
+    for one in (row["grid"], *row["alone"].values()):
+        if one["winner"]:
+            ratio = measured.measure(by_name[one["winner"]], lambda *_: None)
+            one["served"] = {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
+            print(f"{model} {one['winner']}: {times(ratio.ratio)} requests a second", file=sys.stderr, flush=True)
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The docs' table."""
+    lines = [
+        "| model | floor | quantized alone | reduced alone | the grid's choice | on test questions | regret | saved |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        best = row["grid"]
+        change = (
+            f"{points(best['test'])} ({points(best['low'])} to {points(best['high'])}), {best['verdict']}"
+            if best["winner"]
+            else ""
+        )
+        alone = [_shown(row["alone"][kind]) for kind in ("weights", "images")]
+        saved = f"{row['saved']:.0f}x" if math.isfinite(row["saved"]) else ""
+        cells = [
+            row["model"],
+            f"{100 * row['floor']:g}",
+            *alone,
+            _shown(best),
+            change,
+            f"{100 * row['regret']:.0f}%",
+            saved,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _shown(one: Mapping[str, Any]) -> str:
+    """A winner and what it gains, in a server where that was measured."""
+    if one["winner"] is None:
+        return "none"
+    if "served" in one:
+        return f"{one['winner']}: {times(one['served']['ratio'])} in a server"
+    return f"{one['winner']}: {times(one['gain'])}"
+
+
+def main() -> None:
+    """Run what the flags ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "search", help="answers and checkpoints")
+    parser.add_argument("--models", nargs="+", default=["demo-llava", "demo-qwen"])
+    parser.add_argument("--questions", type=int, default=900, metavar="N", help="of the validation split; default: 900")
+    parser.add_argument("--test", type=int, metavar="N", help="of the test split; default: all")
+    parser.add_argument(
+        "--speed", type=float, nargs="*", default=[], metavar="FLOOR", help="floors whose winners are served"
+    )
+    parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
+    args = parser.parse_args()
+    if args.render:
+        print(render(json.loads(RESULTS.read_text())))
+        return
+    quiet_libraries()
+    rows = []
+    for model in args.models:
+        grid(model, args.work, "validation", args.questions, every())
+        found = replay(model, args.work, args.questions, FLOORS)
+        confirmed(model, args.work, found, args.test)
+        for row in found:
+            if row["floor"] in args.speed:
+                served(model, args.work, row)
+        rows += found
+    data = {"questions": args.questions, "seeds": SEEDS, "rows": rows}
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+    print(render(data))
+    shown = [[row["model"], row["floor"], row["regret"], row["saved"]] for row in rows]
+    print(table([("model", "floor", "regret", "saved"), *shown]), file=sys.stderr)
+    print(json.dumps({"rows": shown}))
+
+
+if __name__ == "__main__":
+    main()

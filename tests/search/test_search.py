@@ -1,0 +1,182 @@
+"""`vlmcompress search` on demo-llava with its real images, answered by transformers: killed, gone on with, confirmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.kit.places import DEMO_LLAVA
+from vlmcompress import cli
+from vlmcompress.data.sources import bundled
+from vlmcompress.models import load
+from vlmcompress.reduction import attach_carried
+
+FLAGS = ["--suite", "world", "--engine", "hf", "--optimize", "memory", "--limit", "60", "--max-drop", "0.2"]
+
+
+def data(split: str) -> str:
+    return str(bundled(DEMO_LLAVA, split))
+
+
+def run(capsys, *arguments):
+    code = cli.main(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    file = tmp_path_factory.mktemp("space") / "space.yaml"
+    file.write_text(
+        "weights:\n  - {name: w8, scheme: rtn, options: {bits: 8, group_size: 64}}\nimages:\n  - reduce: coverage:0.5\n"
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def call(space, tmp_path_factory):
+    """The arguments of a search, confirmed on a part of the test split, and its folder."""
+    folder = tmp_path_factory.mktemp("search")
+    table = pq.read_table(data("test"))
+    pq.write_table(table.slice(0, 90), folder / "other.parquet")
+    given = ["search", DEMO_LLAVA, "-o", folder / "found", "--data", data("validation"), "--space", space, *FLAGS]
+    return [*map(str, given), "--confirm", str(folder / "other.parquet")], folder / "found"
+
+
+@pytest.fixture(scope="module")
+def found(call):
+    """The search, killed after its first trial, and run again to its end."""
+    arguments, folder = call
+    first = subprocess.Popen([sys.executable, "-m", "vlmcompress", *arguments], start_new_session=True)
+    journal, end = folder / "search.jsonl", time.monotonic() + 600
+    while "trial" not in (journal.read_text() if journal.is_file() else "") and time.monotonic() < end:
+        assert first.poll() is None, "ended before its first trial"
+        time.sleep(0.2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    done = subprocess.run([sys.executable, "-m", "vlmcompress", *arguments, "--json"], capture_output=True, text=True)
+    return done, json.loads(done.stdout), folder
+
+
+def test_it_ends_with_a_checkpoint_that_was_confirmed(found):
+    done, result, folder = found
+    assert done.returncode == 0, done.stderr
+    assert result["confirmed"]["verdict"] == "pass" and result["confirmed"]["questions"] == 90
+    winner = next(one for one in result["candidates"] if one["winner"])
+    assert winner["name"] == result["winner"]["name"] == "w8 + coverage:0.5", (
+        "both changes save memory, and little is lost"
+    )
+    assert winner["gain"] > max(one["gain"] for one in result["candidates"] if not one["winner"])
+    vlm = load(folder / "winner")
+    with attach_carried(vlm, folder / "winner"):
+        pass
+    assert {"report.html", "pareto.svg", "search.json", "recipe.yaml", "winner", "confirmation"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert not (folder / "work").exists() and (folder / "confirmation" / "report.html").is_file()
+
+
+def test_no_trial_is_done_twice(found):
+    _, result, folder = found
+    keys = [json.loads(line)["key"] for line in (folder / "search.jsonl").read_text().splitlines()]
+    trials = Counter(key for key in keys if key.startswith("trial"))
+    assert len(trials) == 5 and set(trials.values()) == {1}, "two single changes, then three of 60 questions"
+    assert result["questions"] == {"search": 60, "asked": 180, "full_grid": 180}
+
+
+def test_the_recipe_makes_the_winner(found, tmp_path, capsys):
+    """What the folder's recipe makes has the same weights."""
+    _, _, folder = found
+    code, _, err = run(capsys, "quantize", DEMO_LLAVA, "-o", tmp_path / "again", "--recipe", folder / "recipe.yaml")
+    assert code == 0, err
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / "winner" / name).read_bytes()
+
+
+def test_every_loser_has_a_reason(found):
+    _, result, folder = found
+    assert all(bool(one["why"]) != one["winner"] for one in result["candidates"])
+    page = (folder / "report.html").read_text()
+    assert all(one["name"] in page for one in result["candidates"]) and "Confirmed on 90 other questions" in page
+
+
+def test_another_floor_takes_up_what_is_known(found, call, capsys):
+    """No trial is done anew for a floor that nothing meets, and the nearest is named."""
+    _, _, folder = found
+    before = (folder / "search.jsonl").read_text().count('"key": "trial')
+    arguments = list(call[0])
+    arguments[arguments.index("--max-drop") + 1] = "0.19"
+    code, text, err = run(capsys, *arguments)
+    assert code == 0 and "Confirmed" in text, err
+    assert (folder / "search.jsonl").read_text().count('"key": "trial') == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (["--confirm", data("validation")], "confirm on images that the search never sees"),
+        (["--max-drop", "0.001"], "cannot be confirmed with less than"),
+        (["--max-drop", "1.5"], "is no share between 0 and 1"),
+        (["--optimize", "spead"], "no such objective"),
+        (["--budget", "soon"], "write a time like 90s, 30m or 1h30m"),
+        (["--speed", "modelled", "--optimize", "ttft"], "how fast cpu is, is not known"),
+        (["--engine", "openai:http://localhost:1"], "give vllm or hf"),
+        (["--limit", "20"], "a search needs at least 30"),
+        (["--target", "h1000"], "h1000"),
+    ],
+)
+def test_what_is_refused(call, tmp_path, capsys, changed, line):
+    arguments = list(call[0])
+    arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
+    flag = changed[0]
+    if flag in arguments:
+        arguments[arguments.index(flag) + 1] = changed[1]
+        changed = changed[2:]
+    code, text, err = run(capsys, *arguments, *changed)
+    assert code == 2 and line in err and len(err.strip().splitlines()) == 1, err
+    assert not (tmp_path / "out" / "winner").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("weights: int8\n", "weights should be a list of mappings of recipe keys"),
+        ("weights:\n  - {scheme: int8, model: other}\n", "model is the same for all candidates"),
+        ("weights:\n  - scheme: int8\nother:\n  - scheme: rtn\n", "both give scheme"),
+        ("images:\n  - {reduce: coverage:0.5, recover: 1}\n", "recover is 1, it should be true or false"),
+        ("weights:\n  - {scheme: int8, recover: true}\n", "give reduce, too"),
+        ("weights:\n  - scheme: w8a16\n", "nothing is left to search"),
+        ("weights:\n  - scheme: int9\n", "nothing is left to search: unknown scheme 'int9'"),
+        ("weights:\n  - {name: a, scheme: int8}\n  - {name: a, scheme: awq}\n", "two choices are called 'a'"),
+    ],
+)
+def test_spaces_that_are_refused(call, tmp_path, capsys, content, line):
+    (tmp_path / "space.yaml").write_text(content)
+    arguments = list(call[0])
+    arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
+    arguments[arguments.index("--space") + 1] = str(tmp_path / "space.yaml")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and line in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_a_folder_of_something_else_is_left_alone(call, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    arguments = list(call[0])
+    arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "has files that are of no search" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_another_search_is_not_gone_on_with(found, call, capsys):
+    arguments = [*call[0], "--seed", "7"]
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "has a search with another seed" in err, err
