@@ -36,6 +36,8 @@ WINNER, RECIPE = "winner", "recipe.yaml"
 __all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find"]
 _LEAST = 30
 """Questions without which nothing can be said."""
+_CHANCE = 0.1
+"""Share of questions without image, such as sums, that may be in both data by chance."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +187,13 @@ def _confirming(asked: Request, setup: Setup, count: int) -> int | None:
             f"{asked.confirm} has {len(suite):,} questions, and a floor of {100 * asked.margin:g} points cannot be "
             f"confirmed with less than {least:,}, even if no answer changes; give more, or a larger --max-drop"
         )
-    shared = _contents(questions_of(setup, None)) & _contents(suite)
-    if shared:
+    images, texts = (
+        one & other for one, other in zip(_contents(questions_of(setup, None)), _contents(suite), strict=True)
+    )
+    if images or len(texts) > len(suite) * _CHANCE:
+        what = f"{len(images)} images" if images else f"{len(texts)} questions"
         raise UserError(
-            f"{asked.confirm} has {len(shared)} images (or questions without one) that {asked.data} has, too; confirm on "
-            "images that the search never sees"
+            f"{asked.confirm} has {what} that {asked.data} has, too; confirm on images that the search never sees"
         )
     return len(suite)
 
@@ -202,15 +206,16 @@ def _enough(margin: float) -> int:
     return count
 
 
-def _contents(suite: tasks.LoadedSuite) -> set[str]:
-    """Hashes of a suite's images, as they are when decoded, and of questions that have none."""
-    found = set()
+def _contents(suite: tasks.LoadedSuite) -> tuple[set[str], set[str]]:
+    """Hashes of a suite's images, as they are when decoded, and of its questions that have none."""
+    images, texts = set(), set()
     for task in suite.tasks.values():
         for document in task.eval_docs:
-            images = task.doc_to_image(document) or ()
-            shown = [image.tobytes() for image in images] or [str(task.doc_to_text(document)).encode()]
-            found |= {hashlib.sha256(content).hexdigest() for content in shown}
-    return found
+            shown = {hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ()}
+            images |= shown
+            if not shown:
+                texts.add(hashlib.sha256(str(task.doc_to_text(document)).encode()).hexdigest())
+    return images, texts
 
 
 def _placed(asked: Request, setup: Setup, found: Found, progress: Progress) -> Path | None:
