@@ -9,6 +9,7 @@ the Hub's libraries where the user has set them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -23,10 +24,11 @@ from vlmcompress.errors import UserError
 RETRIES = 3  # of a job whose worker or node was lost
 PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # beginnings of names of environment variables
 OFFLINE = (hub.OFFLINE, "TRANSFORMERS_OFFLINE")
-QUIET = {
+SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(RETRIES),
-}  # by itself Ray would count no limit there
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
+    "RAY_task_oom_retries": str(RETRIES),  # by itself Ray would try for ever
+}
 PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
 NUDGE = 0.5  # seconds
 
@@ -125,7 +127,7 @@ def _connect(address: str) -> tuple[Any, bool]:
     Raises:
         UserError: ray is not installed, or can't connect.
     """
-    for name, value in QUIET.items():
+    for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -137,10 +139,20 @@ def _connect(address: str) -> tuple[Any, bool]:
     dashboard = False if address == "local" else None
     settings = {"env_vars": passed_on()}
     try:
-        ray.init(address, runtime_env=settings, include_dashboard=dashboard, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address, runtime_env=settings, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR
+        )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UserError(f"can't join the Ray cluster at '{address}': {messages.reason(error)}") from error
+    _hush()
     return ray, True
+
+
+def _hush() -> None:
+    """Keep Ray from printing to standard output, as it does when a node is lost, whatever `log_to_driver` says."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _check(address: str) -> None:
