@@ -29,7 +29,8 @@ class Nodes:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in SETTINGS.items():
                 patch.setenv(name, value)
-            head = {"include_dashboard": False, "temp_dir": self._folder, "num_cpus": 1, "object_store_memory": STORE}
+            only = {"include_dashboard": False, "include_log_monitor": False}
+            head = {**only, "temp_dir": self._folder, "num_cpus": 1, "object_store_memory": STORE}
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self._other: Any = None
             self.complete()
