@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,20 +138,18 @@ def test_a_server_is_not_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ray starts engines on the nodes of a cluster, and openai:http://localhost:9/v1 runs already" in error
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    yield two_nodes().address
-
-
-def test_two_nodes_answer_as_one_process_does(address: str, tmp_path: Path, quick_engines: None) -> None:
+def test_two_nodes_answer_as_one_process_does(
+    tmp_path: Path, quick_engines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """12 questions are two batches, so each node has one. A journal spares asking the same model twice."""
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes().address)  # what `auto` looks at first
     found = {
         where: vlmcompress.evaluate(
             DEMO_LLAVA, DEMO_LLAVA, engine="hf", limit=12, ray=where, journal=tmp_path / str(where)
         )
-        for where in (None, address)
+        for where in (None, "auto")
     }
-    plain, two = found[None], found[address]
+    plain, two = found[None], found["auto"]
     assert two.samples == plain.samples and len(two.samples) == 12
     assert two.suites == plain.suites and two.pictures == plain.pictures
     assert two.candidate.engine["workers"] == 2 and "workers" not in plain.candidate.engine

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,16 @@ from tests.kit.places import ROOT
 
 STORE = 80 << 20  # bytes of each node's objects; Ray wants 75 MiB
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def patiently(start: Callable[[], Any]) -> Any:
+    """Start a node, once more where the machine is so busy that it takes the 30 s after which Ray gives it up."""
+    try:
+        return start()
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        return start()
 
 
 class Nodes:
@@ -29,9 +40,9 @@ class Nodes:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in SETTINGS.items():
                 patch.setenv(name, value)
-            only = {"include_dashboard": False, "include_log_monitor": False}
-            head = {**only, "temp_dir": self._folder, "num_cpus": 1, "object_store_memory": STORE}
-            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+            only = {"include_dashboard": False, "include_log_monitor": False, "temp_dir": self._folder}
+            self._cluster = Cluster()
+            patiently(lambda: self._cluster.add_node(**only, num_cpus=1, object_store_memory=STORE))
             self._other: Any = None
             self.complete()
         self.address: str = self._cluster.address
@@ -42,7 +53,7 @@ class Nodes:
             with pytest.MonkeyPatch.context() as patch:
                 for name, value in SETTINGS.items():
                     patch.setenv(name, value)
-                self._other = self._cluster.add_node(num_cpus=1, object_store_memory=STORE)
+                self._other = patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=STORE))
 
     def kill(self) -> str:
         """End the second node's raylet by SIGKILL; the node's id."""

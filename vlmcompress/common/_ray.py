@@ -9,12 +9,13 @@ the Hub's libraries where the user has set them.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import re
 import signal
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from logging import ERROR
 from typing import Any
 
 from vlmcompress.common import hub, messages
@@ -29,6 +30,10 @@ SETTINGS = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
     "RAY_task_oom_retries": str(RETRIES),  # by itself Ray would try for ever
 }
+NOT_LOADED = (
+    "could not be computed",
+    "failed to import on the worker",
+)  # what Ray says of a task's arguments and function
 PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
 NUDGE = 0.5  # seconds
 
@@ -37,7 +42,7 @@ class OnRay:
     """The crew of a cluster's workers; `address` as in `crew.of`."""
 
     def __init__(self, address: str):
-        self._ray, self._ours = _connect(address)
+        self._ray, self._leave = _connect(address)
         self._asks, self.size = shares([node["Resources"] for node in self._ray.nodes() if node["Alive"]])
         if not self.size:
             self.close()
@@ -75,13 +80,14 @@ class OnRay:
             return Failed(f"a worker of Ray ran out of memory, {RETRIES + 1} times; give each node more of it")
         except (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
             return Failed(f"a worker of Ray was lost, {RETRIES + 1} times ({messages.reason(error)})")
-        except (exceptions.RuntimeEnvSetupError, exceptions.RaySystemError) as error:
-            raise UserError(f"Ray can't run a job: {messages.reason(error)}") from error
-        except RuntimeError as error:
-            if "failed to import on the worker" not in str(error):
+        except exceptions.RuntimeEnvSetupError as error:
+            raise UserError(f"Ray can't start a job: {messages.reason(error)}") from error
+        except (exceptions.RaySystemError, RuntimeError) as error:
+            said = re.findall(r"^(?:ModuleNotFound|Import|Attribute)Error: (.*)", str(error), re.MULTILINE)
+            if not said or not any(sign in str(error) for sign in NOT_LOADED):
                 raise
             raise UserError(
-                "a node of the Ray cluster can't import vlmcompress; install the same version of it on every node"
+                f"a node of the Ray cluster has no vlmcompress like this one ({said[-1]}); install the same version there"
             ) from error
 
     def _cancel(self, open_: list[Any]) -> None:
@@ -97,8 +103,7 @@ class OnRay:
 
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here. One that the caller had joined before stays joined."""
-        if self._ours:
-            self._ray.shutdown()
+        self._leave()
 
 
 def shares(nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
@@ -121,8 +126,8 @@ def passed_on() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
 
 
-def _connect(address: str) -> tuple[Any, bool]:
-    """The package ray, connected, and whether that was done here.
+def _connect(address: str) -> tuple[Any, Callable[[], None]]:
+    """The package ray, connected, and what ends that again.
 
     Raises:
         UserError: ray is not installed, or can't connect.
@@ -134,25 +139,38 @@ def _connect(address: str) -> tuple[Any, bool]:
     except ImportError as error:
         raise UserError("ray is not installed; pip install '.[ray]' in the checkout of vlmcompress") from error
     if ray.is_initialized():
-        return ray, False
+        return ray, lambda: None
     _check(address)
     dashboard = False if address == "local" else None
-    settings = {"env_vars": passed_on()}
+    passed: Any = {"env_vars": passed_on()}
     try:
-        ray.init(
-            address, runtime_env=settings, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR
-        )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        ray.init(address, runtime_env=passed, include_dashboard=dashboard, log_to_driver=False, logging_level=ERROR)
+    except Exception as error:  # that, and no subclass, is raised where a node takes too long to start
         raise UserError(f"can't join the Ray cluster at '{address}': {messages.reason(error)}") from error
-    _hush()
-    return ray, True
+    louder = _hush()
+
+    def leave() -> None:
+        ray.shutdown()
+        louder()
+
+    return ray, leave
 
 
-def _hush() -> None:
-    """Keep Ray from printing to standard output, as it does when a node is lost, whatever `log_to_driver` says."""
+def _hush() -> Callable[[], None]:
+    """Keep Ray from printing to standard output, as it does when a node is lost, whatever `log_to_driver` says.
+
+    Returns:
+        What lets it print again.
+    """
     from ray._private import worker
 
+    kept: Any = worker.print_to_stdstream
     worker.print_to_stdstream = lambda *_, **__: None
+
+    def louder() -> None:
+        worker.print_to_stdstream = kept
+
+    return louder
 
 
 def _check(address: str) -> None:
