@@ -26,7 +26,7 @@ from tests.kit.places import ROOT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WAYS = {
-    *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval"),
+    *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
     *("vlmcompress.models", "vlmcompress.planning", "vlmcompress.compression", "vlmcompress.diagnosis"),
     *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.modifiers", "vlmcompress.commands", "vlmcompress.cli"),
     "eval.demo",

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from vlmcompress import engines, models
-from vlmcompress.common import hub
+from vlmcompress.common import crew, hub
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression.calibrate import KINDS
 from vlmcompress.compression.calibrate import calibrate as _calibrate
@@ -27,6 +28,7 @@ from vlmcompress.compression.quantize import quantize as _quantize
 from vlmcompress.engines.base import Engine
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
 from vlmcompress.engines.local import Local
+from vlmcompress.engines.spread import Spread
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import accuracy
@@ -94,6 +96,7 @@ def evaluate(
     baseline_engine: str | Engine | None = None,
     reduce: str | None = None,
     speculative: str | None = None,
+    ray: str | None = None,
     limit: int | None = None,
     seed: int = 0,
     margins: Mapping[str, float] | None = None,
@@ -111,6 +114,7 @@ def evaluate(
         baseline_engine: the same for the baseline; None: the same engine.
         reduce: `METHOD:KEEP`, attached to the candidate, whatever it carries; with `hf` only.
         speculative: JSON of vLLM's `--speculative-config`, for the candidate; with `vllm` only.
+        ray: a Ray cluster whose workers share the questions: `auto`, `HOST:PORT` of its head, or `local` for one made here.
         limit: the most questions to ask of each suite.
         seed: seed of the choice of questions, and of the engine.
         margins: the drop in accuracy that is allowed, as a share, by suite; "" for all others.
@@ -121,16 +125,25 @@ def evaluate(
         UserError: a checkpoint, suite or data is missing, or the engine fails.
     """
     asked = _reducing(engine, reduce, candidate) if reduce else _engine(engine)
+    if speculative is not None:
+        asked = _speculating(asked, speculative, candidate)
+    before = _engine(baseline_engine or engine)
+    _check_spread(ray, asked, before)
     how = accuracy.Ask(
-        engine=_speculating(asked, speculative, candidate) if speculative is not None else asked,
-        baseline_engine=_engine(baseline_engine or engine),
+        engine=asked,
+        baseline_engine=before,
         limit=limit,
         seed=seed,
         margin=margins,
         journal=Path(journal) if journal else None,
         progress=progress,
     )
-    return accuracy.evaluate(candidate, baseline, suites, Path(data) if data else None, how)
+    own = Path(data) if data else None
+    if ray is None:
+        return accuracy.evaluate(candidate, baseline, suites, own, how)
+    with closing(crew.of(ray)) as workers:
+        how = dataclasses.replace(how, engine=Spread(asked, workers), baseline_engine=Spread(before, workers))
+        return accuracy.evaluate(candidate, baseline, suites, own, how)
 
 
 def load(path: str | Path, *, trust_remote_code: bool = False) -> VLM:
@@ -153,6 +166,13 @@ def attach(vlm: VLM, reducer: str) -> Attachment:
 
 def _engine(engine: str | Engine) -> Engine:
     return engines.get(engine) if isinstance(engine, str) else engine
+
+
+def _check_spread(ray: str | None, *asked: Engine) -> None:
+    """Raise UserError where a cluster is to share questions to a server, which is one for all."""
+    served = [engine.name for engine in asked if not engine.local]
+    if ray is not None and served:
+        raise UserError(f"--ray starts engines on the nodes of a cluster, and {served[0]} runs already; leave one out")
 
 
 def _speculating(engine: Engine, speculative: str, model: str | Path) -> Engine:

@@ -43,6 +43,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--reduce", metavar="METHOD:KEEP", help="attach a visual-token reducer to OUT, whatever it carries; --engine hf"
     )
     _flags.speculation(parser, "OUT drafts tokens; --engine vllm")
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="share the questions among a Ray cluster: auto, HOST:PORT or local"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     _flags.judging(parser)
@@ -80,6 +83,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             baseline_engine=args.baseline_engine,
             reduce=args.reduce,
             speculative=args.speculative_config,
+            ray=args.ray,
             limit=args.limit,
             seed=args.seed,
             margins=margins,

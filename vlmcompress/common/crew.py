@@ -12,19 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from vlmcompress.errors import UserError
+from vlmcompress.common._jobs import Failed, J, R, attempt
 
-J = TypeVar("J")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What stands in place of a job's result: the line of the `UserError` that it raised, or how its workers were lost."""
-
-    reason: str
+__all__ = ["Crew", "Failed", "InTurn", "of"]
 
 
 class Crew(Protocol):
@@ -63,14 +55,6 @@ class InTurn:
 
     def close(self) -> None:
         """Do nothing: there is nobody else."""
-
-
-def attempt(function: Callable[[J], R], job: J) -> R | Failed:
-    """Do a job; a `UserError` becomes a `Failed`."""
-    try:
-        return function(job)
-    except UserError as error:
-        return Failed(str(error))
 
 
 def of(address: str | None) -> Crew:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib import metadata
 from pathlib import Path
 
 from vlmcompress.common import hub
 
 _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
+
+MODEL_FILES = (
+    "*.safetensors",
+    "*config.json",
+    "token*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "chat_template*",
+)  # what a model's answers depend on; not reports
+_ENDS = 1 << 20  # bytes
 
 
 def versions() -> dict[str, str]:
@@ -40,3 +52,19 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(folder: Path) -> str:
+    """A quick hash of a model's files, in hexadecimal: names, sizes, and the first and the last megabyte of each.
+
+    It is equal for copies of a folder on several machines, and differs where only weights do.
+    """
+    digest = hashlib.sha256()
+    for file in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
+        size = file.stat().st_size
+        digest.update(json.dumps([file.name, size]).encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_ENDS))
+            stream.seek(max(size - _ENDS, 0))
+            digest.update(stream.read(_ENDS))
+    return digest.hexdigest()

@@ -46,6 +46,7 @@ class Local:
         advice: what to do when that Python can't import the engine, for the error.
         reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
         speculative: JSON of vLLM's `--speculative-config`, already checked.
+        batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Local:
     local: bool = True
     reduce: str | None = None
     speculative: str | None = None
+    batch: int = 0
 
     def answer(
         self,

@@ -17,19 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.common.identity import MODEL_FILES
 from vlmcompress.engines.base import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
 SETTINGS = ("max_model_len", "dtype", "logprobs")  # beside max_tokens, those that an answer depends on
-MODEL_FILES = (
-    "*.safetensors",
-    "*config.json",
-    "token*",
-    "vocab*",
-    "merges*",
-    "*.model",
-    "chat_template*",
-)  # not reports
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from vlmcompress.engines.hf.worker import IN_FLIGHT
 from vlmcompress.engines.local import Local
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -16,4 +17,5 @@ ENGINE = Local(
     interpreter=lambda: sys.executable,
     environment=lambda: {**ENVIRONMENT, **os.environ},
     advice="pip install vlmcompress there again",
+    batch=IN_FLIGHT,
 )

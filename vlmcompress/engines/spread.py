@@ -1,0 +1,238 @@
+"""An engine on the workers of a crew: each answers a part of the requests with an engine of its own.
+
+The images of a part travel with it, and a worker writes them into a temporary folder; answers come back the same way. So
+nothing has to be shared but the model: its folder is at the same path on every node and holds the same files, or it came
+from the Hub, and a node that lacks it fetches it.
+
+Requests about the same images stay together, as an engine encodes these once. An engine that computes fixed batches
+(`Local.batch`) gets the batches that it would have made of all requests, so that its answers are those of one worker, to the
+bit on like machines. A part's answers arrive when all of them are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from vlmcompress.common import hub
+from vlmcompress.common.crew import Crew, Failed
+from vlmcompress.common.identity import fingerprint
+from vlmcompress.engines.base import Answer, Engine, Progress, Request, Run, Settings
+from vlmcompress.engines.local import WORKER, Local
+from vlmcompress.errors import UserError
+
+PARTS = 2  # parts for each worker, so that a slow one holds up less
+SCHEME = "part:"  # of an image's address while it travels
+MIXED = ("version", "device_name", "dtype")  # of an engine's description, where nodes may differ
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The engine `engine` on the workers of `crew`. Its name is that engine's: the answers are, too."""
+
+    engine: Engine
+    crew: Crew
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def local(self) -> bool:
+        return self.engine.local
+
+    def answer(
+        self,
+        model: str | Path,
+        requests: Sequence[Request],
+        *,
+        media: str | Path,
+        settings: Settings | None = None,
+        label: str = "answering",
+        progress: Progress | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> Run:
+        """Answer all requests greedily; see `base.Engine`. `engine["workers"]` of the result says how many there were.
+
+        The seconds are those of all workers together.
+        """
+        settings, progress = settings or Settings(), progress or (lambda *_: None)
+        folder = Path(model).absolute()
+        shared = Part(_portable(self.engine), str(folder), hub.identity(folder), fingerprint(folder), settings)
+        jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.crew.size), Path(media).resolve())
+        answers: dict[str, Answer] = {}
+        runs: dict[int, Run] = {}
+        progress(f"{label}: {len(jobs)} parts, {self.crew.name}", 0, len(requests))
+        with contextlib.closing(self.crew.map(answer_part, jobs)) as results:
+            for index, found in results:
+                if isinstance(found, Failed):
+                    raise UserError(found.reason)
+                runs[index] = found
+                for answer in found.answers.values():
+                    answers[answer.id] = answer
+                    if on_answer:
+                        on_answer(answer)
+                progress(label, len(answers), len(requests))
+        workers = min(self.crew.size, len(jobs))
+        return Run(answers, _described(runs, workers), round(sum(run.seconds for run in runs.values()), 2))
+
+    def _batch(self, settings: Settings) -> int:
+        """The requests that the engine computes together; 0: as they come."""
+        batch = self.engine.batch if isinstance(self.engine, Local) else 0
+        return settings.max_num_seqs or batch if batch else 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the requests, and all that a worker needs to answer it.
+
+    Attributes:
+        model: the model's folder where the run was started.
+        hub: its id and commit, if it came from the Hub.
+        fingerprint: of its files.
+        images: the contents of image files; addresses of `requests` are numbers in this list.
+    """
+
+    engine: Engine
+    model: str
+    hub: dict[str, str] | None
+    fingerprint: str
+    settings: Settings
+    requests: tuple[Request, ...] = ()
+    images: tuple[tuple[str, bytes], ...] = ()
+
+
+class _Jobs(Sequence[Part]):
+    """The parts, whose images are read when a part is asked for, so that they are not all in memory at once."""
+
+    def __init__(self, shared: Part, parts: Sequence[Sequence[Request]], media: Path):
+        self._shared, self._parts, self._media = shared, parts, media
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        images: dict[str, tuple[str, bytes]] = {}
+
+        def packed(address: str) -> str:
+            if address not in images:
+                images[address] = _read(address, self._media)
+            return f"{SCHEME}{list(images).index(address)}"
+
+        requests = tuple(_readdressed(request, packed) for request in self._parts[index])
+        return dataclasses.replace(self._shared, requests=requests, images=tuple(images.values()))
+
+
+def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Request]]:
+    """Divide requests into at most `count` parts of about the same size, and never within a unit.
+
+    A unit is a batch of `batch` requests with equally many images in their order; if `batch` is 0, all requests about the
+    same images.
+    """
+    groups: dict[Any, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.images() if batch else _addresses(request) or request.id, []).append(request)
+    cuts = ((group, batch or len(group)) for group in groups.values())
+    units = [group[at : at + size] for group, size in cuts for at in range(0, len(group), size)]
+    parts: list[list[Request]] = []
+    done = 0
+    for unit in units:
+        if not parts or done * count >= len(parts) * len(requests):
+            parts.append([])
+        parts[-1] += unit
+        done += len(unit)
+    return parts
+
+
+def answer_part(part: Part) -> Run:
+    """Answer a part of the requests, on the machine that has got it.
+
+    Raises:
+        UserError: the model is not here, or another one is; or the engine fails.
+    """
+    model = _model_here(part)
+    with tempfile.TemporaryDirectory(prefix="vlmcompress-part-") as folder:
+        files = []
+        for number, (suffix, content) in enumerate(part.images):
+            files.append(Path(folder, f"{number}{suffix}").resolve())
+            files[-1].write_bytes(content)
+
+        def here(address: str) -> str:
+            return files[int(address.removeprefix(SCHEME))].as_uri()
+
+        requests = [_readdressed(request, here) for request in part.requests]
+        return _local(part.engine).answer(model, requests, media=folder, settings=part.settings)
+
+
+def _model_here(part: Part) -> Path:
+    """The model's folder on this machine."""
+    folder, node = Path(part.model), platform.node()
+    if part.hub and not folder.is_dir():
+        hub.only_ids()
+        return hub.local(f"{part.hub['source']}@{part.hub['revision']}")  # the commit says what is in it
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not there on node {node}; put the model at the same path on every node")
+    if not part.hub and fingerprint(folder) != part.fingerprint:
+        raise UserError(f"{folder} on node {node} has other files than where the run was started; copy it there again")
+    return folder
+
+
+def _portable(engine: Engine) -> Engine:
+    """The engine, the file of its worker relative to this package, which may be elsewhere on another node."""
+    if not isinstance(engine, Local):
+        return engine
+    return dataclasses.replace(engine, module=engine.module.relative_to(WORKER.parent))
+
+
+def _local(engine: Engine) -> Engine:
+    """The engine that `_portable` made ready, for this machine."""
+    return dataclasses.replace(engine, module=WORKER.parent / engine.module) if isinstance(engine, Local) else engine
+
+
+def _described(runs: dict[int, Run], workers: int) -> dict[str, Any]:
+    """An engine's description of itself: the first part's, with what differs on others, and all restarts."""
+    abouts = [runs[index].engine for index in sorted(runs)]
+    if not abouts:
+        return {"workers": workers}
+    mixed = {name: " and ".join(sorted({str(about[name]) for about in abouts if name in about})) for name in MIXED}
+    restarts = sum(about.get("restarts", 0) for about in abouts)
+    return abouts[0] | {name: text for name, text in mixed.items() if text} | {"restarts": restarts, "workers": workers}
+
+
+def _image_parts(request: Request) -> Iterator[dict[str, Any]]:
+    contents = [message["content"] for message in request.messages if isinstance(message["content"], list)]
+    return (part for content in contents for part in content if part["type"] == "image_url")
+
+
+def _addresses(request: Request) -> tuple[str, ...]:
+    return tuple(part["image_url"]["url"] for part in _image_parts(request))
+
+
+def _readdressed(request: Request, new: Callable[[str], str]) -> Request:
+    """A copy of a request with other addresses of its images."""
+    copy = dataclasses.replace(request, messages=json.loads(json.dumps(request.messages)))
+    for part in _image_parts(copy):
+        try:
+            part["image_url"]["url"] = new(part["image_url"]["url"])
+        except UserError as error:
+            raise UserError(f"sample '{request.id}': {error}") from error
+    return copy
+
+
+def _read(address: str, media: Path) -> tuple[str, bytes]:
+    """The end of the name of an image's file, and its content."""
+    path = Path(unquote(urlparse(address).path)).resolve()
+    if not address.startswith("file://") or not path.is_relative_to(media):
+        raise UserError(f"{address[:80]} is not a file in {media}")
+    try:
+        return path.suffix, path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror})") from error
