@@ -13,6 +13,7 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 
+from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.data.sources import bundled
@@ -176,3 +177,20 @@ def test_another_search_is_not_gone_on_with(found, call, capsys):
     arguments = [*call[0], "--seed", "7"]
     code, _, err = run(capsys, *arguments)
     assert code == 2 and "has a search with another seed" in err, err
+
+
+def test_two_nodes_find_what_one_process_finds(found, call, tmp_path, capfd):
+    """The same candidates, questions and answers from the workers of two nodes, which share nothing but the model."""
+    arguments = list(call[0])
+    arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
+    del arguments[arguments.index("--confirm") :][:2]
+    code = cli.main([*arguments, "--ray", two_nodes().address, "--json"])
+    here, there = found[1], json.loads(capfd.readouterr().out)
+    assert code == 0 and "confirmed" not in there
+    for key in ("winner", "questions", "original"):
+        assert there[key] == here[key]
+    kept = ("name", "gain", "questions", "difference", "divergence", "why")
+    # without a confirmation to come, a candidate's chance of passing it differs, and nothing else
+    assert [[one[key] for key in kept] for one in there["candidates"]] == [
+        [one[key] for key in kept] for one in here["candidates"]
+    ]

@@ -33,6 +33,7 @@ NEEDS = frozenset({"features"})
 OPTIONAL = frozenset({"saliency"})
 COUNT = "fixed"
 SERVED = True
+NO_BETTER_THAN = "random"
 _FLAT = 1e-9  # a variance below is that of rounding
 _DEEPEST = -600.0  # exponents below would make a weight 0
 

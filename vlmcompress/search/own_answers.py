@@ -30,7 +30,7 @@ PROMPTS = (
 EACH = 2
 """Prompts that an image is asked."""
 CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
-FEWEST = 24
+FEWEST = 64
 """Images without which there is nothing to search with."""
 
 
