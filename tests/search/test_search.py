@@ -17,6 +17,7 @@ from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.data.sources import bundled
+from vlmcompress.search.candidate import Candidate, Choice
 
 FLAGS = ["--suite", "world", "--engine", "hf", "--optimize", "memory", "--limit", "60", "--max-drop", "0.2"]
 
@@ -177,6 +178,29 @@ def test_another_search_is_not_gone_on_with(found, call, capsys):
     arguments = [*call[0], "--seed", "7"]
     code, _, err = run(capsys, *arguments)
     assert code == 2 and "has a search with another seed" in err, err
+
+
+def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
+    """transformers cannot load what stands in a candidate's place; that is recorded, and the other one wins."""
+    reducer = Candidate((Choice("coverage:0.5", {"reduce": "coverage:0.5"}),))
+    broken = tmp_path / "out" / "work" / f"checkpoint-{reducer.folder}"
+    broken.mkdir(parents=True)
+    (broken / "config.json").write_text("{}")
+    arguments = list(call[0])
+    arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
+    arguments[arguments.index("--limit") + 1] = "48"
+    del arguments[arguments.index("--confirm") :][:2]
+    code, text, err = run(capsys, *arguments, "--json")
+    found = json.loads(text)
+    assert code == 0 and found["winner"]["name"] == "w4", err
+    (lost,) = (one for one in found["candidates"] if one["name"] == reducer.name)
+    assert lost["why"].startswith("failed: ") and lost["questions"] == 0
+    assert "Traceback" not in err
+
+
+def test_a_budget_that_is_gone(found, call, capsys):
+    code, _, err = run(capsys, *call[0], "--budget", "1s")
+    assert code == 2 and "--budget is spent: asking the original took" in err, err
 
 
 def test_two_nodes_find_what_one_process_finds(found, call, tmp_path, capfd):
