@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from vlmcompress.evaluation import noninferiority, paired
 from vlmcompress.evaluation.score import NORMAL, Score
@@ -49,16 +50,23 @@ class Evidence:
     differences: Sequence[float]
     images: Sequence[Hashable]
     divergence: float | None
+    _variances: dict[float, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def effect(self) -> float:
         """The design effect of questions that share images."""
         return paired.design_effect(self.differences, self.images)
 
-    @property
+    @cached_property
     def score(self) -> Score:
         """The score statistic of the differences."""
         return Score(self.differences, self.effect)
+
+    def variance(self, margin: float) -> float:
+        """The variance of a single difference, were the loss `margin`."""
+        if margin not in self._variances:
+            self._variances[margin] = self.score.moments(-margin)[0]
+        return self._variances[margin]
 
 
 def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
@@ -81,7 +89,7 @@ def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
 def _observed(one: Evidence, margin: float) -> tuple[float, float]:
     """Mean and variance of a mean difference."""
     score = one.score
-    return score.mean, max(score.moments(-margin)[0], score.variance) / score.n
+    return score.mean, max(one.variance(margin), score.variance) / score.n
 
 
 def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:

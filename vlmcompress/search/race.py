@@ -175,7 +175,7 @@ class Race:
         spread = max(margin, -belief.mean) * (1 + max(margin, -belief.mean))  # of answers that change one way only
         effect = 1.0
         if evidence is not None:
-            spread, effect = max(spread, evidence.score.moments(-margin)[0]), evidence.effect
+            spread, effect = max(spread, evidence.variance(margin)), evidence.effect
         count = None if self.rules.confirming is None else self.rules.confirming / effect
         return assurance(belief, margin, count, spread)
 

@@ -1,0 +1,351 @@
+#!/usr/bin/env python
+"""Check by simulated searches, whose truth is known, that a search keeps its floor, and what it finds for how many questions.
+
+    scripts/measure/simulate_search.py                1,000 worlds, three floors; a few minutes
+    scripts/measure/simulate_search.py --save         also writes eval/search_simulated.json
+    scripts/measure/simulate_search.py --render       prints the docs' tables from that file
+
+A world is a grid of 5 schemes and 9 reducers with true losses and gains. The original answers 95% of the questions right, and
+there are three questions an image. A candidate loses right answers and gets wrong ones right, more likely on questions and
+images that are hard for all, and a combination's changes resemble those of its parts. Its loss is the sum of theirs times
+something that the search does not know (a quarter, on average a tenth more). Its divergence is its loss over a slope of its
+own, seen with a noise that sinks with the questions. 900 questions decide, and the winner is asked 2,000 others once, by the
+test of `vlmcompress eval`.
+
+Beside the search itself, the same worlds are searched without the divergence, by asking the whole grid all questions
+("whole grid"), by taking the highest gain of the whole grid whose observed loss is within the floor ("no rule of chance"),
+and by one who knows all true losses and takes what is worth most. The last stdout line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from vlmcompress.evaluation import noninferiority
+from vlmcompress.evaluation.score import NORMAL
+from vlmcompress.search.belief import ERROR, Belief, Evidence, beliefs, worth
+from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
+from vlmcompress.search.race import Race, Rules, Standing, Trial
+
+RESULTS = ROOT / "eval" / "search_simulated.json"
+FLOORS = (0.01, 0.02, 0.03)
+QUESTIONS, CONFIRMING, SHARED = 900, 2000, 3
+RIGHT = 0.95
+SCHEMES = {"int8": (0.0005, 1.25), "fp8": (0.001, 1.3), "awq": (0.004, 1.6), "rtn": (0.008, 1.6), "w3": (0.03, 1.8)}
+"""Typical loss and gain."""
+REDUCERS = {f"{name} {keep}": (loss * (1 + 0.5 * number), gain - 0.05 * number)
+            for number, name in enumerate(("divprune", "vscan", "random"))
+            for keep, loss, gain in (("1/2", 0.003, 1.4), ("1/4", 0.015, 1.9), ("1/9", 0.06, 2.4))}  # fmt: skip
+FACTORS = tuple(Factor(name, tuple(Choice(one, {name: one}) for one in known))
+                for name, known in (("scheme", SCHEMES), ("reduce", REDUCERS)))  # fmt: skip
+GRID = [*singles(FACTORS), *combined(FACTORS)]
+METHODS = {
+    "search": "the search",
+    "no divergence": "without the divergence",
+    "grid": "whole grid",
+    "no chance": "whole grid, no rule of chance",
+    "truth": "knows the true losses",
+}
+
+
+@dataclass
+class World:
+    """Truth about all candidates of the grid, and their answers to the questions; `Trials` of a race.
+
+    Attributes:
+        losses, gains: by name; a loss is a share.
+        slopes: loss over divergence.
+    """
+
+    rng: np.random.Generator
+    losses: dict[str, float] = field(default_factory=dict)
+    gains: dict[str, float] = field(default_factory=dict)
+    slopes: dict[str, float] = field(default_factory=dict)
+    found: dict[tuple[str, int], Evidence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        typical = SCHEMES | REDUCERS
+        for candidate in GRID:
+            parts, name, noise = [one.name for one in candidate.choices], candidate.name, self.rng.normal(size=4)
+            if len(parts) == 1:
+                loss, gain = typical[name]
+                self.losses[name] = loss * math.exp(0.6 * noise[0]) - 0.001 * abs(noise[1])
+                self.gains[name] = gain * math.exp(0.05 * noise[2])
+                self.slopes[name] = 0.25 * math.exp(0.35 * noise[3])
+            else:
+                total = math.fsum(self.losses[part] for part in parts)
+                self.losses[name] = total + abs(total) * (0.1 + 0.25 * noise[0])
+                self.gains[name] = math.prod(self.gains[part] for part in parts) * math.exp(0.05 * noise[2])
+                weights = [abs(self.losses[part]) for part in parts]
+                mean = np.average([math.log(self.slopes[part]) for part in parts], weights=weights)
+                self.slopes[name] = math.exp(mean + 0.2 * noise[3])
+        self.exam, self.final = Sheet(self.rng, QUESTIONS), Sheet(self.rng, CONFIRMING)
+        self.divergence_noise = self.rng.normal(size=2)
+
+    def evidence(self, candidate: Candidate, questions: int) -> Evidence:
+        """A candidate's answers to the first questions."""
+        key = candidate.name, questions
+        if key not in self.found:
+            answers = self.exam.differences(candidate, self.losses[candidate.name])[:questions]
+            self.found[key] = Evidence(answers, self.exam.images[:questions], self.divergence(candidate, questions))
+        return self.found[key]
+
+    def divergence(self, candidate: Candidate, questions: int) -> float:
+        """Estimate a divergence by questions: with a noise of 1.5 times itself over the root of their number.
+
+        Half its variance is common to all candidates, as they are asked the same questions.
+        """
+        loss = max(abs(self.losses[candidate.name]), 0.0005)
+        noise = (self.rng.normal() + self.divergence_noise[0]) / math.sqrt(2)
+        return loss / self.slopes[candidate.name] * math.exp(1.5 / math.sqrt(questions) * noise)
+
+    def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
+        """Ask candidates; see `race.Trials`."""
+        return {one.name: Trial(self.evidence(one, questions), self.gains[one.name]) for one in candidates}
+
+    def gain(self, candidate: Candidate) -> float:
+        """The gain as it is predicted: that of a combination is the product of its parts'."""
+        return math.prod(self.gains[choice.name] for choice in candidate.choices)
+
+    def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float]:
+        """The true gains."""
+        return {one.name: self.gains[one.name] for one in candidates}
+
+    def confirmed(self, candidate: Candidate, floor: float) -> str:
+        """The verdict of `vlmcompress eval` on questions of their own."""
+        answers = self.final.differences(candidate, self.losses[candidate.name])
+        return noninferiority.verdict(Evidence(answers, self.final.images, None).score, floor, 1 - 2 * ERROR)
+
+
+@dataclass
+class Blind:
+    """A world that does not show divergences."""
+
+    world: World
+
+    def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
+        """Ask candidates."""
+        asked = self.world.ask(candidates, questions)
+        return {name: replace(one, evidence=replace(one.evidence, divergence=None)) for name, one in asked.items()}
+
+    def gain(self, candidate: Candidate) -> float:
+        """See `World.gain`."""
+        return self.world.gain(candidate)
+
+    def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float]:
+        """See `World.measured`."""
+        return self.world.measured(candidates)
+
+
+class Sheet:
+    """Questions, and how hard each is for each candidate: a normal deviate, which three tenths of its variance have from the
+    question, two from the image, and the rest from the choices and the combination."""
+
+    def __init__(self, rng: np.random.Generator, questions: int) -> None:
+        self.rng, self.questions = rng, questions
+        images = np.repeat(np.arange(-(-questions // SHARED)), SHARED)[:questions]
+        self.images = images.tolist()
+        self.right = rng.random(questions) < RIGHT
+        shared = rng.normal(size=questions) * math.sqrt(0.3)
+        self.common = shared + (rng.normal(size=images[-1] + 1) * math.sqrt(0.2))[images]
+        self.own: dict[str, np.ndarray] = {}
+
+    def differences(self, candidate: Candidate, loss: float) -> np.ndarray:
+        """A candidate's score minus the original's on each question, with a mean of exactly -loss in the long run."""
+        churn = 0.001 + 0.15 * abs(loss)
+        deviates = self.common + math.sqrt(0.5) * self._own(candidate)
+        worse, better = churn + max(loss, 0.0), churn + max(-loss, 0.0)
+        lost = deviates < NORMAL.inv_cdf(worse / RIGHT)
+        won = -deviates < NORMAL.inv_cdf(min(better / (1 - RIGHT), 0.999))
+        return np.where(self.right, -1.0 * lost, 1.0 * won)
+
+    def _own(self, candidate: Candidate) -> np.ndarray:
+        if candidate.name not in self.own:
+            drawn = self.rng.normal(size=self.questions)
+            if len(candidate.choices) > 1:
+                parts = [self._own(Candidate((choice,))) for choice in candidate.choices]
+                drawn = (drawn + np.sum(parts, axis=0)) / math.sqrt(1 + len(parts))
+            self.own[candidate.name] = drawn
+        return self.own[candidate.name]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one search went. `got`: the gain in the end, 1 where no winner was confirmed; `best`: of all that keep the floor."""
+
+    won: bool
+    confirmed: bool
+    broken: bool
+    chance: float
+    got: float
+    best: float
+    asked: int
+    kept: int = 0
+    refuted: int = 0
+
+    @property
+    def regret(self) -> float:
+        """The share of the best gain that was missed."""
+        return max(1 - self.got / self.best, 0.0)
+
+
+def outcome(world: World, floor: float, winner: Standing | None, asked: int) -> Outcome:
+    """Confirm a winner, and compare with the truth."""
+    best = max((world.gains[one.name] for one in GRID if world.losses[one.name] <= floor), default=1.0)
+    if winner is None:
+        return Outcome(False, False, False, 0.0, 1.0, max(best, 1.0), asked)
+    name = winner.candidate.name
+    passed = world.confirmed(winner.candidate, floor) == "pass"
+    broken = passed and world.losses[name] > floor
+    got = world.gains[name] if passed else 1.0
+    return Outcome(True, passed, broken, winner.chance, got, max(best, 1.0), asked)
+
+
+def searches(world: World, floor: float, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Outcome]:
+    """Search a world by each method."""
+    rules = Rules(floor, QUESTIONS, CONFIRMING)
+    found: dict[str, Outcome] = {}
+    for method in methods:
+        race = Race(FACTORS, Blind(world) if method == "no divergence" else world, rules)
+        if method in ("search", "no divergence"):
+            one = outcome(world, floor, race.run(), race.asked)
+            kept = [name for name in race.standings if world.losses[name] <= floor]
+            out = [name for name in kept if race.standings[name].out.startswith("loses more")]
+            found[method] = replace(one, kept=len(kept), refuted=len(out))
+        else:
+            winner = CHOOSING[method](world, race)
+            found[method] = outcome(world, floor, winner, 0 if method == "truth" else len(GRID) * QUESTIONS)
+    return found
+
+
+def by_grid(world: World, race: Race) -> Standing | None:
+    """The candidate that is worth most after all questions."""
+    seen = {one.name: world.evidence(one, QUESTIONS) for one in GRID}
+    believed = beliefs(seen, race.rules.margin)
+    return _best(
+        Standing(one, world.gains[one.name], chance=race.chance(believed[one.name], seen[one.name])) for one in GRID
+    )
+
+
+def by_observation(world: World, race: Race) -> Standing | None:
+    """The highest gain whose observed loss is within the floor."""
+    seen = {one.name: world.evidence(one, QUESTIONS).differences for one in GRID}
+    within = [one for one in GRID if float(np.mean(seen[one.name])) >= -race.rules.margin]
+    return _best(Standing(one, world.gains[one.name], chance=1.0) for one in within)
+
+
+def by_truth(world: World, race: Race) -> Standing | None:
+    """What is worth most to one who knows all losses."""
+    chances = {one.name: race.chance(Belief(-world.losses[one.name], 0.0)) for one in GRID}
+    return _best(Standing(one, world.gains[one.name], chance=chances[one.name]) for one in GRID)
+
+
+CHOOSING = {"grid": by_grid, "no chance": by_observation, "truth": by_truth}
+
+
+def _best(given: Iterable[Standing]) -> Standing | None:
+    return max((one for one in given if one.gain > 1), key=lambda one: worth(one.gain, one.chance), default=None)
+
+
+def interval(count: int, runs: int) -> tuple[float, float]:
+    """The exact 95% interval of a rate (Clopper and Pearson, Biometrika 26, 1934), by bisection of binomial tails."""
+
+    def at_most(k: int, p: float) -> float:
+        logs = (math.lgamma(runs + 1) - math.lgamma(i + 1) - math.lgamma(runs - i + 1)
+                + i * math.log(p) + (runs - i) * math.log1p(-p) for i in range(k + 1))  # fmt: skip
+        return math.fsum(math.exp(one) for one in logs)
+
+    def solve(k: int, tail: float) -> float:
+        low, high = 1e-12, 1 - 1e-12
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_most(k, middle) > tail else (low, middle)
+        return (low + high) / 2
+
+    return (solve(count - 1, 0.975) if count else 0.0), (solve(count, 0.025) if count < runs else 1.0)
+
+
+def summarise(found: Sequence[Outcome]) -> dict[str, Any]:
+    """Rates over the runs of one method at one floor."""
+    runs, broken = len(found), sum(one.broken for one in found)
+    regrets = [one.regret for one in found]
+    kept = sum(one.kept for one in found)
+    return {
+        "broken": broken / runs,
+        "broken_interval": interval(broken, runs),
+        "confirmed": sum(one.confirmed for one in found) / runs,
+        "expected": sum(one.chance for one in found) / runs,
+        "gain": float(np.mean([one.got for one in found])),
+        "best": float(np.mean([one.best for one in found])),
+        "regret_median": float(np.median(regrets)),
+        "regret_90": float(np.quantile(regrets, 0.9)),
+        "asked": float(np.mean([one.asked for one in found])) / (len(GRID) * QUESTIONS),
+        "refuted": sum(one.refuted for one in found) / kept if kept else None,
+    }
+
+
+def simulate(runs: int, seed: int, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Any]:
+    """Search so many worlds by each method and at each floor."""
+    found: dict[tuple[float, str], list[Outcome]] = {(floor, method): [] for floor in FLOORS for method in methods}
+    for run in range(runs):
+        world = World(np.random.default_rng([seed, run]))
+        for floor in FLOORS:
+            for method, one in searches(world, floor, methods).items():
+                found[floor, method].append(one)
+    rows = {f"{floor:g}": {method: summarise(found[floor, method]) for method in methods} for floor in FLOORS}
+    return {"runs": runs, "seed": seed, "grid": len(GRID), "nominal": ERROR, "floors": rows}
+
+
+def render(found: dict[str, Any]) -> str:
+    """The docs' table."""
+    lines = [
+        "| floor | method | questions, of the whole grid's | a winner confirmed | of those expected | breaks the floor, 95% "
+        "| gain, mean | missed of the best gain: median, 90th percentile |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for floor, rows in found["floors"].items():
+        for method, row in rows.items():
+            low, high = row["broken_interval"]
+            cells = [
+                f"{100 * float(floor):g} points" if method == next(iter(rows)) else "",
+                METHODS[method],
+                f"{row['asked']:.1%}" if row["asked"] else "–",
+                f"{row['confirmed']:.1%}",
+                "–" if method == "no chance" else f"{row['expected']:.1%}",
+                f"{row['broken']:.1%} ({low:.1%} to {high:.1%})",
+                f"{row['gain']:.2f} of {row['best']:.2f}",
+                f"{row['regret_median']:.1%}, {row['regret_90']:.1%}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Simulate and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--runs", type=int, default=1000, help="simulated worlds; default 1000")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="write RESULTS")
+    parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default eval/search_simulated.json")
+    args = parser.parse_args()
+    found = json.loads(args.results.read_text()) if args.render else simulate(args.runs, args.seed)
+    if args.save and not args.render:
+        args.results.write_text(json.dumps(found, indent=1) + "\n")
+    print(render(found))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
