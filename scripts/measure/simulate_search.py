@@ -42,6 +42,9 @@ RESULTS = ROOT / "eval" / "search_simulated.json"
 FLOORS = (0.01, 0.02, 0.03)
 QUESTIONS, CONFIRMING, SHARED = 900, 2000, 3
 RIGHT = 0.95
+STEEP, MOST = 4.5, 4.0
+"""How steeply divergence rises with the deviate, and its largest value in nats: so that mean, median and 95th percentile are as
+those of the demo models in eval/accuracy.json."""
 SCHEMES = {"int8": (0.0005, 1.25), "fp8": (0.001, 1.3), "awq": (0.004, 1.6), "rtn": (0.008, 1.6), "w3": (0.03, 1.8)}
 """Typical loss and gain."""
 REDUCERS = {f"{name} {keep}": (loss * (1 + 0.5 * number), gain - 0.05 * number)
@@ -65,13 +68,17 @@ class World:
 
     Attributes:
         losses, gains: by name; a loss is a share.
-        slopes: loss over divergence.
+        factors: of the divergence, which candidates have more of or less for the same loss; `vary`: the standard deviation
+            of their logarithms.
+        unlike: how much the loss of a combination differs from the sum of its parts', as a share of it.
     """
 
     rng: np.random.Generator
+    vary: float = 0.3
+    unlike: float = 0.25
     losses: dict[str, float] = field(default_factory=dict)
     gains: dict[str, float] = field(default_factory=dict)
-    slopes: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
     found: dict[tuple[str, int], Evidence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,33 +89,24 @@ class World:
                 loss, gain = typical[name]
                 self.losses[name] = loss * math.exp(0.6 * noise[0]) - 0.001 * abs(noise[1])
                 self.gains[name] = gain * math.exp(0.05 * noise[2])
-                self.slopes[name] = 0.25 * math.exp(0.35 * noise[3])
+                self.factors[name] = math.exp(self.vary * noise[3])
             else:
                 total = math.fsum(self.losses[part] for part in parts)
-                self.losses[name] = total + abs(total) * (0.1 + 0.25 * noise[0])
+                self.losses[name] = total + abs(total) * (0.1 + self.unlike * noise[0])
                 self.gains[name] = math.prod(self.gains[part] for part in parts) * math.exp(0.05 * noise[2])
                 weights = [abs(self.losses[part]) for part in parts]
-                mean = np.average([math.log(self.slopes[part]) for part in parts], weights=weights)
-                self.slopes[name] = math.exp(mean + 0.2 * noise[3])
+                mean = np.average([math.log(self.factors[part]) for part in parts], weights=weights)
+                self.factors[name] = math.exp(mean + self.vary / 2 * noise[3])
         self.exam, self.final = Sheet(self.rng, QUESTIONS), Sheet(self.rng, CONFIRMING)
-        self.divergence_noise = self.rng.normal(size=2)
 
     def evidence(self, candidate: Candidate, questions: int) -> Evidence:
         """A candidate's answers to the first questions."""
         key = candidate.name, questions
         if key not in self.found:
-            answers = self.exam.differences(candidate, self.losses[candidate.name])[:questions]
-            self.found[key] = Evidence(answers, self.exam.images[:questions], self.divergence(candidate, questions))
+            answers, divergences = self.exam.answers(candidate, self.losses[candidate.name])
+            mean = float(divergences[:questions].mean()) * self.factors[candidate.name]
+            self.found[key] = Evidence(answers[:questions], self.exam.images[:questions], mean)
         return self.found[key]
-
-    def divergence(self, candidate: Candidate, questions: int) -> float:
-        """Estimate a divergence by questions: with a noise of 1.5 times itself over the root of their number.
-
-        Half its variance is common to all candidates, as they are asked the same questions.
-        """
-        loss = max(abs(self.losses[candidate.name]), 0.0005)
-        noise = (self.rng.normal() + self.divergence_noise[0]) / math.sqrt(2)
-        return loss / self.slopes[candidate.name] * math.exp(1.5 / math.sqrt(questions) * noise)
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
         """Ask candidates; see `race.Trials`."""
@@ -124,7 +122,7 @@ class World:
 
     def confirmed(self, candidate: Candidate, floor: float) -> str:
         """The verdict of `vlmcompress eval` on questions of their own."""
-        answers = self.final.differences(candidate, self.losses[candidate.name])
+        answers = self.final.answers(candidate, self.losses[candidate.name])[0]
         return noninferiority.verdict(Evidence(answers, self.final.images, None).score, floor, 1 - 2 * ERROR)
 
 
@@ -161,14 +159,20 @@ class Sheet:
         self.common = shared + (rng.normal(size=images[-1] + 1) * math.sqrt(0.2))[images]
         self.own: dict[str, np.ndarray] = {}
 
-    def differences(self, candidate: Candidate, loss: float) -> np.ndarray:
-        """A candidate's score minus the original's on each question, with a mean of exactly -loss in the long run."""
-        churn = 0.001 + 0.15 * abs(loss)
-        deviates = self.common + math.sqrt(0.5) * self._own(candidate)
+    def answers(self, candidate: Candidate, loss: float) -> tuple[np.ndarray, np.ndarray]:
+        """A candidate's score minus the original's on each question, with a mean of -loss in the long run, and its divergences.
+
+        These are about a nat where an answer is about to change, and fall steeply with the distance from there, as measured:
+        the median is a thousandth of the mean.
+        """
+        churn = 0.0005 + 0.15 * abs(loss)
         worse, better = churn + max(loss, 0.0), churn + max(-loss, 0.0)
-        lost = deviates < NORMAL.inv_cdf(worse / RIGHT)
-        won = -deviates < NORMAL.inv_cdf(min(better / (1 - RIGHT), 0.999))
-        return np.where(self.right, -1.0 * lost, 1.0 * won)
+        deviates = self.common + math.sqrt(0.5) * self._own(candidate)
+        lost = NORMAL.inv_cdf(worse / RIGHT) - deviates
+        won = NORMAL.inv_cdf(min(better / (1 - RIGHT), 0.999)) + deviates
+        changed = np.where(self.right, lost, won)
+        divergences = np.exp(np.minimum(STEEP * lost, math.log(MOST)))
+        return np.sign(changed) * (changed > 0) * np.where(self.right, -1.0, 1.0), divergences
 
     def _own(self, candidate: Candidate) -> np.ndarray:
         if candidate.name not in self.own:
