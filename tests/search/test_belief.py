@@ -45,7 +45,7 @@ def plain_slope(found: dict[str, Evidence]) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("losses", [(), (("b", 20), ("e", 12))])
 def test_posterior_is_bayes(losses) -> None:
-    """Oracle: likelihood times prior over a grid of differences, with the slope's plain estimate; alike slopes and unlike ones."""
+    """Oracle: likelihood times prior over a grid of differences, the slope estimated plainly; slopes alike and not."""
     found = FOUND | {name: evidence(lost, 0, 200, FOUND[name].divergence) for name, lost in losses}
     slope, tau2, doubt = plain_slope(found)
     assert (tau2 > (slope / 3) ** 2 * 1.01) == bool(losses)
@@ -141,7 +141,9 @@ def test_assurance_foretells_real_verdicts() -> None:
         verdicts.append(belief.noninferiority.verdict(found, MARGIN, 0.95) == "pass")
     told = assurance(Belief(-loss, 0.0), MARGIN, 2000, MARGIN)
     assert told == pytest.approx(np.mean(verdicts), abs=0.1)
-    assert compare.compare([1.0] * 2000, after.tolist(), margin=MARGIN).verdict == ("pass" if verdicts[-1] else "inconclusive")
+    assert compare.compare([1.0] * 2000, after.tolist(), margin=MARGIN).verdict == (
+        "pass" if verdicts[-1] else "inconclusive"
+    )
 
 
 def test_worth_is_what_to_expect() -> None:

@@ -31,7 +31,9 @@ from vlmcompress.evaluation.score import NORMAL, Score
 ERROR = 0.025
 """One-sided error of every verdict, as `vlmcompress eval` has it."""
 _LEAST = 1e-6  # variance of a difference that no divergence shows: a tenth of a point
-_NATS = 4.0  # mean squared divergence of a question over its mean: 3 to 4 nats in eval/accuracy.json and simulated answers
+_NATS = (
+    4.0  # mean squared divergence of a question over its mean: 3 to 4 nats in eval/accuracy.json and simulated answers
+)
 _UNSEEN = 0.2  # nats that may have been missed for want of questions
 
 
