@@ -203,3 +203,12 @@ def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     assert race._winner([not_so, likely]) is likely and not_so.out and not likely.out
     not_so.out = ""
     assert race._winner([not_so]) is not_so
+
+
+def test_one_place_in_four_is_a_safe_one() -> None:
+    """Long shots are worth most by their gain; the places 4 and 8 go to those that are sure to hold."""
+    long = [Standing(Candidate((Choice(f"long {i}", {}),)), 10.0 + i, chance=0.4, least=0.0) for i in range(10)]
+    sure = [Standing(Candidate((Choice(f"sure {i}", {}),)), 1.5 + i / 10, chance=0.99, least=0.98) for i in range(3)]
+    kept = Race([], World({}), RULES)._best([*sure, *long], 8, "behind")
+    assert {one.candidate.name for one in kept} == {*(f"long {i}" for i in range(4, 10)), "sure 1", "sure 2"}
+    assert {one.out for one in [*sure, *long] if one not in kept} == {"behind"}
