@@ -14,7 +14,7 @@ from tests.kit.places import ROOT
 from vlmcompress.evaluation.compare import compare
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
-import simulate_search as simulation  # noqa: E402
+import simulate_search as simulation
 
 
 @pytest.mark.parametrize("count, runs", [(0, 40), (3, 1000), (25, 1000), (7, 7)])
