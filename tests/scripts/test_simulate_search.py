@@ -25,7 +25,7 @@ def test_interval_is_the_exact_one(count, runs) -> None:
 
 @pytest.mark.parametrize("loss", [-0.001, 0.0005, 0.02, 0.08])
 def test_answers_lose_what_they_should(loss) -> None:
-    """Over many questions; and divergence is like the measured one: a median far below the mean, and some nats at most."""
+    """Over many questions; divergence has a median far below its mean, and some nats at most."""
     sheet = simulation.Sheet(np.random.default_rng(0), 300_000)
     answers, divergences = sheet.answers(simulation.GRID[-1], loss)
     assert float(answers.mean()) == pytest.approx(-loss, abs=5 * np.sqrt(np.var(answers) / 300_000) * 1.5)
