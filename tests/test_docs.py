@@ -142,6 +142,7 @@ def test_lines_are_short(page):
         ("compare_resizing", "resizing"),
         ("compare_learning", "learning"),
         ("bench_serving", "serving"),
+        ("simulate_search", "searches"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):

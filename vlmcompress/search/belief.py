@@ -1,15 +1,17 @@
 """What is believed of a candidate's accuracy after some questions, and what it is worth to go on with it.
 
-A candidate's *difference* is its accuracy minus the original's, a loss being negative. Few questions say little about it, but
-the divergence of the first token (KL of the original's distribution from the candidate's) is known well after a few dozen, and
-losses grow with it. So each difference is taken to be minus the divergence times a slope, and slopes to vary from candidate to
-candidate around a common one:
+A candidate's *difference* is its accuracy minus the original's, a loss being negative. Few questions say little about it, and
+the divergence of the first token (KL of the original's distribution from the candidate's) says more, as losses grow with it. So
+each difference is taken to be minus the divergence times a slope, and slopes to vary from candidate to candidate around a
+common one:
 
-    d_c = -a_c k_c,   a_c ~ N(a, sigma^2),   observed x_c ~ N(d_c, v_c)
+    d_c = -a_c k_c,   a_c ~ N(a, sigma^2),   observed x_c ~ N(d_c, v_c) and K_c ~ N(k_c, u_c)
 
 a and sigma come from all candidates (weighted least squares; sigma by the method of moments, DerSimonian and Laird, Controlled
 Clinical Trials 7, 1986), and the belief about a candidate is the posterior: empirical Bayes. v_c is the variance of the score
 statistic at the margin (`evaluation.score`), so that a candidate that lost none of 40 questions is not thought to be perfect.
+u_c is large: most of a mean divergence comes from the few questions whose answers change, each with some nats, so it is known
+no better than a count of these (`_NATS`).
 
 What a candidate is worth: its gain times the chance that a test on data of their own will confirm it, and the original's
 otherwise. That chance, with the belief's uncertainty in it, is the test's *assurance* (O'Hagan, Stevens and Campbell,
@@ -20,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from vlmcompress.evaluation import noninferiority, paired
 from vlmcompress.evaluation.score import NORMAL, Score
@@ -28,6 +31,8 @@ from vlmcompress.evaluation.score import NORMAL, Score
 ERROR = 0.025
 """One-sided error of every verdict, as `vlmcompress eval` has it."""
 _LEAST = 1e-6  # variance of a difference that no divergence shows: a tenth of a point
+_NATS = 4.0  # mean squared divergence of a question over its mean: about 3 nats by the tails in eval/accuracy.json
+_UNSEEN = 0.2  # nats that may have been missed for want of questions
 
 
 @dataclass(frozen=True)
@@ -49,30 +54,37 @@ class Evidence:
     differences: Sequence[float]
     images: Sequence[Hashable]
     divergence: float | None
+    _variances: dict[float, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def effect(self) -> float:
         """The design effect of questions that share images."""
         return paired.design_effect(self.differences, self.images)
 
-    @property
+    @cached_property
     def score(self) -> Score:
         """The score statistic of the differences."""
         return Score(self.differences, self.effect)
+
+    def variance(self, margin: float) -> float:
+        """The variance of a single difference, were the loss `margin`."""
+        if margin not in self._variances:
+            self._variances[margin] = self.score.moments(-margin)[0]
+        return self._variances[margin]
 
 
 def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
     """Form the belief about each candidate from its own answers and, by the divergence, from those of all."""
     seen = {name: _observed(one, margin) for name, one in found.items()}
-    known = {name: found[name].divergence or 0.0 for name in seen if found[name].divergence is not None}
-    slope, spread, doubt = _slope([(known[name], *seen[name]) for name in known if known[name] > 0])
+    known = {name: one.divergence for name, one in found.items() if one.divergence is not None}
+    slope, spread, doubt = _slope([(k, *seen[name]) for name, k in known.items() if k > 0])
     believed = {}
     for name, (mean, variance) in seen.items():
         if name not in known or math.isinf(spread):
             believed[name] = Belief(mean, variance)
             continue
-        k = known[name]
-        before = k * k * (spread + doubt) + _LEAST
+        k, n = known[name], found[name].score.n
+        before = k**2 * (spread + doubt) + slope**2 * _NATS * (k + _UNSEEN / n) / n + _LEAST
         share = before / (before + variance)
         believed[name] = Belief(share * mean - (1 - share) * slope * k, share * variance)
     return believed
@@ -81,7 +93,7 @@ def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
 def _observed(one: Evidence, margin: float) -> tuple[float, float]:
     """Mean and variance of a mean difference."""
     score = one.score
-    return score.mean, max(score.moments(-margin)[0], score.variance) / score.n
+    return score.mean, max(one.variance(margin), score.variance) / score.n
 
 
 def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
@@ -101,8 +113,8 @@ def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, fl
             break
         q = math.fsum(w * (a - slope) ** 2 for w, (a, _) in zip(weights, own, strict=True))
         scale = weight - math.fsum(w * w for w in weights) / weight
-        moments = (q - (len(own) - 1)) / scale
-        spread = max(moments, (slope / 4) ** 2, 1e-9)  # slopes within a quarter of each other would be a surprise
+        moments = (q - (len(own) - 1)) / scale if scale > 1e-9 * weight else 0.0  # where one outweighs all others
+        spread = max(moments, (slope / 3) ** 2, 1e-9)  # those measured well were 0.2 to 0.46
     return slope, spread, 1 / weight
 
 

@@ -3,7 +3,8 @@
 1. **Single changes.** Each scheme, each reducer and so on is asked a few dozen questions alone. What two changes do together is
    predicted from that: differences add up, gains multiply. So a grid of 8 schemes and 12 reducers costs 20 trials.
 2. **Rungs.** The candidates that are worth most (`belief.worth`) are asked a ninth, a third, and all of the questions, and
-   after each rung a third of them goes on: successive halving (Jamieson and Talwalkar, AISTATS 2016) with `ETA` 3. A candidate
+   after each rung a third of them goes on: successive halving (Jamieson and Talwalkar, AISTATS 2016) with `ETA` 3. One place
+   in four is for those that are worth most if beliefs are too good (`CAUTIOUS`), lest all places go to long shots. A candidate
    whose loss is refuted at any of these looks is out (`belief.refuted`). Rungs are synchronous, so that the course of a
    search does not depend on how many workers do the trials.
 3. **Finalists** get their speed measured, and the one that is worth most wins.
@@ -27,6 +28,8 @@ FIRST = 48
 JOINT = 12
 """Candidates of the first rung."""
 FINALISTS = 3
+CAUTIOUS = 4
+"""One in so many places of a rung goes by what a candidate is worth if it loses a standard deviation more than believed."""
 LIKELY = 0.5
 """The chance of being confirmed below which a candidate only wins where none has more."""
 
@@ -92,6 +95,7 @@ class Standing:
 
     Attributes:
         gain, belief, chance: as they are known last; `measured`: whether the gain was measured as finalists' are.
+        least: the chance if the loss is a standard deviation larger than believed.
         trial: its last trial; None where it was not tried.
         out: why it lost; empty for the winner and while it is in.
     """
@@ -100,6 +104,7 @@ class Standing:
     gain: float
     belief: Belief | None = None
     chance: float = 0.0
+    least: float = 0.0
     trial: Trial | None = None
     measured: bool = False
     out: str = ""
@@ -169,8 +174,13 @@ class Race:
         tried = {name: one for name, one in self.standings.items() if one.questions}
         evidence = {name: one.trial.evidence for name, one in tried.items() if one.trial and one.trial.evidence}
         for name, belief in beliefs(evidence, self.rules.margin).items():
-            self.standings[name].belief = belief
-            self.standings[name].chance = self.chance(belief, evidence[name])
+            self._judge(self.standings[name], belief, [evidence[name]])
+
+    def _judge(self, one: Standing, belief: Belief, seen: Sequence[Evidence]) -> None:
+        """Set what is believed of a candidate by the answers of its own or of its parts."""
+        worse = Belief(belief.mean - math.sqrt(belief.variance), 0.0)
+        one.belief = belief
+        one.chance, one.least = (min(self.chance(some, of) for of in seen) for some in (belief, worse))
 
     def chance(self, belief: Belief, evidence: Evidence | None = None, margin: float | None = None) -> float:
         """The chance that a candidate of such a belief is confirmed. `margin`: another than the race's."""
@@ -178,7 +188,7 @@ class Race:
         spread = max(margin, -belief.mean) * (1 + max(margin, -belief.mean))  # of answers that change one way only
         effect = 1.0
         if evidence is not None:
-            spread, effect = max(spread, evidence.score.moments(-margin)[0]), evidence.effect
+            spread, effect = max(spread, evidence.variance(margin)), evidence.effect
         count = None if self.rules.confirming is None else self.rules.confirming / effect
         return assurance(belief, margin, count, spread)
 
@@ -194,21 +204,28 @@ class Race:
             parts = [alone[choice.name] for choice in candidate.choices]
             belief = sum((one.belief for one in parts if one.belief), Belief(0.0, 0.0))
             gain = self.trials.gain(candidate) or math.prod(one.gain for one in parts)
-            spread = [one.trial.evidence for one in parts if one.trial and one.trial.evidence]
-            chance = min(self.chance(belief, evidence) for evidence in spread)
-            predicted.append(Standing(candidate, gain, belief, chance))
+            predicted.append(Standing(candidate, gain))
+            self._judge(
+                predicted[-1], belief, [one.trial.evidence for one in parts if one.trial and one.trial.evidence]
+            )
         self._enter(predicted)
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
 
     def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:
         """Keep the candidates that are worth most, and note `why` the others are out."""
-        still = sorted((one for one in going if not one.out), key=_rank)
-        for one in still[keep:]:
-            one.out = why
-        for one in still[:keep]:
-            if one.gain <= 1:
+        for one in going:
+            if not one.out and one.gain <= 1:
                 one.out = "gains nothing"
-        return [one for one in still[:keep] if not one.out]
+        ranked = sorted((one for one in going if not one.out), key=_rank)
+        safe = sorted(ranked, key=lambda one: -worth(one.gain, one.least))
+        kept: set[str] = set()
+        while len(kept) < min(keep, len(ranked)):
+            order = ranked if (len(kept) + 1) % CAUTIOUS else safe
+            kept.add(next(one.candidate.name for one in order if one.candidate.name not in kept))
+        for one in ranked:
+            if one.candidate.name not in kept:
+                one.out = why
+        return [one for one in ranked if not one.out]
 
     def _winner(self, going: Sequence[Standing]) -> Standing | None:
         ranked = sorted((one for one in going if one.gain > 1 and one.questions), key=_rank)
