@@ -138,8 +138,8 @@ def searched(asked: Request, args: argparse.Namespace, reference: str = "the dat
     if args.price is not None:
         data["price_per_hour"] = args.price
     if not done.winner:
-        lost = [one for one in data["candidates"] if one["gain"] > 1 and one["questions"]]
-        code = GATE if all(one["why"].startswith("loses more") for one in lost) else UNDECIDED
+        tried = [one for one in data["candidates"] if not one["why"].startswith("predicted")]
+        code = GATE if all(one["why"].startswith(("loses more", "gains nothing")) for one in tried) else UNDECIDED
     files = search_page.write(data, asked.out)
     if not args.keep:
         shutil.rmtree(asked.out / WORK, ignore_errors=True)

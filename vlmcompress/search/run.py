@@ -23,8 +23,8 @@ from vlmcompress.search.space import Space
 from vlmcompress.search.speed import Measured, Modelled
 from vlmcompress.search.trial import Answers, Setup, attempt
 
-_SHARE = 0.25
-"""Share of a time budget that is kept for the finalists' speed and the confirmation."""
+SHARE = 0.25
+"""Share of a time budget that is kept at least for the finalists' speed and the confirmation."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Found:
 
 @dataclass
 class Live:
-    """Trials on real checkpoints, for `race`."""
+    """Trials on real checkpoints, for `race`. `reserve`: seconds of a budget that are kept for what comes behind the race."""
 
     setup: Setup
     crew: Crew
@@ -62,6 +62,7 @@ class Live:
     gains: Measured | Modelled
     original: Answers
     progress: Progress = silent
+    reserve: float = 0.0
     late: bool = False
     _took: list[float] = field(default_factory=list)
 
@@ -87,7 +88,7 @@ class Live:
     def _no_time(self) -> bool:
         """Whether another trial would take what is kept for the end."""
         usual = statistics.median(self._took) if self._took else 0.0
-        return self.book.left < usual + _SHARE * (self.book.left + self.book.spent)
+        return self.book.left < usual + self.reserve
 
     def gain(self, candidate: Candidate) -> float | None:
         """See `race.Trials`."""
@@ -101,7 +102,7 @@ class Live:
         for done, one in enumerate(candidates):
             key = f"speed {self.gains.goal} {one.folder}"
             if (known := self.book.note(key)) is None:
-                if self.book.left < (0.15 * (self.book.left + self.book.spent) if found else 0):
+                if self.book.left < (0.6 * self.reserve if found else 0.0):
                     self.late = True
                     break
                 self.progress("measuring the speed of finalists", done, len(candidates))

@@ -5,14 +5,14 @@
     weights:
       - scheme: int8
       - {name: w4, scheme: gptq-plus, options: {group_size: 64}}
+      - {scheme: fp8, kv_cache: fp8}
     images:
       - reduce: coverage:0.5
       - reduce: [resize:0.5, coverage:0.5]
       - {reduce: coverage:0.25, recover: true}
-    cache:
-      - kv_cache: fp8
 
-Each entry is a choice; leaving the model as it is always is one more. `recover` trains the model behind the entry's reducer.
+Each entry is a choice, and has to work alone, too, as all are tried alone first; leaving the model as it is always is one
+more. `recover` trains the model behind the entry's reducer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _SCHEMES = ("fp8", "int8", "w8a16", "nvfp4")
 _GROUPED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("awq", {}),
     ("gptq-plus", {}),
+    ("gptq-plus balanced", {"balance": "ratio"}),
     ("gptq-plus 3 bits", {"bits": 3}),
 )
+_MIXED = {"scheme": "gptq", "options": {"group_size": 128}, "bits": {"budget": 3.5, "among": [2, 3, 4, 8]}}
 _IMAGES = (
     "coverage:0.75",
     "coverage:0.5,merge=nearest",
@@ -81,10 +83,13 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
         images.append(Choice(" + ".join(_TWO_STAGES), {"reduce": list(_TWO_STAGES)}))
     if recover:
         images += [Choice(f"{name}, recovered", {"reduce": name}, recover=True) for name in _RECOVERED]
-    cache = []
-    if base.get("target") and not targets.get(base["target"]).is_cpu:
-        cache = [[Choice("fp8 cache", {"kv_cache": "fp8"})]]
-    return _checked(base, {"weights": weights, "images": [[one] for one in images], "cache": cache})
+    factors = {"weights": weights, "images": [[one] for one in images]}
+    if not small and base.get("target") and not targets.get(base["target"]).is_cpu:
+        weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
+        factors["tower"] = [[Choice(f"{name} tower", {"vision": name}) for name in ("fp8", "int8")]]
+        cached = [Choice(f"{name}, fp8 cache", {"scheme": name, "kv_cache": "fp8"}) for name in ("fp8", "int8")]
+        weights.append(cached)  # a cache has scales in the files of quantized layers, so it cannot be tried alone
+    return _checked(base, factors)
 
 
 def _grouped(name: str, scheme: str, options: Mapping[str, Any], group: int) -> Choice:

@@ -28,7 +28,7 @@ from vlmcompress.search import outcome, space
 from vlmcompress.search.book import QUESTIONS, WORK, open_book
 from vlmcompress.search.candidate import Candidate
 from vlmcompress.search.race import Rules
-from vlmcompress.search.run import Found, Live, original, search
+from vlmcompress.search.run import SHARE, Found, Live, original, search
 from vlmcompress.search.speed import Goal, Load, Measured, Modelled
 from vlmcompress.search.trial import Setup, made, questions_of
 
@@ -94,9 +94,8 @@ def find(asked: Request, progress: Progress) -> Searched:
     Raises:
         UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
     """
-    base = dict(asked.base) | {"model": str(hub.local(asked.base["model"])), "target": _target(asked)}
-    base = {key: value for key, value in base.items() if value is not None}
-    setup = Setup(base, asked.suite, asked.data, asked.seed, engines.get(asked.engine), asked.out / WORK)
+    setup = _setup(asked)
+    base = setup.base
     gains = _gains(asked, setup)
     count = len(questions_of(setup, asked.limit))
     confirming = _confirming(asked, setup, count)
@@ -110,8 +109,9 @@ def find(asked: Request, progress: Progress) -> Searched:
         "engine": asked.engine,
         "questions": count,
     }
+    usual = {"recover": asked.recover, "small": asked.small}
+    where = space.read(asked.space, base) if asked.space else space.usual(base, **usual)
     with open_book(asked.out, json.loads(json.dumps(about, default=str)), asked.budget) as book:
-        where = space.read(asked.space, base) if asked.space else _usual(asked, base)
         with closing(crews.of(asked.ray)) as crew:
             before = original(setup, count, crew, book, progress)
             if book.left <= 0:
@@ -119,7 +119,8 @@ def find(asked: Request, progress: Progress) -> Searched:
                     f"--budget is spent: asking the original took {duration(book.spent)}; give a longer one, which goes on "
                     "from here, or fewer questions (--limit)"
                 )
-            live = Live(setup, crew, book, gains, before, progress)
+            reserve = 2.4 * (confirming or 0) * (book.note("seconds") or 0.0)  # the original, the winner, and some more
+            live = Live(setup, crew, book, gains, before, progress, max(reserve, SHARE * (asked.budget or 0.0)))
             found = search(where, live, Rules(asked.margin, count, confirming))
         rate = gains.rate(found.winner.candidate) if found.winner else None
         data = outcome.plain(found, _described(asked, base, gains), where.left_out, rate)
@@ -128,8 +129,18 @@ def find(asked: Request, progress: Progress) -> Searched:
     return Searched(found, data, winner, setup)
 
 
-def _usual(asked: Request, base: Mapping[str, Any]) -> space.Space:
-    return space.usual(base, recover=asked.recover, small=asked.small)
+def _setup(asked: Request) -> Setup:
+    """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
+    base = {**asked.base, "model": str(Path(hub.local(asked.base["model"])).absolute()), "target": _target(asked)}
+    calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
+    base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
+    work = asked.out.absolute() / WORK
+    return Setup(base, _absolute(asked.suite), _absolute(asked.data), asked.seed, engines.get(asked.engine), work)
+
+
+def _absolute(value: Any) -> Any:
+    """The absolute path of a file or folder that is there; anything else as it is."""
+    return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
 
 
 def _described(asked: Request, base: Mapping[str, Any], gains: Measured | Modelled) -> dict[str, Any]:
