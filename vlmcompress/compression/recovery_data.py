@@ -68,16 +68,22 @@ def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
 
 
 def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
-    """Numbers of samples in groups that share no image, in the order of each group's last sample."""
-    group_of: dict[str, list[int]] = {}
+    """Numbers of samples in groups that share no image, in the order of each group's last sample (union-find)."""
+    leader, first = list(range(len(samples))), dict[str, int]()
+
+    def root(number: int) -> int:
+        while leader[number] != number:
+            leader[number] = number = leader[leader[number]]
+        return number
+
     for number, sample in enumerate(samples):
-        names = {hashlib.sha256(image.tobytes()).hexdigest() for image in sample.images} or {f"text {number}"}
-        members = [number]
-        for group in {id(group_of[name]): group_of[name] for name in names if name in group_of}.values():
-            members = sorted(members + group)
-            names |= {name for name, other in group_of.items() if other is group}
-        group_of |= dict.fromkeys(names, members)
-    return sorted({id(group): group for group in group_of.values()}.values(), key=lambda group: group[-1])
+        for image in sample.images:
+            seen = first.setdefault(hashlib.sha256(image.tobytes()).hexdigest(), number)
+            leader[root(number)] = root(seen)
+    groups: dict[int, list[int]] = {}
+    for number in range(len(samples)):
+        groups.setdefault(root(number), []).append(number)
+    return sorted(groups.values(), key=lambda group: group[-1])
 
 
 def read(source: str | Path, recipe: Recipe) -> list[Sample]:
