@@ -143,6 +143,7 @@ def test_lines_are_short(page):
         ("compare_learning", "learning"),
         ("bench_serving", "serving"),
         ("simulate_search", "searches"),
+        ("bench_search", "grids"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
