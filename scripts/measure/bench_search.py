@@ -270,12 +270,11 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _shown(one: Mapping[str, Any]) -> str:
-    """A winner and what it gains, in a server where that was measured."""
+    """A winner and what it gains, modelled, and in a server where that was measured."""
     if one["winner"] is None:
         return "none"
-    if "served" in one:
-        return f"{one['winner']}: {times(one['served']['ratio'])} in a server"
-    return f"{one['winner']}: {times(one['gain'])}"
+    shown = f"{one['winner']}: {times(one['gain'])}"
+    return f"{shown}, served {times(one['served']['ratio'])}" if "served" in one else shown
 
 
 def main() -> None:
