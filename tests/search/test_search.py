@@ -122,7 +122,7 @@ def test_another_floor_takes_up_what_is_known(found, call, capsys):
         (["--confirm", data("validation")], "confirm on images that the search never sees"),
         (["--max-drop", "0.001"], "cannot be confirmed with less than"),
         (["--max-drop", "1.5"], "is no share between 0 and 1"),
-        (["--optimize", "spead"], "no such objective"),
+        (["--optimize", "fastest"], "no such objective"),
         (["--budget", "soon"], "write a time like 90s, 30m or 1h30m"),
         (["--speed", "modelled", "--optimize", "ttft"], "how fast cpu is, is not known"),
         (["--engine", "openai:http://localhost:1"], "give vllm or hf"),
