@@ -58,7 +58,7 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
 def test_every_verb_has_its_place(capfd):
     """`--help` has the verbs in the order of their places; each is a whole file."""
     verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
-    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 20
+    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 22
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capfd.readouterr().out

@@ -31,6 +31,12 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
+def unconfirmed(arguments: list[str]) -> None:
+    """Take the flag out that asks for a confirmation."""
+    where = arguments.index("--confirm")
+    del arguments[where : where + 2]
+
+
 @pytest.fixture(scope="module")
 def space(tmp_path_factory):
     file = tmp_path_factory.mktemp("space") / "space.yaml"
@@ -189,7 +195,7 @@ def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
     arguments[arguments.index("--limit") + 1] = "48"
-    del arguments[arguments.index("--confirm") :][:2]
+    unconfirmed(arguments)
     code, text, err = run(capsys, *arguments, "--json")
     found = json.loads(text)
     assert code == 0 and found["winner"]["name"] == "w4", err
@@ -207,7 +213,7 @@ def test_two_nodes_find_what_one_process_finds(found, call, tmp_path, capfd):
     """The same candidates, questions and answers from the workers of two nodes, which share nothing but the model."""
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
-    del arguments[arguments.index("--confirm") :][:2]
+    unconfirmed(arguments)
     code = cli.main([*arguments, "--ray", two_nodes().address, "--json"])
     here, there = found[1], json.loads(capfd.readouterr().out)
     assert code == 0 and "confirmed" not in there
