@@ -41,7 +41,7 @@ from vlmcompress.evaluation.divergence import divergence
 from vlmcompress.search.belief import Evidence
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
 from vlmcompress.search.race import Race, Rules, Trial
-from vlmcompress.search.speed import Load, Measured, Modelled
+from vlmcompress.search.speed import STAND_IN, Load, Measured, Modelled
 from vlmcompress.search.trial import Answers, Setup, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,7 +232,8 @@ def pq_rows(file: Path | None) -> int:
 def served(model: str, work: Path, row: dict[str, Any]) -> None:
     """Serve a floor's winner and the best single changes against the original, and add the ratios."""
     about = setup(model, work, "validation")
-    measured = Measured(about, "throughput", Load(requests=64), str(bundled(DEMO / model, "validation")))
+    typical = Modelled(about, "throughput", Load(requests=64), STAND_IN)
+    measured = Measured(typical, str(bundled(DEMO / model, "validation")))
     by_name = {one.name: one for one in every()}
     for one in (row["grid"], *row["alone"].values()):
         if one["winner"]:

@@ -34,7 +34,7 @@ def headline(data: Mapping[str, Any]) -> str:
     floor = f"{100 * data['max_drop']:g} points"
     if data["winner"]:
         one = next(row for row in data["candidates"] if row["winner"])
-        how = "by the time that answers took" if one["rough"] else data["gains"]
+        how = "modelled" if one["rough"] else data["gains"]
         return f"{one['name']}: {times(one['gain'])} {GAINS[data['optimize']]} ({how}), for a loss of at most {floor}."
     near = data["nearest"]
     if near is None:

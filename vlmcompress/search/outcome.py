@@ -51,7 +51,7 @@ def plain(
 
 
 def row(one: Standing, winner: bool) -> dict[str, Any]:
-    """Describe a candidate; differences are shares, negative for a loss. `rough` gains are those that answering showed."""
+    """Describe a candidate; differences are shares, negative for a loss. `rough`: modelled where others were measured."""
     evidence = one.trial.evidence if one.trial else None
     low, high = evidence.score.limits(0.95) if evidence else (None, None)
     return {

@@ -65,7 +65,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found: a candidate's answers, its gain (times the original), or why there are none (`failed`)."""
+    """What a trial found: a candidate's answers, or why there are none (`failed`); the gain where `Trials.gain` knows none."""
 
     evidence: Evidence | None
     gain: float = 1.0

@@ -138,8 +138,7 @@ class Live:
         before = {sample.id: sample for sample in self.original.asked.samples}
         differences = [score - before[name].score for name, score in row["scores"].items()]
         evidence = Evidence(differences, [before[name].image for name in row["scores"]], row["divergence"])
-        first, second = self.book.note("seconds"), row["seconds"]
-        return Trial(evidence, first / second if first and second else 1.0)
+        return Trial(evidence, self.original.tokens / row["prompt_tokens"])
 
 
 def _attempt(setup: Setup, questions: int, candidate: Candidate) -> Answers:

@@ -29,7 +29,7 @@ from vlmcompress.search.book import QUESTIONS, WORK, open_book
 from vlmcompress.search.candidate import Candidate
 from vlmcompress.search.race import Rules
 from vlmcompress.search.run import SHARE, Found, Live, original, search
-from vlmcompress.search.speed import Goal, Load, Measured, Modelled
+from vlmcompress.search.speed import STAND_IN, Goal, Load, Measured, Modelled
 from vlmcompress.search.trial import Setup, made, questions_of
 
 WINNER, RECIPE = "winner", "recipe.yaml"
@@ -176,13 +176,14 @@ def _here(name: str | None) -> bool:
 
 def _gains(asked: Request, setup: Setup) -> Measured | Modelled:
     """What says the gains: shapes for memory and for other machines, else this machine."""
-    target = setup.base.get("target")
+    target, modelled = setup.base.get("target"), Modelled(setup, asked.goal, asked.load)
+    figures = modelled.figures(Candidate())
+    known = figures is not None and figures.of(asked.goal) is not None
     if asked.goal == "memory" or asked.speed == "modelled" or (not asked.speed and not _here(target)):
-        modelled = Modelled(setup, asked.goal, asked.load)
-        if (figures := modelled.figures(Candidate())) is None or figures.of(asked.goal) is None:
+        if not known:
             raise UserError(f"--speed modelled: how fast {target} is, is not known; use --speed measured there")
         return modelled
-    return Measured(setup, asked.goal, asked.load, asked.data)
+    return Measured(modelled if known else Modelled(setup, asked.goal, asked.load, STAND_IN), asked.data)
 
 
 def _confirming(asked: Request, setup: Setup, count: int) -> int | None:
