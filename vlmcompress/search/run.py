@@ -99,17 +99,20 @@ class Live:
         if isinstance(self.gains, Modelled):
             return {}
         found: dict[str, float | str] = {}
+        took = 0.0  # seconds of the last one
         for done, one in enumerate(candidates):
             key = f"speed {self.gains.goal} {one.folder}"
             if (known := self.book.note(key)) is None:
-                if self.book.left < (0.6 * self.reserve if found else 0.0):
+                if self.book.left < (0.6 * self.reserve + took if found else 0.0):
                     self.late = True
                     break
+                began = time.monotonic()
                 self.progress("measuring the speed of finalists", done, len(candidates))
                 try:
                     known = self.gains.measure(one, self.progress).model_dump()
                 except UserError as error:
                     known = str(error)
+                took = time.monotonic() - began
                 self.book.keep(key, known)
             found[one.name] = self.gains.take(one, Ratio(**known)) if isinstance(known, dict) else known
         return found
