@@ -32,7 +32,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from vlmcompress import engines
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.common.text import points, times
 from vlmcompress.data.sources import bundled
@@ -72,7 +71,7 @@ def every() -> list[Candidate]:
 def setup(model: str, work: Path, split: str) -> Setup:
     """The setup of trials on a split; checkpoints are shared by both splits."""
     base = {"model": str(DEMO / model), "target": "cpu", "calibrate": {"samples": 64}}
-    return Setup(base, "world", str(bundled(DEMO / model, split)), 0, engines.get("vllm"), work / model)
+    return Setup(base, "world", str(bundled(DEMO / model, split)), 0, "vllm", work / model)
 
 
 def grid(model: str, work: Path, split: str, count: int, wanted: Sequence[Candidate]) -> dict[str, dict[str, Any]]:

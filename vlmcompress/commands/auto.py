@@ -47,18 +47,15 @@ def run(args: argparse.Namespace) -> Outcome:
     args.max_drop = round(1 - args.min_agreement, 9)
     prompts = _prompts(args.prompts)
     asked = search.request(args)
-    from vlmcompress import engines
-    from vlmcompress.common import hub
     from vlmcompress.search import own_answers
-    from vlmcompress.search.trial import Setup
-    from vlmcompress.search.whole import QUESTIONS, WORK
+    from vlmcompress.search.whole import QUESTIONS, setup_of
 
     parts = own_answers.split(args.images, args.most)
-    base = dict(asked.base) | {"model": str(hub.local(asked.base["model"]))}
-    setup = Setup(base, None, None, asked.seed, engines.get(asked.engine), asked.out / WORK)
+    setup = setup_of(asked)
     with closing(ProgressBar()) as progress:
         files = own_answers.written(parts, prompts, asked.out / QUESTIONS, setup, progress)
-    base["calibrate"] = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
+    calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
+    base = {**asked.base, "calibrate": calibrate}
     data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
     asked = dataclasses.replace(asked, base=base, data=data, confirm=confirm, small=True)
     return search.searched(asked, args, reference="the original's own answers")

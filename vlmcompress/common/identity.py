@@ -11,7 +11,7 @@ from vlmcompress.common import hub
 
 _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
 
-MODEL_FILES = (
+_MODEL_FILES = (
     "*.safetensors",
     "*config.json",
     "token*",
@@ -54,13 +54,18 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def model_files(folder: Path) -> list[Path]:
+    """The files of a folder that a model's answers depend on, sorted by name."""
+    return sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+
+
 def fingerprint(folder: Path) -> str:
     """A quick hash of a model's files, in hexadecimal: names, sizes, and the first and the last megabyte of each.
 
     It is equal for copies of a folder on several machines, and differs where only weights do.
     """
     digest = hashlib.sha256()
-    for file in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
+    for file in model_files(folder):
         size = file.stat().st_size
         digest.update(json.dumps([file.name, size]).encode())
         with file.open("rb") as stream:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.common.identity import MODEL_FILES
+from vlmcompress.common.identity import model_files
 from vlmcompress.engines.base import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
@@ -37,8 +37,7 @@ def identify(model: str | Path, engine: str) -> Identity:
     folder = Path(model)
     if not folder.is_dir():
         return Identity(str(model), engine)
-    files = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model_files(folder)]
     return Identity(hashlib.sha256(json.dumps(stats).encode()).hexdigest(), engine)
 
 

@@ -20,7 +20,7 @@ from vlmcompress.search.candidate import Candidate
 NAME = "search.jsonl"
 WORK, QUESTIONS = "work", "questions"
 """Folders in the folder of a search: what is made on the way, and questions that `auto` wrote."""
-_ABOUT, _SPENT, _BEGUN = "about", "spent", "begun"
+_ABOUT, _SPENT = "about", "spent"
 
 
 class Book:

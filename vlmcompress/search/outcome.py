@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmcompress.search.belief import worth
 from vlmcompress.search.candidate import AS_IT_IS
-from vlmcompress.search.race import Standing
+from vlmcompress.search.race import LIKELY, Standing
 from vlmcompress.search.run import Found
 
 FILE = "search.json"
@@ -25,15 +25,10 @@ def plain(
         left_out: choices that the model or the target does not take -> why.
         rate: requests a second of the original and of the winner, if they are known.
     """
-    rows = [row(one, one is found.winner) for one in found.standings.values()]
-    if asked["gains"] == "measured":
-        rough = {name for name, one in found.standings.items() if not one.measured}
-        rows = [one | {"rough": one["name"] in rough} for one in rows]
+    measured = asked["gains"] == "measured"
+    rows = [row(one, one is found.winner, measured and not one.measured) for one in found.standings.values()]
     mark(rows)
-    order = {"winner": 0, "front": 1}
-    rows.sort(
-        key=lambda one: (order.get("winner" if one["winner"] else "front" if one["front"] else "", 2), -one["gain"])
-    )
+    rows.sort(key=lambda one: (not one["winner"], not one["front"], -one["gain"]))
     return {
         "schema_version": SCHEMA_VERSION,
         **asked,
@@ -50,14 +45,14 @@ def plain(
     }
 
 
-def row(one: Standing, winner: bool) -> dict[str, Any]:
+def row(one: Standing, winner: bool = False, rough: bool = False) -> dict[str, Any]:
     """Describe a candidate; differences are shares, negative for a loss. `rough`: modelled where others were measured."""
     evidence = one.trial.evidence if one.trial else None
     low, high = evidence.score.limits(0.95) if evidence else (None, None)
     return {
         **one.candidate.plain(),
         "gain": round(one.gain, 4),
-        "rough": False,
+        "rough": rough,
         "questions": one.questions,
         "difference": round(evidence.score.mean, 5) if evidence else None,
         "low": low,
@@ -83,7 +78,7 @@ def nearest(standings: Sequence[Standing]) -> dict[str, Any] | None:
     """The candidate that gains something and is believed to lose least; None where none was asked."""
     tried = [one for one in standings if one.questions and one.gain > 1 and one.belief]
     best = max(tried, key=lambda one: one.belief.mean if one.belief else 0.0, default=None)
-    return row(best, False) if best else None
+    return row(best) if best else None
 
 
 def one_more_point(found: Found) -> dict[str, Any] | None:
@@ -95,7 +90,7 @@ def one_more_point(found: Found) -> dict[str, Any] | None:
             continue
         chance = found.race.chance(one.belief, one.trial.evidence, margin)
         value = worth(one.gain, chance)
-        if chance >= 0.5 and value > most:
+        if chance >= LIKELY and value > most:
             best, most = one, value
     if best is None or best is found.winner:
         return None

@@ -6,6 +6,7 @@ a search can hold to a floor when there is nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -103,7 +104,7 @@ def _rows(images: Sequence[Path], prompts: Sequence[str], *, first: bool) -> lis
 def _answered(rows: list[dict[str, str]], out: Path, setup: Setup, progress: Progress) -> list[dict[str, str]]:
     """Give questions the original's answers; those that it says nothing to are left out."""
     asked = save(out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))})
-    plain = Setup(setup.base, None, str(asked["asked"]), setup.seed, setup.engine, setup.work)
+    plain = dataclasses.replace(setup, suite=None, data=str(asked["asked"]))
     answers = {one.id: one.text for one in attempt(plain, Candidate(), len(rows), progress).asked.samples}
     asked["asked"].unlink()
     found = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]

@@ -87,8 +87,9 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
     if not small and base.get("target") and not targets.get(base["target"]).is_cpu:
         weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
         factors["tower"] = [[Choice(f"{name} tower", {"vision": name}) for name in ("fp8", "int8")]]
+        # A cache has scales in the files of quantized layers, so it is no factor of its own, which would be tried alone.
         cached = [Choice(f"{name}, fp8 cache", {"scheme": name, "kv_cache": "fp8"}) for name in ("fp8", "int8")]
-        weights.append(cached)  # a cache has scales in the files of quantized layers, so it cannot be tried alone
+        weights.append(cached)
     return _checked(base, factors)
 
 

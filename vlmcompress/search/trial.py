@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress import engines
 from vlmcompress.blocks.solve import Method
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.compression.recover import Asked as Recovery
 from vlmcompress.compression.recover import recover
-from vlmcompress.engines.base import Engine, Settings
+from vlmcompress.engines.base import Settings
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.ask import Asked, ask_suite
@@ -38,7 +39,7 @@ class Setup:
     Attributes:
         base: recipe keys that all candidates have.
         suite, data: the questions, as `vlmcompress eval` takes them; `seed` decides which of them come first.
-        engine: what answers them.
+        engine: name of what answers them, an engine of the machine that a trial is done on.
         work: folder of work.
         recovery: how models are trained behind reducers.
     """
@@ -47,7 +48,7 @@ class Setup:
     suite: str | None
     data: str | None
     seed: int
-    engine: Engine
+    engine: str
     work: Path
     recovery: Recovery = Recovery()
 
@@ -87,7 +88,7 @@ def attempt(setup: Setup, candidate: Candidate, questions: int, progress: Progre
     suite = questions_of(setup, questions)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
         settings = Settings(logprobs=FIRST_TOKENS, seed=setup.seed)
-        asked = ask_suite(folder, suite, setup.engine, settings, journal, progress, candidate.name)
+        asked = ask_suite(folder, suite, engines.get(setup.engine), settings, journal, progress, candidate.name)
     return Answers(asked, sides.side(folder, {}).weight_bytes)
 
 

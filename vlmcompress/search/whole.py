@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vlmcompress import engines, targets
+from vlmcompress import targets
 from vlmcompress.common import crew as crews
 from vlmcompress.common import hub
 from vlmcompress.common.folders import new_folder, save
@@ -33,7 +33,7 @@ from vlmcompress.search.speed import STAND_IN, Goal, Load, Measured, Modelled
 from vlmcompress.search.trial import Setup, made, questions_of
 
 WINNER, RECIPE = "winner", "recipe.yaml"
-__all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find"]
+__all__ = ["QUESTIONS", "WORK", "Request", "Searched", "find", "setup_of"]
 _LEAST = 30
 """Questions without which nothing can be said."""
 _CHANCE = 0.1
@@ -94,7 +94,7 @@ def find(asked: Request, progress: Progress) -> Searched:
     Raises:
         UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
     """
-    setup = _setup(asked)
+    setup = setup_of(asked)
     base = setup.base
     gains = _gains(asked, setup)
     count = len(questions_of(setup, asked.limit))
@@ -129,13 +129,13 @@ def find(asked: Request, progress: Progress) -> Searched:
     return Searched(found, data, winner, setup)
 
 
-def _setup(asked: Request) -> Setup:
+def setup_of(asked: Request) -> Setup:
     """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
     base = {**asked.base, "model": str(Path(hub.local(asked.base["model"])).absolute()), "target": _target(asked)}
     calibrate = {key: _absolute(value) for key, value in base.get("calibrate", {}).items()}
     base = {key: value for key, value in (base | {"calibrate": calibrate}).items() if value is not None}
     work = asked.out.absolute() / WORK
-    return Setup(base, _absolute(asked.suite), _absolute(asked.data), asked.seed, engines.get(asked.engine), work)
+    return Setup(base, _absolute(asked.suite), _absolute(asked.data), asked.seed, asked.engine, work)
 
 
 def _absolute(value: Any) -> Any:
