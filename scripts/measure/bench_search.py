@@ -1,16 +1,16 @@
 #!/usr/bin/env python
 """What `vlmcompress search` finds and what it saves, against a grid of candidates that are all asked to the end in vLLM.
 
-    scripts/measure/bench_search.py --work out/search      the grid of both demo models (an hour of two cores), then the rest
-    scripts/measure/bench_search.py --work out/search --models demo-llava
+    scripts/measure/bench_search.py --models demo-llava --questions 450 --test 1500     half an hour of two cores
     scripts/measure/bench_search.py --render               the docs' table, from eval/search.json
 
-Every combination of `SPACE` is made and asked all of the validation questions, once; answers stay in WORK, so a run that was
+Every combination of `WEIGHTS` and `IMAGES` is made and asked all of the validation questions, once; answers stay in WORK, so a run that was
 stopped goes on. Searches are then run on these recorded answers, with five seeds that shuffle the questions, under several
 floors, and compared with the candidate that the whole grid would choose by the same rule. Each search's winner is confirmed on
 the test questions. Gains are requests a second on an A100 as `vlmcompress plan` models them, since what answering takes on a
 CPU is mostly noise with models this small; the best of the quantizations alone, of the reductions alone and of all together
-are served in vLLM here, against the original, at the end (`--speed`). The last line is one JSON object.
+are served in vLLM here, against the original, at the end (`--speed`). Rows of models that are
+not asked stay as they are. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,33 +45,59 @@ from vlmcompress.search.trial import Answers, Setup, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"
+SMOL = ROOT / "build" / "demo-smol"  # scripts/train/assemble_demo_smol.py puts it there
 RESULTS = ROOT / "eval" / "search.json"
 FLOORS = (0.01, 0.02, 0.03, 0.05)
 SEEDS = 5
 TARGET, TYPICAL = "a100", Load(image=(224, 224), text=64, out=4)  # what the demo models' questions are like
 WEIGHTS = (
     Choice("int8", {"scheme": "int8"}),
+    Choice("int8 with tower", {"scheme": "int8", "vision": "int8"}),
     Choice("gptq-plus g64", {"scheme": "gptq-plus", "options": {"group_size": 64}}),
+    Choice("awq g64", {"scheme": "awq", "options": {"group_size": 64}}),
 )
 IMAGES = (
+    "coverage:0.75",
     "coverage:0.5,merge=nearest",
     "coverage:1/3,merge=nearest",
     "coverage:0.25,merge=nearest",
     "divprune:0.5",
     "pool",
 )
-SPACE = (Factor("weights", WEIGHTS), Factor("images", tuple(Choice(name, {"reduce": name}) for name in IMAGES)))
+FEWER = {"int8", "int8 with tower", "coverage:0.75", "coverage:0.5,merge=nearest", "coverage:0.25,merge=nearest"}
 
 
-def every() -> list[Candidate]:
+def space(model: str) -> list[Factor]:
+    """The space of a model; that of demo-smol is smaller, as a candidate of its takes minutes."""
+    factors = [Factor("weights", WEIGHTS), Factor("images", tuple(Choice(name, {"reduce": name}) for name in IMAGES))]
+    if model != SMOL.name:
+        return factors
+    return [Factor(one.name, tuple(choice for choice in one.choices if choice.name in FEWER)) for one in factors]
+
+
+def every(model: str) -> list[Candidate]:
     """The original first, then each candidate of the grid."""
-    return [Candidate(), *singles(SPACE), *combined(SPACE)]
+    factors = space(model)
+    return [Candidate(), *singles(factors), *combined(factors)]
 
 
 def setup(model: str, work: Path, split: str) -> Setup:
     """The setup of trials on a split; checkpoints are shared by both splits."""
-    base = {"model": str(DEMO / model), "target": "cpu", "calibrate": {"samples": 64}}
-    return Setup(base, "world", str(bundled(DEMO / model, split)), 0, "vllm", work / model)
+    calibrate = {"data": str(questions(model, "calibration")), "samples": 64}
+    base = {"model": str(folder(model)), "target": "cpu", "calibrate": calibrate}
+    return Setup(base, "world", str(questions(model, split)), 0, "vllm", work / model)
+
+
+def folder(model: str) -> Path:
+    """Where a model is; the one with a real language model is put together on demand."""
+    return SMOL if model == SMOL.name else DEMO / model
+
+
+def questions(model: str, split: str) -> Path:
+    """The file of a model's questions; demo-smol answers those of demo-llava."""
+    file = bundled(DEMO / ("demo-llava" if model == SMOL.name else model), split)
+    assert file is not None
+    return file
 
 
 def grid(model: str, work: Path, split: str, count: int, wanted: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
@@ -145,42 +171,45 @@ def modelled(model: str, work: Path) -> dict[str, float]:
     about = setup(model, work, "validation")
     about = dataclasses.replace(about, base={**about.base, "target": TARGET})
     gains = Modelled(about, "throughput", TYPICAL)
-    return {one.name: gains.gain(one) or 1.0 for one in every()}
+    return {one.name: gains.gain(one) or 1.0 for one in every(model)}
 
 
-def whole_grid(rows: Mapping[str, Any], gains: Mapping[str, float], floor: float, count: int, confirming: int) -> Race:
+def whole_grid(
+    model: str, rows: Mapping[str, Any], gains: Mapping[str, float], floor: float, count: int, confirming: int
+) -> Race:
     """A race in which every candidate is asked everything: the rule that a search saves questions against."""
-    candidates = [one for one in every() if one.choices]
+    candidates = every(model)[1:]
     rules = Rules(floor, count, confirming, first=count, joint=len(candidates), finalists=len(candidates))
-    return Race(SPACE, Recorded(rows, gains, sorted(rows[Candidate().name]["scores"])), rules)
+    return Race(space(model), Recorded(rows, gains, sorted(rows[Candidate().name]["scores"])), rules)
 
 
-def replay(model: str, work: Path, floors: Sequence[float]) -> list[dict[str, Any]]:
-    """Searches on the recorded grid, by floor."""
+def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> list[dict[str, Any]]:
+    """Searches on the recorded grid, by floor; winners will be confirmed on so many questions."""
     rows = json.loads((work / f"{model}-validation.json").read_text())
     suite, gains = len(rows[Candidate().name]["scores"]), modelled(model, work)
     found = []
     for floor in floors:
-        confirming = 2500
-        full = whole_grid(rows, gains, floor, suite, confirming)
+        full = whole_grid(model, rows, gains, floor, suite, confirming)
         best = full.run()
-        candidates = len(every()) - 1
+        candidates = len(every(model)) - 1
         searches = []
         for seed in range(SEEDS):
             order = sorted(rows[Candidate().name]["scores"])
             random.Random(seed).shuffle(order)
-            race = Race(SPACE, Recorded(rows, gains, order), Rules(floor, suite, confirming))
+            race = Race(space(model), Recorded(rows, gains, order), Rules(floor, suite, confirming))
             winner = race.run()
             searches.append(
                 {"winner": winner.candidate.name if winner else None, "gain": winner.gain if winner else 1.0}
             )
             searches[-1]["saved"] = candidates * suite / race.asked
         gain = best.gain if best else 1.0
-        kinds = {kind: _alone(full, kind) for kind in ("weights", "images")}
+        kinds = {factor.name: _alone(full, factor) for factor in space(model)}
         found.append(
             {
                 "model": model,
                 "floor": floor,
+                "questions": suite,
+                "confirming": confirming,
                 "grid": {"winner": best.candidate.name if best else None, "gain": gain, "candidates": candidates},
                 "alone": kinds,
                 "regret": statistics.fmean(max(gain - one["gain"], 0.0) / gain for one in searches),
@@ -191,19 +220,18 @@ def replay(model: str, work: Path, floors: Sequence[float]) -> list[dict[str, An
     return found
 
 
-def _alone(race: Race, factor: str) -> dict[str, Any]:
+def _alone(race: Race, factor: Factor) -> dict[str, Any]:
     """The best candidate that changes one thing alone, by the race's own rule."""
-    names = {choice.name for one in SPACE if one.name == factor for choice in one.choices}
+    names = {choice.name for choice in factor.choices}
     tried = [one for name, one in race.standings.items() if name in names and one.gain > 1 and one.chance >= 0.5]
     best = max(tried, key=lambda one: one.worth, default=None)
     return {"winner": best.candidate.name if best else None, "gain": best.gain if best else 1.0}
 
 
-def confirmed(model: str, work: Path, found: list[dict[str, Any]], limit: int | None) -> None:
+def confirmed(model: str, work: Path, found: list[dict[str, Any]], count: int) -> None:
     """Ask the winners, and the best single changes, the test questions, and add the verdicts."""
     names = {one["winner"] for row in found for one in (row["grid"], *row["searches"], *row["alone"].values())}
-    wanted = [one for one in every() if one.name in names - {None}]
-    count = limit or pq_rows(bundled(DEMO / model, "test"))
+    wanted = [one for one in every(model) if one.name in names - {None}]
     rows = grid(model, work, "test", count, wanted)
     before = rows[Candidate().name]
     for row in found:
@@ -220,11 +248,10 @@ def confirmed(model: str, work: Path, found: list[dict[str, Any]], limit: int | 
             one |= {"test": pair.difference, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
 
 
-def pq_rows(file: Path | None) -> int:
+def pq_rows(file: Path) -> int:
     """Rows of a parquet file."""
     import pyarrow.parquet as pq
 
-    assert file is not None
     return pq.ParquetFile(file).metadata.num_rows
 
 
@@ -232,8 +259,8 @@ def served(model: str, work: Path, row: dict[str, Any]) -> None:
     """Serve a floor's winner and the best single changes against the original, and add the ratios."""
     about = setup(model, work, "validation")
     typical = Modelled(about, "throughput", Load(requests=64), STAND_IN)
-    measured = Measured(typical, str(bundled(DEMO / model, "validation")))
-    by_name = {one.name: one for one in every()}
+    measured = Measured(typical, str(questions(model, "validation")))
+    by_name = {one.name: one for one in every(model)}
     for one in (row["grid"], *row["alone"].values()):
         if one["winner"]:
             ratio = measured.measure(by_name[one["winner"]], lambda *_: None)
@@ -243,27 +270,23 @@ def served(model: str, work: Path, row: dict[str, Any]) -> None:
 
 def render(data: Mapping[str, Any]) -> str:
     """The docs' table."""
-    lines = [
-        "| model | floor | quantized alone | reduced alone | the grid's choice | on test questions | regret | saved |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ("model", "floor", "grid", "quantized alone", "reduced alone", "the grid's choice", "on test questions")
+    heads += ("regret", "saved", "confirmed")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in data["rows"]:
         best = row["grid"]
-        change = (
-            f"{points(best['test'])} ({points(best['low'])} to {points(best['high'])}), {best['verdict']}"
-            if best["winner"]
-            else ""
-        )
-        alone = [_shown(row["alone"][kind]) for kind in ("weights", "images")]
-        saved = f"{row['saved']:.0f}x" if math.isfinite(row["saved"]) else ""
+        change = f"{points(best['test'])} ({points(best['low'])} to {points(best['high'])}), {best['verdict']}"
+        winners = [one for one in row["searches"] if one["winner"]]
         cells = [
             row["model"],
             f"{100 * row['floor']:g}",
-            *alone,
+            f"{best['candidates']} x {row['questions']}",
+            *(_shown(row["alone"][kind]) for kind in ("weights", "images")),
             _shown(best),
-            change,
+            change if best["winner"] else "",
             f"{100 * row['regret']:.0f}%",
-            saved,
+            f"{row['saved']:.1f}x" if math.isfinite(row["saved"]) else "",
+            f"{sum(one['verdict'] == 'pass' for one in winners)} of {len(winners)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -281,7 +304,7 @@ def main() -> None:
     """Run what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "search", help="answers and checkpoints")
-    parser.add_argument("--models", nargs="+", default=["demo-llava", "demo-qwen"])
+    parser.add_argument("--models", nargs="+", default=["demo-llava", "demo-qwen", "demo-smol"])
     parser.add_argument("--questions", type=int, default=900, metavar="N", help="of the validation split; default: 900")
     parser.add_argument("--test", type=int, metavar="N", help="of the test split; default: all")
     parser.add_argument(
@@ -294,16 +317,17 @@ def main() -> None:
         print(f"{render(data)}\n{_last(data['rows'])}")
         return
     quiet_libraries()
-    rows = []
+    rows = [row for row in json.loads(RESULTS.read_text())["rows"] if row["model"] not in args.models]
     for model in args.models:
-        grid(model, args.work, "validation", args.questions, every())
-        found = replay(model, args.work, FLOORS)
-        confirmed(model, args.work, found, args.test)
+        grid(model, args.work, "validation", args.questions, every(model))
+        confirming = args.test or pq_rows(questions(model, "test"))
+        found = replay(model, args.work, FLOORS, confirming)
+        confirmed(model, args.work, found, confirming)
         for row in found:
             if row["floor"] in args.speed:
                 served(model, args.work, row)
         rows += found
-    data = {"questions": args.questions, "seeds": SEEDS, "rows": rows}
+    data = {"seeds": SEEDS, "rows": sorted(rows, key=lambda row: (row["model"], row["floor"]))}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     print(render(data))
     print(_last(rows))

@@ -149,6 +149,7 @@ def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_pat
         (("--keep", "0.001"), "of these images, of at most 16 tokens, is no token, so they would be kept whole; give"),
         (("--keep", "0.25,cover=1"), "keep is '0.25,cover=1', should be a number"),
         (("--keep", "half"), "--keep half: 'learned': keep is 'half', should be a number"),
+        (("--keep", "auto"), "--keep auto: training needs a share"),
         (("--lr", "nan"), "--lr is nan; it should be above 0 and below 1"),
         (("--samples", 10), "training needs at least 16"),
         (("--set", "kv_cache=fp8"), "--set kv_cache: no such key of learn-reducer"),

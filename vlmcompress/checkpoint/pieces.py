@@ -61,9 +61,10 @@ def of_original(
                 found.append(Piece(prefix + local, spec, (module, local)))
         elif entry.name in values:
             value = values.pop(entry.name)
-            if Spec.of(value) != entry.spec:
-                raise ValueError(f"{entry.name} is stored as {entry.spec}, its new value is {Spec.of(value)}")
-            found.append(Piece(name, entry.spec, value))
+            if tuple(value.shape) != entry.spec.shape:
+                raise ValueError(f"{entry.name} is {entry.spec.shape}, its new value {tuple(value.shape)}")
+            stored = value.to(tensor_files.DTYPES[entry.spec.dtype])  # a config may load float32 as bfloat16
+            found.append(Piece(name, entry.spec, stored))
         else:
             found.append(Piece(name, entry.spec, entry))
     if layers or values:

@@ -20,7 +20,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
             choices = [choice.strip(" '") for choice in found[3].split(",")]
-            message = f"{found[1]}: no '{found[2]}'{did_you_mean(found[2], choices)}"
+            where = found[1] if found[1].startswith("-") else self.prog  # a flag has a name that users know
+            message = f"{where}: no '{found[2]}'{did_you_mean(found[2], choices)}"
         elif found := re.match(r"the following arguments are required: (.*)", message):
             message = f"{self.prog}: missing {found[1]}"
         raise UserError(f"{message}; see {self.prog} --help")

@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import choose
 
+    if args.keep == "auto":
+        raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
     keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
     given = _flags.given(args)
     _refuse_foreign(given)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.calibration import distillation
-from vlmcompress.calibration.devices import accelerator
 from vlmcompress.common import folders, hub, identity, phases, team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
@@ -107,20 +106,16 @@ def learn_reducer(
             samples = recovery_data.read(source, recipe)
             settings = _settings(recipe, asked, samples)
         with team.met():
-            with phase("loading"), team.together():
-                files = RecoveryFiles(out, settings, resume)
-                vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-                vlm.model.requires_grad_(False)
-                if device := accelerator():
-                    vlm.model.to(device)  # type: ignore[arg-type]
-            with phase("teacher"):
-                data = recovery_data.answered(vlm, samples, source, files, progress)
-                origin = recovery_data.taught(vlm, data, recipe, files, progress)
+            taught = recovery_data.lesson(
+                recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
+            )
+            vlm, files, data = taught.vlm, taught.files, taught.data
+            vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
                 course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
             team.agreed(None if best else _nothing(course))
-        facts = _facts(recipe, asked, vlm, course, data, origin, others)
+        facts = _facts(recipe, asked, vlm, course, data, taught.origin, others)
         if team.first():
             scorer_file.save(out, best, facts)
             files.remove()

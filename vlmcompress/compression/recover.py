@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.calibration.devices import accelerator
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders, identity, phases, team
 from vlmcompress.common.phases import phase
@@ -26,7 +25,6 @@ from vlmcompress.common.tensor_files import DTYPES
 from vlmcompress.compression import recovery_data
 from vlmcompress.compression.inputs import Result, data_source, settled_resize
 from vlmcompress.compression.recovery_data import Data
-from vlmcompress.compression.recovery_files import RecoveryFiles
 from vlmcompress.compression.recovery_training import Asked, Student, facts, trained
 from vlmcompress.compression.reducer import counter, settled
 from vlmcompress.compression.write import write_checkpoint
@@ -76,23 +74,17 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
         samples = recovery_data.read(source, recipe)
         settings = _settings(recipe, asked, samples)
     with team.met():
-        with phase("loading"), team.together():
-            files = RecoveryFiles(recipe.out, settings, resume)
-            vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-            if device := accelerator():
-                vlm.model.to(device)  # type: ignore[arg-type]
-        with phase("teacher"):
-            data = recovery_data.answered(vlm, samples, source, files, progress)
-            origin = recovery_data.taught(vlm, data, recipe, files, progress)
+        taught = recovery_data.lesson(recipe, recipe.model, source, samples, settings, resume=resume, progress=progress)
+        files, data = taught.files, taught.data
         with phase("reducer"), team.together():
-            vlm, work, batches, count = _behind(vlm, work, data, progress)
+            vlm, work, batches, count = _behind(taught.vlm, work, data, progress)
         with phase("training"):
             student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, work.recipe, count))
             found = trained(student, asked, recipe.seed, files, progress)
     if not team.first():
         return Result(recipe.out, {})
     reducer, resize = work.recipe.reduce, work.recipe.resize
-    origin |= {"reduce": scorer_file.carried(reducer).plain()} if reducer else {}
+    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
     written = write_checkpoint(
         work,

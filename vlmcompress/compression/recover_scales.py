@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.calibration.devices import accelerator
 from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.retouched import retouched
@@ -30,7 +29,6 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.tensor_files import DTYPES, read_tensor
 from vlmcompress.compression import recovery_data
 from vlmcompress.compression.inputs import Result, data_source
-from vlmcompress.compression.recovery_files import RecoveryFiles
 from vlmcompress.compression.recovery_training import Asked, Student, facts, trained
 from vlmcompress.data import data_hash
 from vlmcompress.data.encoded import Encoded
@@ -84,23 +82,17 @@ def _recovered(
         samples = recovery_data.read(source, recipe)
         settings = _settings(recipe, asked, teacher) | {"samples with the hash": data_hash(samples)}
     with team.met():
+        taught = recovery_data.lesson(recipe, teacher, source, samples, settings, resume=resume, progress=progress)
+        files, data = taught.files, taught.data
         with phase("loading"), team.together():
-            files = RecoveryFiles(recipe.out, settings, resume)
-            vlm = models.load(teacher, trust_remote_code=recipe.trust_remote_code)
-            if device := accelerator():
-                vlm.model.to(device)  # type: ignore[arg-type]
-        with phase("teacher"):
-            data = recovery_data.answered(vlm, samples, source, files, progress)
-            origin = recovery_data.taught(vlm, data, recipe, files, progress)
-        with phase("loading"), team.together():
-            vlm = _quantized(vlm, stored, recipe)
+            vlm = _quantized(taught.vlm, stored, recipe)
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
         with phase("training"):
             student = Student(vlm, _names(stored), batches, data.held_out, lambda: _reduced(vlm, recipe.model))
             found = trained(student, asked, recipe.seed, files, progress)
     if not team.first():
         return Result(recipe.out, {})
-    more = _record(stored, facts(asked, found, data) | {"teacher": hub.facts(teacher), "data": origin})
+    more = _record(stored, facts(asked, found, data) | {"teacher": hub.facts(teacher), "data": taught.origin})
     written = retouched(
         stored,
         recipe.out,

@@ -1,4 +1,4 @@
-"""The samples of a recovery: read, given the teacher's answers where they have none, and shown to the teacher.
+"""The samples of a training run: read, given the teacher's answers where they have none, and shown to the teacher.
 
 Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
 """
@@ -6,16 +6,19 @@ Workers of a team share them out, some samples at a time, and tell each other th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from vlmcompress import models
 from vlmcompress.calibration import distillation
+from vlmcompress.calibration.devices import accelerator
 from vlmcompress.common import hub, team
 from vlmcompress.common.notes import note
+from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression.recovery_files import PART, RecoveryFiles
 from vlmcompress.data import Sample, load_samples, provenance
@@ -50,6 +53,16 @@ class Data:
     samples: list[Sample]
     held_out: int
     written: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A teacher, the files of the run, and the samples that it was shown; `origin` describes these for the manifest."""
+
+    vlm: VLM
+    files: RecoveryFiles
+    data: Data
+    origin: dict[str, Any]
 
 
 def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
@@ -96,7 +109,34 @@ def read(source: str | Path, recipe: Recipe) -> list[Sample]:
     return samples
 
 
-def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress) -> Data:
+def lesson(
+    recipe: Recipe,
+    teacher: Path,
+    source: str | Path,
+    samples: Sequence[Sample],
+    settings: Mapping[str, Any],
+    *,
+    resume: bool,
+    progress: Progress,
+) -> Lesson:
+    """Load the model of the folder `teacher`, and keep what it says to the samples in files beside `recipe.out`.
+
+    `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
+    """
+    assert recipe.out is not None, "what is trained has an output"
+    with phase("loading"), team.together():
+        files = RecoveryFiles(recipe.out, settings, resume)
+        vlm = models.load(teacher, trust_remote_code=recipe.trust_remote_code)
+        if device := accelerator():
+            vlm.model.to(device)  # type: ignore[arg-type]
+    with phase("teacher"):
+        data = _answered(vlm, samples, source, files, progress)
+        return Lesson(vlm, files, data, _taught(vlm, data, recipe, files, progress))
+
+
+def _answered(
+    vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress
+) -> Data:
     """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
     known = files.answers()
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
@@ -120,7 +160,7 @@ def answered(vlm: VLM, samples: Sequence[Sample], source: str | Path, files: Rec
     return data
 
 
-def taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
+def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
     """Keep what the teacher says to all samples, and return the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     parts = range(-(-len(batches) // PART))

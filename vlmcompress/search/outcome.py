@@ -26,16 +26,16 @@ def plain(
         rate: requests a second of the original and of the winner, if they are known.
     """
     measured = asked["gains"] == "measured"
-    rows = [row(one, one is found.winner, measured and not one.measured) for one in found.standings.values()]
+    rows = [row(one, one is found.winner, measured and not one.measured) for one in found.race.standings.values()]
     mark(rows)
     rows.sort(key=lambda one: (not one["winner"], not one["front"], -one["gain"]))
     return {
         "schema_version": SCHEMA_VERSION,
         **asked,
         "winner": found.winner.candidate.plain() if found.winner else None,
-        "nearest": None if found.winner else nearest(list(found.standings.values())),
+        "nearest": None if found.winner else nearest(list(found.race.standings.values())),
         "original": {"name": AS_IT_IS, "accuracy": found.accuracy},
-        "questions": {"search": found.questions, "asked": found.asked, "full_grid": found.grid},
+        "questions": {"search": found.race.rules.questions, "asked": found.race.asked, "full_grid": found.grid},
         "seconds": round(found.seconds, 1),
         "ended_by_budget": found.late,
         "rate": rate,
@@ -85,7 +85,7 @@ def one_more_point(found: Found) -> dict[str, Any] | None:
     """The candidate that a floor one point lower would choose, as far as is known; None where it is the winner again."""
     margin = found.race.rules.margin + POINT
     best, most = None, 0.0
-    for one in found.standings.values():
+    for one in found.race.standings.values():
         if not one.questions or one.belief is None or one.gain <= 1 or one.trial is None:
             continue
         chance = found.race.chance(one.belief, one.trial.evidence, margin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -32,24 +33,24 @@ class Found:
     """What a search found.
 
     Attributes:
+        race: the race, at its end.
         winner: None where no candidate gains anything within the floor.
-        standings: every candidate, by name.
         accuracy: the original's, on the questions of the search.
-        questions: questions of the search; `asked`: those that candidates were asked, all together.
-        grid: questions that asking every candidate all of them would have taken.
         seconds: how long the search took.
         late: whether the time budget ended it.
     """
 
-    winner: Standing | None
-    standings: Mapping[str, Standing]
     race: Race
+    winner: Standing | None
     accuracy: float
-    questions: int
-    asked: int
-    grid: int
     seconds: float
     late: bool
+
+    @property
+    def grid(self) -> int:
+        """Questions that asking every candidate all of them would have taken."""
+        candidates = math.prod(1 + len(factor.choices) for factor in self.race.factors) - 1
+        return candidates * self.race.rules.questions
 
 
 @dataclass
@@ -163,18 +164,5 @@ def search(space: Space, live: Live, rules: Rules) -> Found:
     """Run the race on a space. The original's answers are in `live` already."""
     race = Race(space.factors, live, rules)
     winner = race.run()
-    every = 1
-    for factor in space.factors:
-        every *= 1 + len(factor.choices)
-    samples = live.original.asked.samples
-    return Found(
-        winner=winner,
-        standings=race.standings,
-        race=race,
-        accuracy=sum(sample.score for sample in samples) / len(samples),
-        questions=rules.questions,
-        asked=race.asked,
-        grid=(every - 1) * rules.questions,
-        seconds=live.book.spent,
-        late=live.late,
-    )
+    accuracy = statistics.fmean(sample.score for sample in live.original.asked.samples)
+    return Found(race, winner, accuracy, live.book.spent, live.late)
