@@ -255,17 +255,19 @@ def pq_rows(file: Path) -> int:
     return pq.ParquetFile(file).metadata.num_rows
 
 
-def served(model: str, work: Path, row: dict[str, Any]) -> None:
-    """Serve a floor's winner and the best single changes against the original, and add the ratios."""
+def served(model: str, work: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Serve the winners of these rows and the best single changes against the original, and add the ratios."""
     about = setup(model, work, "validation")
     typical = Modelled(about, "throughput", Load(requests=64), STAND_IN)
     measured = Measured(typical, str(questions(model, "validation")))
-    by_name = {one.name: one for one in every(model)}
-    for one in (row["grid"], *row["alone"].values()):
-        if one["winner"]:
-            ratio = measured.measure(by_name[one["winner"]], lambda *_: None)
-            one["served"] = {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
-            print(f"{model} {one['winner']}: {times(ratio.ratio)} requests a second", file=sys.stderr, flush=True)
+    by_name, ratios = {one.name: one for one in every(model)}, dict[str, dict[str, float]]()
+    for one in (one for row in rows for one in (row["grid"], *row["alone"].values()) if one["winner"]):
+        if one["winner"] not in ratios:
+            found = measured.measure(by_name[one["winner"]], lambda *_: None)
+            ratios[one["winner"]] = {"ratio": found.ratio, "low": found.low, "high": found.high}
+            shown = f"{model} {one['winner']}: {times(found.ratio)} requests a second"
+            print(time.strftime("%H:%M:%S"), shown, file=sys.stderr, flush=True)
+        one["served"] = ratios[one["winner"]]
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -323,9 +325,7 @@ def main() -> None:
         confirming = args.test or pq_rows(questions(model, "test"))
         found = replay(model, args.work, FLOORS, confirming)
         confirmed(model, args.work, found, confirming)
-        for row in found:
-            if row["floor"] in args.speed:
-                served(model, args.work, row)
+        served(model, args.work, [row for row in found if row["floor"] in args.speed])
         rows += found
     data = {"seeds": SEEDS, "rows": sorted(rows, key=lambda row: (row["model"], row["floor"]))}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
