@@ -4,13 +4,13 @@
     scripts/measure/bench_search.py --models demo-llava --questions 450 --test 1500     half an hour of two cores
     scripts/measure/bench_search.py --render               the docs' table, from eval/search.json
 
-Every combination of `WEIGHTS` and `IMAGES` is made and asked all of the validation questions, once; answers stay in WORK, so a run that was
-stopped goes on. Searches are then run on these recorded answers, with five seeds that shuffle the questions, under several
-floors, and compared with the candidate that the whole grid would choose by the same rule. Each search's winner is confirmed on
-the test questions. Gains are requests a second on an A100 as `vlmcompress plan` models them, since what answering takes on a
-CPU is mostly noise with models this small; the best of the quantizations alone, of the reductions alone and of all together
-are served in vLLM here, against the original, at the end (`--speed`). Rows of models that are
-not asked stay as they are. The last line is one JSON object.
+Every combination of `WEIGHTS` and `IMAGES` is made and asked all of the validation questions, once; answers stay in WORK, so a
+run that was stopped goes on. Searches are then run on these recorded answers, with five seeds that shuffle the questions, under
+several floors, and compared with the candidate that the whole grid would choose by the same rule. Each search's winner is
+confirmed on the test questions. Gains are requests a second on an A100 as `vlmcompress plan` models them, since what answering
+takes on a CPU is mostly noise with models this small; the best of the quantizations alone, of the reductions alone and of all
+together are served in vLLM here, against the original, at the end (`--speed`). Rows of models that are not asked stay as they
+are. The last line is one JSON object.
 """
 
 from __future__ import annotations
