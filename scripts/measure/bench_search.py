@@ -277,7 +277,6 @@ def render(data: Mapping[str, Any]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in data["rows"]:
         best = row["grid"]
-        change = f"{points(best['test'])} ({points(best['low'])} to {points(best['high'])}), {best['verdict']}"
         winners = [one for one in row["searches"] if one["winner"]]
         cells = [
             row["model"],
@@ -285,13 +284,18 @@ def render(data: Mapping[str, Any]) -> str:
             f"{best['candidates']} x {row['questions']}",
             *(_shown(row["alone"][kind]) for kind in ("weights", "images")),
             _shown(best),
-            change if best["winner"] else "",
+            _change(best) if best["winner"] else "",
             f"{100 * row['regret']:.0f}%",
             f"{row['saved']:.1f}x" if math.isfinite(row["saved"]) else "",
             f"{sum(one['verdict'] == 'pass' for one in winners)} of {len(winners)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _change(one: Mapping[str, Any]) -> str:
+    """A winner's difference on the test questions, in points, and the verdict."""
+    return f"{points(one['test'])} ({points(one['low'])} to {points(one['high'])}), {one['verdict']}"
 
 
 def _shown(one: Mapping[str, Any]) -> str:
