@@ -39,9 +39,9 @@ from vlmcompress.evaluation.compare import compare
 from vlmcompress.evaluation.divergence import divergence
 from vlmcompress.search.belief import Evidence
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
-from vlmcompress.search.race import Race, Rules, Trial
+from vlmcompress.search.race import LIKELY, Race, Rules, Trial
 from vlmcompress.search.speed import STAND_IN, Load, Measured, Modelled
-from vlmcompress.search.trial import Answers, Setup, attempt
+from vlmcompress.search.trial import Setup, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"
@@ -101,27 +101,26 @@ def questions(model: str, split: str) -> Path:
 
 
 def grid(model: str, work: Path, split: str, count: int, wanted: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
-    """Ask candidates, and return by name: scores, divergences and images by question, and seconds a question."""
+    """Ask those of the `wanted` candidates, the original among them, that WORK has no answers of.
+
+    Returns by name: scores, divergences and images by question.
+    """
     file = work / f"{model}-{split}.json"
     rows: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+    lacking = [one for one in wanted if one.name not in rows]
+    if not lacking:
+        return rows
     about = setup(model, work, split)
-    before: Answers | None = None
-    for candidate in [Candidate(), *(one for one in wanted if one.choices)]:
-        if candidate.name in rows and candidate.choices:
-            continue
+    before = attempt(about, Candidate(), count)  # all others' divergences are from its answers
+    for candidate in lacking:
         began = time.monotonic()
-        answers = attempt(about, candidate, count)
-        before = before or answers
-        if candidate.name in rows:  # the original's answers, for divergences
-            continue
+        answers = attempt(about, candidate, count) if candidate.choices else before
         pairs = list(zip(before.asked.samples, answers.asked.samples, strict=True))
         _, moved = divergence([old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs])
         rows[candidate.name] = {
             "scores": {new.id: new.score for _, new in pairs},
             "kl": {new.id: kl for (_, new), kl in zip(pairs, moved, strict=True)},
             "images": {old.id: old.image for old, _ in pairs},
-            "seconds": answers.seconds,
-            "weight_bytes": answers.weight_bytes,
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(rows))
@@ -174,36 +173,31 @@ def modelled(model: str, work: Path) -> dict[str, float]:
     return {one.name: gains.gain(one) or 1.0 for one in every(model)}
 
 
-def whole_grid(
-    model: str, rows: Mapping[str, Any], gains: Mapping[str, float], floor: float, count: int, confirming: int
-) -> Race:
-    """A race in which every candidate is asked everything: the rule that a search saves questions against."""
-    candidates = every(model)[1:]
-    rules = Rules(floor, count, confirming, first=count, joint=len(candidates), finalists=len(candidates))
-    return Race(space(model), Recorded(rows, gains, sorted(rows[Candidate().name]["scores"])), rules)
-
-
 def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> list[dict[str, Any]]:
     """Searches on the recorded grid, by floor; winners will be confirmed on so many questions."""
     rows = json.loads((work / f"{model}-validation.json").read_text())
-    suite, gains = len(rows[Candidate().name]["scores"]), modelled(model, work)
+    gains, factors, names = modelled(model, work), space(model), sorted(rows[Candidate().name]["scores"])
+    suite, candidates = len(names), len(gains) - 1
+    to_the_end = {"first": suite, "joint": candidates, "finalists": candidates}
     found = []
     for floor in floors:
-        full = whole_grid(model, rows, gains, floor, suite, confirming)
+        full = Race(factors, Recorded(rows, gains, names), Rules(floor, suite, confirming, **to_the_end))
         best = full.run()
-        candidates = len(every(model)) - 1
         searches = []
         for seed in range(SEEDS):
-            order = sorted(rows[Candidate().name]["scores"])
+            order = list(names)
             random.Random(seed).shuffle(order)
-            race = Race(space(model), Recorded(rows, gains, order), Rules(floor, suite, confirming))
+            race = Race(factors, Recorded(rows, gains, order), Rules(floor, suite, confirming))
             winner = race.run()
             searches.append(
-                {"winner": winner.candidate.name if winner else None, "gain": winner.gain if winner else 1.0}
+                {
+                    "winner": winner.candidate.name if winner else None,
+                    "gain": winner.gain if winner else 1.0,
+                    "saved": candidates * suite / race.asked,
+                }
             )
-            searches[-1]["saved"] = candidates * suite / race.asked
         gain = best.gain if best else 1.0
-        kinds = {factor.name: _alone(full, factor) for factor in space(model)}
+        kinds = {factor.name: _alone(full, factor) for factor in factors}
         found.append(
             {
                 "model": model,
@@ -221,9 +215,9 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
 
 
 def _alone(race: Race, factor: Factor) -> dict[str, Any]:
-    """The best candidate that changes one thing alone, by the race's own rule."""
+    """The candidate worth most of those that change one thing alone and are likely to be confirmed, if there is one."""
     names = {choice.name for choice in factor.choices}
-    tried = [one for name, one in race.standings.items() if name in names and one.gain > 1 and one.chance >= 0.5]
+    tried = [one for name, one in race.standings.items() if name in names and one.gain > 1 and one.chance >= LIKELY]
     best = max(tried, key=lambda one: one.worth, default=None)
     return {"winner": best.candidate.name if best else None, "gain": best.gain if best else 1.0}
 
@@ -231,7 +225,7 @@ def _alone(race: Race, factor: Factor) -> dict[str, Any]:
 def confirmed(model: str, work: Path, found: list[dict[str, Any]], count: int) -> None:
     """Ask the winners, and the best single changes, the test questions, and add the verdicts."""
     names = {one["winner"] for row in found for one in (row["grid"], *row["searches"], *row["alone"].values())}
-    wanted = [one for one in every(model) if one.name in names - {None}]
+    wanted = [one for one in every(model) if not one.choices or one.name in names]
     rows = grid(model, work, "test", count, wanted)
     before = rows[Candidate().name]
     for row in found:
