@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,24 +37,33 @@ class Nodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a longer name would be too long for its sockets
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a longer name would be too long for sockets
+        (self._folder / "ray").mkdir()
         atexit.register(self._close)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in SETTINGS.items():
-                patch.setenv(name, value)
-            only = {"include_dashboard": False, "include_log_monitor": False, "temp_dir": self._folder}
+        with self._environment():
+            only = {"include_dashboard": False, "include_log_monitor": False, "temp_dir": str(self._folder)}
             self._cluster = Cluster()
             patiently(lambda: self._cluster.add_node(**only, num_cpus=1, object_store_memory=STORE))
             self._other: Any = None
             self.complete()
         self.address: str = self._cluster.address
 
+    @contextmanager
+    def _environment(self) -> Iterator[None]:
+        """What `Cluster` reads of the environment.
+
+        It notes its address in `$RAY_TMPDIR/ray`, whatever `temp_dir` says: else in /tmp/ray, which another run may use or
+        which does not exist.
+        """
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (SETTINGS | {"RAY_TMPDIR": str(self._folder)}).items():
+                patch.setenv(name, value)
+            yield
+
     def complete(self) -> None:
         """Start a second node where there is none."""
         if self._other is None:
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in SETTINGS.items():
-                    patch.setenv(name, value)
+            with self._environment():
                 self._other = patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=STORE))
 
     def kill(self) -> str:
@@ -64,7 +75,8 @@ class Nodes:
         return node
 
     def _close(self) -> None:
-        self._cluster.shutdown()
+        with self._environment():
+            self._cluster.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
