@@ -107,8 +107,8 @@ class Collector:
     def settle(self) -> None:
         """Visit what still waits. Raises ValueError if there was a NaN or Inf among rows that count."""
         stats = self._stats
-        for name, filled in self._filled.items():
-            self._visit(name, self._waiting[name][:filled])
+        for name, rows in self._waiting.items():
+            self._visit(name, rows[: self._filled[name]])
         self._waiting, self._filled = {}, {}
         sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
         sums += [gram.diagonal() for gram in stats._gram.values()]
