@@ -69,6 +69,32 @@ def test_every_verb_has_its_place(capfd):
         assert f"{cli.VERBS.summary(name)}." in " ".join((module.__doc__ or "").split())
 
 
+# The call of a verb -> two spellings of the same flag, of which the second is not shown.
+SPELLINGS = {
+    "plan m": ["--image-size 8x8 --image 8x8", "--images-per-request 2 --images 2"]
+    + ["--text-tokens 5 --text 5", "--out-tokens 5 --out 5"],
+    "serve o": ["--images-per-request 2 --images 2", "--videos-per-request 2 --videos 2"],
+    "bench o --baseline m": ["--data d --images d"],
+    "search m -o o": ["--max-time 1h --budget 1h", "--image-size 8x8 --image 8x8", "--keep-work --keep"],
+    "auto m -o o --images i": ["--max-time 1h --budget 1h"],
+    "sweep s m": ["--max-bits 4 --budget 4"],
+}
+
+
+@pytest.mark.parametrize("call", SPELLINGS)
+def test_other_spellings_of_a_flag(call, capsys):
+    """One word has one meaning in `--help`; what it was called before, and what other tools call it, is still read."""
+    with pytest.raises(SystemExit):
+        cli.main([*call.split()[:1], "--help"])
+    shown = re.findall(r"--[\w-]+", capsys.readouterr().out)
+    for flags in SPELLINGS[call]:
+        words = flags.split()
+        ours, others = words[: len(words) // 2], words[len(words) // 2 :]
+        plain = vars(cli.parse(call.split()))
+        assert vars(cli.parse([*call.split(), *ours])) == vars(cli.parse([*call.split(), *others])) != plain
+        assert ours[0] in shown and others[0] not in shown
+
+
 GREET = '''"""Greet somebody. Politely."""
 
 PASSES_ON = True

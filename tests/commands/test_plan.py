@@ -26,7 +26,7 @@ def run(capsys, *arguments):
 
 
 def test_text_says_what_to_do(models, capsys):
-    code, text, _ = run(capsys, models["llava"], "--target", "h100", "--reduce", "dart:0.25", "--image", "64x64")
+    code, text, _ = run(capsys, models["llava"], "--target", "h100", "--reduce", "dart:0.25", "--image-size", "64x64")
     assert code == 0
     assert re.search(r"all +16 +256 +256 +528", text) and re.search(r"dart:0.25 +4 +256 +256 +516", text)
     assert "Verdict: fp8 fits (what H100 serves best" in text
@@ -36,7 +36,19 @@ def test_text_says_what_to_do(models, capsys):
 
 
 def test_json_has_everything_and_adds_up(models, capsys):
-    given = ("--target", "h100", "--reserve", "1GB", "--text", "100", "--out", "28", "--image", "64x64", "--json")
+    given = (
+        "--target",
+        "h100",
+        "--reserve",
+        "1GB",
+        "--text-tokens",
+        "100",
+        "--out-tokens",
+        "28",
+        "--image-size",
+        "64x64",
+        "--json",
+    )
     data = json.loads(run(capsys, models["qwen3-vl"], *given)[1])
     assert data["ok"] and data["recommended"] == "fp8"
     memory = data["memory"]
@@ -57,7 +69,7 @@ def test_json_has_everything_and_adds_up(models, capsys):
 
 
 def test_a_cache_of_a_given_size(models, capsys):
-    given = ("--kv-cache-memory", "1GiB", "--image", "64x64", "--target", "cpu", "--json")
+    given = ("--kv-cache-memory", "1GiB", "--image-size", "64x64", "--target", "cpu", "--json")
     one = json.loads(run(capsys, models["llava"], *given)[1])
     eight = json.loads(run(capsys, models["llava"], *given, "--kv-cache", "fp8")[1])
     assert {row["cache_space"] for row in one["formats"] if row["fits"]} == {2**30}
@@ -139,16 +151,16 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
     ("given", "said"),
     [
         (("--target", "h10"), "did you mean 'h100'"),
-        (("--text", "4000"), "the model takes 2,048"),
+        (("--text-tokens", "4000"), "the model takes 2,048"),
         (("--tp", "3"), "use one of 1, 2, 4"),
         (("--tp", "0"), "--tp 0"),
-        (("--image", "1024"), "WIDTHxHEIGHT"),
-        (("--image", "0x5"), "WIDTHxHEIGHT"),
-        (("--image", "99999x99999"), "more than 50"),
+        (("--image-size", "1024"), "WIDTHxHEIGHT"),
+        (("--image-size", "0x5"), "WIDTHxHEIGHT"),
+        (("--image-size", "99999x99999"), "more than 50"),
         (("--sizes", "64x64,oops"), "--sizes oops"),
         (("--video", "8x64"), "FRAMESxWIDTHxHEIGHT"),
-        (("--images", "-1"), "--images -1"),
-        (("--out", "0"), "--out 0"),
+        (("--images-per-request", "-1"), "--images-per-request -1"),
+        (("--out-tokens", "0"), "--out-tokens 0"),
         (("--kv-cache", "fp9"), "did you mean 'fp8'"),
         (("--memory", "lots"), "not a size"),
         (("--plot", "chart.png"), "should end in .svg"),
@@ -167,7 +179,7 @@ def test_what_drafting_takes(tmp_path, capsys):
     folder, bare = tiny.build("qwen3-5", tmp_path / "whole"), tmp_path / "bare"
     bare.mkdir()
     shutil.copy(folder / "config.json", bare)
-    given = ("--images", "0", "--target", "h100", "--json")
+    given = ("--images-per-request", "0", "--target", "h100", "--json")
     plain = json.loads(run(capsys, folder, *given)[1])
     head = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "mtp." in name)
     for source in (folder, bare):

@@ -272,11 +272,11 @@ case("is not usable: line ", kind="syntax", scheme="rtn")(template)
 
 
 def budget(folder: Path, bits: str) -> list[str]:
-    return ["sweep", str(folder / "stats"), str(folder / "llava"), f"--budget={bits}"]
+    return ["sweep", str(folder / "stats"), str(folder / "llava"), f"--max-bits={bits}"]
 
 
 for budget_bits in ("nan", "-1", "0", "inf"):
-    case(f"--budget is {budget_bits}; give bits per weight", bits=budget_bits)(budget)
+    case(f"--max-bits is {budget_bits}; give bits per weight", bits=budget_bits)(budget)
 
 
 def digits(folder: Path, key: str) -> list[str]:

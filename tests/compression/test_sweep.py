@@ -68,7 +68,7 @@ def test_best_points_are_those_that_nothing_smaller_beats(world, capsys):
 
 def test_the_chosen_recipe_runs(world, tmp_path, capsys):
     file, page = tmp_path / "best.yaml", tmp_path / "plot.html"
-    assert cli.main(swept(world, "--budget", "3.6", "--save", str(file), "--plot", str(page))) == 0
+    assert cli.main(swept(world, "--max-bits", "3.6", "--save", str(file), "--plot", str(page))) == 0
     text = capsys.readouterr().out
     assert "chosen" in text and str(file) in text
     chosen = yaml.safe_load(file.read_text())
@@ -111,7 +111,7 @@ def test_choosing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "3", "--max-size", "1MB"], "give one of --budget and --max-size"),
+        (["--max-bits", "3", "--max-size", "1MB"], "give one of --max-bits and --max-size"),
         (["--max-size", "1KB"], "no setting is that small; the smallest is"),
         (["--plot", "x.png"], "name it FILE.html or FILE.svg"),
         (["--save", "x.json"], "name it FILE.yaml"),

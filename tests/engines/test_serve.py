@@ -43,7 +43,7 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
     assert json.loads(found[found.index("--limit-mm-per-prompt") + 1])["video"] == 2
     assert remarks(found) == []
     assert remarks(flags(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
-    with pytest.raises(UserError, match="--videos is -1, it should be at least 0"):
+    with pytest.raises(UserError, match="--videos-per-request is -1, it should be at least 0"):
         flags(checkpoint, videos=-1)
 
 

@@ -129,7 +129,7 @@ def test_another_floor_takes_up_what_is_known(found, call, capsys):
         (["--max-drop", "0.001"], "cannot be confirmed with less than"),
         (["--max-drop", "1.5"], "is no share between 0 and 1"),
         (["--optimize", "fastest"], "no such objective"),
-        (["--budget", "soon"], "write a time like 90s, 30m or 1h30m"),
+        (["--max-time", "soon"], "write a time like 90s, 30m or 1h30m"),
         (["--speed", "modelled", "--optimize", "ttft"], "how fast cpu is, is not known"),
         (["--engine", "openai:http://localhost:1"], "give vllm or hf"),
         (["--limit", "20"], "a search needs at least 30"),
@@ -205,8 +205,8 @@ def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
 
 
 def test_a_budget_that_is_gone(found, call, capsys):
-    code, _, err = run(capsys, *call[0], "--budget", "1s")
-    assert code == 2 and "--budget is spent: asking the original took" in err, err
+    code, _, err = run(capsys, *call[0], "--max-time", "1s")
+    assert code == 2 and "--max-time is spent: asking the original took" in err, err
 
 
 def test_two_nodes_find_what_one_process_finds(found, call, tmp_path, capfd):

@@ -86,7 +86,7 @@ def open_prompts(
     samples = load_samples(source, samples=None, seed=seed, check_images=False)
     with_images = [sample for sample in samples if sample.images]
     if not with_images:
-        raise UserError(f"{source}: no row has an image; give --images with some, or --sizes for generated ones")
+        raise UserError(f"{source}: no row has an image; give --data with some, or --sizes for generated ones")
     random.Random(seed).shuffle(with_images)
     return Prompts(hub.shown(source), with_images, sizes, seed)
 

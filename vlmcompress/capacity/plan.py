@@ -242,7 +242,7 @@ def _check_context(most: int | None, loads: Mapping[str, Load]) -> None:
     if most and context > most:
         raise UserError(
             f"a request has {context:,} tokens and the model takes {most:,} (max_position_embeddings); use smaller or fewer "
-            "images, --reduce, less --text or --out"
+            "images, --reduce, fewer --text-tokens or --out-tokens"
         )
 
 

@@ -77,7 +77,8 @@ class Rule:
     def __init__(self, path: Path, config: dict[str, Any], spec: ModelSpec | None):
         if spec is None:
             raise UserError(
-                f"visual tokens of '{config.get('model_type')}' are not known here; plan its text with --images 0"
+                f"visual tokens of '{config.get('model_type')}' are not known here; plan its text with "
+                "--images-per-request 0"
             )
         self.spec, self.config = spec, config
         self.notes: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ class Rule:
             rows, columns = _video_grid(self.processor, self.spec, frames, width, height)
             merge = int(vision.get("spatial_merge_size") or 2) ** 2
             return (math.ceil(frames / 2), rows, columns), rows * columns * merge
-        raise UserError(f"videos of {family} are not counted here; give the frames as --images")
+        raise UserError(f"videos of {family} are not counted here; give the frames as --images-per-request")
 
 
 def kept(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from vlmcompress.errors import UserError, did_you_mean
@@ -16,6 +17,23 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+        self._meant: dict[str, list[str]] = {}
+
+    def add_argument(
+        self, *names: Any, aliases: Iterable[str] = (), mistaken_for: Iterable[str] = (), **settings: Any
+    ) -> argparse.Action:
+        """Add a flag as argparse does.
+
+        Args:
+            aliases: other spellings that are taken and not shown: those of other tools, and those that the flag had before.
+            mistaken_for: flags of other tools for which messages name this one.
+        """
+        action = super().add_argument(*names, **settings)
+        for alias in aliases:
+            self._option_string_actions[alias] = action
+        for foreign in mistaken_for:
+            self._meant.setdefault(foreign, []).append(action.option_strings[-1])
+        return action
 
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):

@@ -28,7 +28,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson); default: closed:8",
     )
     parser.add_argument("--requests", type=int, metavar="N", help="of one burst; default: enough for the load")
-    parser.add_argument("--images", metavar="DATA", help="folder of images, .jsonl or .parquet; default: demo data")
+    parser.add_argument(
+        "--data",
+        aliases=["--images"],
+        metavar="DATA",
+        help="images to send: a folder, .jsonl or .parquet; default: demo data",
+    )
     parser.add_argument(
         "--sizes", default="", metavar="WxH,...", help="scale images, or generate some where none are given"
     )
@@ -69,7 +74,7 @@ def measure(args: argparse.Namespace) -> Results:
             args.baseline,
             load=args.load,
             requests=args.requests,
-            data=args.images,
+            data=args.data,
             sizes=[size for size in args.sizes.split(",") if size],
             out_tokens=args.out_tokens,
             repeats=args.repeats,

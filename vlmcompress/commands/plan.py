@@ -29,13 +29,24 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder with config.json; weights and processor may be missing")
     parser.add_argument("--target", help="machine to serve on; see vlmcompress list targets")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model (tensor parallel)")
-    parser.add_argument("--image", default="1024x1024", metavar="WxH", help="size of an image; default: 1024x1024")
     parser.add_argument(
-        "--images", type=int, default=None, metavar="N", help="images of a request; default: 1, or 0 with --video"
+        "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="of an image; default: 1024x1024"
+    )
+    parser.add_argument(
+        "--images-per-request", aliases=["--images"], type=int, metavar="N", help="default: 1, or 0 with --video"
     )
     parser.add_argument("--video", metavar="FRAMESxWxH", help="a video, in frames that the model sees")
-    parser.add_argument("--text", type=int, default=256, metavar="T", help="text tokens, the chat template's included")
-    parser.add_argument("--out", type=int, default=256, metavar="O", help="output tokens")
+    parser.add_argument(
+        "--text-tokens",
+        aliases=["--text"],
+        type=int,
+        default=256,
+        metavar="N",
+        help="of a request, the chat template's included; default: 256",
+    )
+    parser.add_argument(
+        "--out-tokens", aliases=["--out"], type=int, default=256, metavar="N", help="of its answer; default: 256"
+    )
     parser.add_argument(
         "--reduce", metavar="METHOD:KEEP", help="compare with a visual-token reducer, e.g. coverage:0.5"
     )
@@ -88,21 +99,22 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     from vlmcompress import targets
     from vlmcompress.capacity import speculation
 
-    counts = {"--tp": (args.tp, 1), "--text": (args.text, 0), "--out": (args.out, 1), "--images": (args.images or 0, 0)}
-    for flag, (value, least) in counts.items():
+    counts = {"--tp": 1, "--text-tokens": 0, "--out-tokens": 1, "--images-per-request": 0}
+    for flag, least in counts.items():
+        value = getattr(args, flag[2:].replace("-", "_")) or 0
         if not least <= value <= MOST:
             raise UserError(f"{flag} {value} should be a whole number from {least} to {MOST:,}")
-    image = _size(args.image, "--image")
-    images = args.images if args.images is not None else int(args.video is None)
+    image = _size(args.image_size, "--image-size")
+    images = args.images_per_request if args.images_per_request is not None else int(args.video is None)
     if images > 10_000:
-        raise UserError(f"--images {images} is more than a request can hold; give up to 10,000")
+        raise UserError(f"--images-per-request {images} is more than a request can hold; give up to 10,000")
     named = {"memory": "--memory", "reserve": "--reserve", "space": "--kv-cache-memory"}
     given = {key: getattr(args, flag[2:].replace("-", "_")) for key, flag in named.items()}
     bytes_of: dict[str, Any] = {key: text and parse_size(text, named[key]) for key, text in given.items()}
     return {
         "pictures": ((image,) * images, _video(args.video)),
-        "text": args.text,
-        "out": args.out,
+        "text": args.text_tokens,
+        "out": args.out_tokens,
         "target": targets.get(args.target) if args.target else None,
         "target_name": args.target,
         "tp": args.tp,

@@ -50,13 +50,26 @@ def judged(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speed", default="", metavar="HOW", help="measured (in vLLM here) or modelled (from the target's rates)"
     )
-    parser.add_argument("--image", default="448x448", metavar="WxH", help="of a typical request, for what is modelled")
+    parser.add_argument(
+        "--image-size",
+        aliases=["--image"],
+        default="448x448",
+        metavar="WxH",
+        help="of a typical request, for what is modelled; default: 448x448",
+    )
     parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="of a typical answer; default: 32")
     parser.add_argument("--price", type=float, metavar="PER_HOUR", help="of the machine: what 1,000 requests cost")
-    parser.add_argument("--budget", metavar="TIME", help="how long the search may take, like 30m or 2h")
+    parser.add_argument(
+        "--max-time", aliases=["--budget"], metavar="TIME", help="how long the search may take, like 30m or 2h"
+    )
     parser.add_argument("--engine", default="vllm", metavar="NAME", help="what answers: vllm or hf; default: vllm")
     parser.add_argument("--ray", metavar="ADDRESS", help="spread candidates over a Ray cluster: auto, HOST:PORT, local")
-    parser.add_argument("--keep", action="store_true", help="keep the folder of work: checkpoints of all candidates")
+    parser.add_argument(
+        "--keep-work",
+        aliases=["--keep"],
+        action="store_true",
+        help="keep the folder of work: checkpoints of all candidates",
+    )
     parser.set_defaults(set=[])
 
 
@@ -75,7 +88,7 @@ def request(args: argparse.Namespace) -> Request:
     from vlmcompress.search.whole import Request
 
     check(args)
-    width, _, height = args.image.partition("x")
+    width, _, height = args.image_size.partition("x")
     base = _flags.given(args)
     out = Path(base.pop("out"))
     return Request(
@@ -89,7 +102,7 @@ def request(args: argparse.Namespace) -> Request:
         goal=args.optimize,
         speed=args.speed,
         load=Load(image=(int(width), int(height)), out=args.out_tokens),
-        budget=seconds(args.budget) if args.budget else None,
+        budget=seconds(args.max_time) if args.max_time else None,
         engine=args.engine,
         ray=args.ray,
         space=getattr(args, "space", None),
@@ -105,8 +118,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--speed {args.speed}: give measured or modelled")
     if not 0 < args.max_drop < 1:
         raise UserError(f"--max-drop {args.max_drop:g} is no share between 0 and 1; for one point write 0.01")
-    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", args.image):
-        raise UserError(f"--image {args.image} is not a size; write it WIDTHxHEIGHT, like 448x448")
+    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", args.image_size):
+        raise UserError(f"--image-size {args.image_size} is not a size; write it WIDTHxHEIGHT, like 448x448")
     if args.out_tokens < 1:
         raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
     if args.price is not None and not args.price > 0:
@@ -119,7 +132,7 @@ def seconds(text: str) -> float:
     """Read a time like 90s, 30m or 1h30m."""
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
     if not found or not any(found.groups()) or not any(int(part or 0) for part in found.groups()):
-        raise UserError(f"--budget {text}: write a time like 90s, 30m or 1h30m")
+        raise UserError(f"--max-time {text}: write a time like 90s, 30m or 1h30m")
     hours, minutes, rest = (int(part or 0) for part in found.groups())
     return 3600.0 * hours + 60.0 * minutes + rest
 
@@ -141,7 +154,7 @@ def searched(asked: Request, args: argparse.Namespace, reference: str = "the dat
         tried = [one for one in data["candidates"] if not one["why"].startswith("predicted")]
         code = GATE if all(one["why"].startswith(("loses more", "gains nothing")) for one in tried) else UNDECIDED
     files = search_page.write(data, asked.out)
-    if not args.keep:
+    if not args.keep_work:
         shutil.rmtree(asked.out / WORK, ignore_errors=True)
     data = {"ok": code == OK, **data, "out": str(asked.out), "files": {kind: str(path) for kind, path in files.items()}}
     return code, data, text(data)

@@ -17,8 +17,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
-    parser.add_argument("--images", type=int, default=4, metavar="N", help="most images of a request")
-    parser.add_argument("--videos", type=int, default=0, metavar="N", help="most videos of a request; default: none")
+    parser.add_argument(
+        "--images-per-request", aliases=["--images"], type=int, default=4, metavar="N", help="at most; default: 4"
+    )
+    parser.add_argument(
+        "--videos-per-request", aliases=["--videos"], type=int, default=0, metavar="N", help="at most; default: none"
+    )
     _flags.speculation(parser, "what drafts tokens")
     parser.set_defaults(verbose=True)  # a server's log is what one looks at
 
@@ -27,7 +31,14 @@ def run(args: argparse.Namespace) -> Outcome:
     """Start the server; this process becomes it."""
     from vlmcompress.engines.vllm.serve import serve
 
-    names = ("host", "port", "images", "videos", "max_model_len")
-    given = {name: getattr(args, name) for name in names}
-    serve(args.out, **given, speculative=args.speculative_config, extra=args.extra)
+    serve(
+        args.out,
+        host=args.host,
+        port=args.port,
+        images=args.images_per_request,
+        videos=args.videos_per_request,
+        max_model_len=args.max_model_len,
+        speculative=args.speculative_config,
+        extra=args.extra,
+    )
     return OK, {"ok": True}, ""

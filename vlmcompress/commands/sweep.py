@@ -28,7 +28,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the original")
     parser.add_argument("--target", default=argparse.SUPPRESS, help="leave out what this machine does not run")
     parser.add_argument(
-        "--budget", type=float, metavar="BITS", help="choose among settings of at most so many bits per weight"
+        "--max-bits",
+        aliases=["--budget"],
+        type=float,
+        metavar="BITS",
+        help="choose among settings of at most so many bits per weight",
     )
     parser.add_argument("--max-size", metavar="SIZE", help="choose among settings of at most this size, like 2.4GB")
     parser.add_argument("--save", metavar="FILE", help="write the chosen setting as a recipe; .yaml")
@@ -42,8 +46,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="recipe keys that hold for all: skip, kv_cache, vision",
     )
     parser.epilog = (
-        "Without --budget or --max-size the setting of least predicted error is chosen. Where the statistics hold gradients,\n"
-        "errors are the loss's, to second order; they rank settings, and small ones may be far from what a large change costs."
+        "Without --max-bits or --max-size the setting of least predicted error is chosen. Where the statistics hold\n"
+        "gradients, errors are the loss's, to second order; they rank settings, and small ones may be far from what a large\n"
+        "change costs."
     )
 
 
@@ -66,10 +71,10 @@ def run(args: argparse.Namespace) -> Outcome:
 
         targets.get(target)
     limit = None if args.max_size is None else parse_size(args.max_size, "--max-size")
-    budgets = sweep.BUDGETS if args.budget is None else sorted({*sweep.BUDGETS, args.budget})
+    budgets = sweep.BUDGETS if args.max_bits is None else sorted({*sweep.BUDGETS, args.max_bits})
     with closing(ProgressBar()) as progress:
         found, _ = sweep.run(recipe, progress, rows=args.rows or sweep.ROWS, budgets=budgets)
-    chosen = sweep.choose(found.points, budget=args.budget, nbytes=limit)
+    chosen = sweep.choose(found.points, budget=args.max_bits, nbytes=limit)
     data = {"ok": True, "unit": found.unit, "left_out": found.left_out, "chosen": dataclasses.asdict(chosen)}
     data["points"] = [dataclasses.asdict(point) for point in found.points]
     text = _text(found, chosen)
@@ -86,10 +91,10 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise `UserError` for flags that do not go together, or files that cannot be written."""
-    if args.budget is not None and args.max_size is not None:
-        raise UserError("give one of --budget and --max-size")
-    if args.budget is not None and not 0 < args.budget <= MOST_BITS:
-        raise UserError(f"--budget is {args.budget:g}; give bits per weight, more than 0 and at most {MOST_BITS}")
+    if args.max_bits is not None and args.max_size is not None:
+        raise UserError("give one of --max-bits and --max-size")
+    if args.max_bits is not None and not 0 < args.max_bits <= MOST_BITS:
+        raise UserError(f"--max-bits is {args.max_bits:g}; give bits per weight, more than 0 and at most {MOST_BITS}")
     if args.rows is not None and args.rows < 1:
         raise UserError(f"--rows is {args.rows}; give at least 1")
     if args.plot and Path(args.plot).suffix not in PLOTS:

@@ -116,7 +116,7 @@ def find(asked: Request, progress: Progress) -> Searched:
             before = original(setup, count, crew, book, progress)
             if book.left <= 0:
                 raise UserError(
-                    f"--budget is spent: asking the original took {duration(book.spent)}; give a longer one, which goes on "
+                    f"--max-time is spent: asking the original took {duration(book.spent)}; give a longer one, which goes on "
                     "from here, or fewer questions (--limit)"
                 )
             reserve = 2.4 * (confirming or 0) * (book.note("seconds") or 0.0)  # the original, the winner, and some more

@@ -76,9 +76,10 @@ def flags(
     extra: Sequence[str] = (),
 ) -> list[str]:
     """List the arguments of `vllm serve` for a checkpoint: its folder, then flags, `extra` last. Arguments as of `serve`."""
-    for flag, value, least in (("--images", images, 0), ("--videos", videos, 0), ("--max-model-len", max_model_len, 1)):
+    counts = {"images-per-request": (images, 0), "videos-per-request": (videos, 0), "max-model-len": (max_model_len, 1)}
+    for flag, (value, least) in counts.items():
         if value is not None and value < least:
-            raise UserError(f"{flag} is {value}, it should be at least {least}")
+            raise UserError(f"--{flag} is {value}, it should be at least {least}")
     config = _config(model)
     reducer = _reducer(model, config)
     arguments = [
