@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from vlmcompress.bench.measure import summarise
 from vlmcompress.bench.memory import memory
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.text import text
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands.bench import options
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun
@@ -44,7 +44,7 @@ def test_no_images_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_flags_and_text() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     options(parser)
     args = parser.parse_args(["OUT", "--baseline", "MODEL", "--sizes", "448x336,224", "--no-warm"])
     assert (args.load, args.repeats, args.requests, args.sizes, args.no_warm) == (

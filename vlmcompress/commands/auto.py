@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vlmcompress.commands import search
 from vlmcompress.commands._outcome import Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
@@ -16,7 +17,7 @@ PLACE = 15
 MOST = 1000
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, or an id on the Hub")

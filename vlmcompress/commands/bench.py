@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ PLACE = 100
 PASSES_ON = True
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="the candidate's folder")
     parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.commands import _lean
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._plan_text import as_data, plan_text, sizes_text
 from vlmcompress.common import hub
 from vlmcompress.common.text import parse_size
@@ -24,7 +25,7 @@ MOST = 10_000_000
 SIZES = "224x224,448x448,672x672,896x896,1024x1024,1344x1344,2048x2048"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("model", metavar="MODEL", help="folder with config.json; weights and processor may be missing")
     parser.add_argument("--target", help="machine to serve on; see vlmcompress list targets")

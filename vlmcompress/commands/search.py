@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError, did_you_mean
@@ -23,7 +24,7 @@ GOALS = ("throughput", "ttft", "memory", "cost")
 CONFIRMATION = "confirmation"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, or an id on the Hub")
@@ -41,7 +42,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="most questions of VALIDATION to ask; default: all")
 
 
-def judged(parser: argparse.ArgumentParser) -> None:
+def judged(parser: Parser) -> None:
     """Add the flags of the objective, and of how the search is run, which `auto` has, too."""
     parser.add_argument("--target", default=argparse.SUPPRESS, help="machine to serve on; see vlmcompress list targets")
     parser.add_argument(

@@ -6,12 +6,13 @@ import argparse
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 
 PLACE = 130
 PASSES_ON = True
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--host", default="127.0.0.1")

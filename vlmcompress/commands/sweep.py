@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import parse_size, size, table
 from vlmcompress.errors import UserError
@@ -22,7 +23,7 @@ MOST_BITS = 16
 PLOTS = (".html", ".svg")
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("stats", metavar="STATS", help="what calibrate wrote")
     parser.add_argument("model", metavar="MODEL", help="folder of the original")
