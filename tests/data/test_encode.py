@@ -204,7 +204,10 @@ def test_provenance(loaded):
     facts = provenance(SAMPLES, batches, "/somewhere/data.jsonl", seed=3, processor=vlm.processor)
     masks = torch.cat([batch["modality"][0] for batch in batches])
     assert facts["source"] == "data.jsonl" and facts["seed"] == 3
-    assert (facts["samples"], facts["images"]) == (7, 8)
+    different = {(image.size, image.tobytes()) for sample in SAMPLES for image in sample.images}
+    shown = sum(len(sample.images) for sample in SAMPLES)
+    assert (facts["samples"], facts["images"], shown) == (7, len(different), 8)
+    assert provenance(SAMPLES * 3, batches * 3, "x")["images"] == len(different), "the same images again"
     assert facts["tokens"] == {n: int((masks == i).sum()) for i, n in enumerate(("text", "vision", "answer"), 1)}
     assert facts["visual_share"] == pytest.approx(8 * 16 / len(masks), abs=1e-4)
 

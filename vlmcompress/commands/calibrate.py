@@ -129,7 +129,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     kinds = ", ".join(done["needs"]) + (", ranges of keys and values" if done["kv_cache"] else "")
     rows = [
         ("statistics", f"{kinds}: {done['groups']} groups in {done['blocks']} blocks, {size(done['bytes'])}"),
-        ("data", f"{data['samples']} samples of '{data['source']}'{mixed}, {data['images']} images"),
+        ("data", f"{data['samples']} samples of '{data['source']}'{mixed}, {data['images']} different images"),
         ("tokens", tokens),
         ("prefix", "float: the model ran unquantized"),
     ]

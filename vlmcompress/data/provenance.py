@@ -42,13 +42,15 @@ def provenance(
         text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
         asked: how many samples were wanted; recorded where there are fewer.
 
-    In the result `prompts` counts the samples whose question is one of ours, as the data had none.
+    In the result `images` counts different images, whatever the number of samples that show each; `prompts` counts the
+    samples whose question is one of ours, as the data had none.
     """
+    sha256, images = _hashed(samples)
     facts: dict[str, Any] = {
         **_source(source),
-        "sha256": data_hash(samples),
+        "sha256": sha256,
         "samples": len(batches),
-        "images": sum(len(sample.images) for sample in samples),
+        "images": images,
         **token_counts(batches),
     }
     if text is not None:
@@ -92,10 +94,17 @@ def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
 
 def data_hash(samples: Sequence[Sample]) -> str:
     """SHA-256 over the images' RGB pixels and the conversations of all samples, in order."""
-    digest = hashlib.sha256()
+    return _hashed(samples)[0]
+
+
+def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
+    """`data_hash`, and the number of images that differ in size or pixels."""
+    digest, images = hashlib.sha256(), set()
     for sample in samples:
         text = json.dumps(sample.conversation(), sort_keys=True).encode()
         digest.update(f"{len(text)}:".encode() + text)
         for image in sample.images:
-            digest.update(f"{image.width}x{image.height}:".encode() + image.tobytes())
-    return digest.hexdigest()
+            content = f"{image.width}x{image.height}:".encode() + image.tobytes()
+            digest.update(content)
+            images.add(hashlib.sha256(content).digest())
+    return digest.hexdigest(), len(images)

@@ -47,7 +47,7 @@ def _calibration(made: Made) -> str:
         return "none: each weight was rounded on its own"
     parts = [f"{data.samples:,} samples of {data.source}"]
     if data.images is not None:
-        parts.append(f"{data.images:,} images")
+        parts.append(f"{data.images:,} different images")
     if data.text:
         parts.append(f"{data.text:,} of the samples are text alone, from {data.text_source}")
     if data.tokens:

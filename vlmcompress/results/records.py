@@ -32,7 +32,8 @@ class _Record(BaseModel):
 class Calibration(_Record):
     """The samples that a checkpoint was calibrated on. `prefix`: blocks were observed behind "float" or "quantized" ones.
 
-    `tokens`: numbers by modality. `text`: how many samples are of text alone; `text_source`: where these come from.
+    `images`: different images that the samples show. `tokens`: numbers by modality. `text`: how many samples are of text
+    alone; `text_source`: where these come from.
     """
 
     source: str
