@@ -84,6 +84,11 @@ def test_it_ends_with_a_checkpoint_that_was_confirmed(found):
     assert {"report.html", "pareto.svg", "search.json", "recipe.yaml", "winner", "confirmation"} <= {
         path.name for path in folder.iterdir()
     }
+    written = [
+        path for path in (folder / "winner").rglob("*") if path.suffix in (".md", ".sh", ".json", ".yaml", ".pbtxt")
+    ]
+    assert not [path.name for path in written if "checkpoint-" in path.read_text()], "it has the name of its folder"
+    assert "vllm serve ./winner " in (folder / "winner" / "README.md").read_text()
     assert not (folder / "work").exists() and (folder / "confirmation" / "report.html").is_file()
 
 

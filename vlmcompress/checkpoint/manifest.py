@@ -93,8 +93,13 @@ def hash_files(folder: Path) -> dict[str, dict]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if name != MANIFEST:
-            found[name] = {"sha256": sha256(path), "size": path.stat().st_size}
+            found[name] = hash_file(path)
     return found
+
+
+def hash_file(path: Path) -> dict[str, str | int]:
+    """What the manifest records of a file: its sha256 and size."""
+    return {"sha256": sha256(path), "size": path.stat().st_size}
 
 
 def read(folder: Path) -> dict:

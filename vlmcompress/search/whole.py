@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vlmcompress import targets
+from vlmcompress.checkpoint.rename import rename
 from vlmcompress.common import crew as crews
 from vlmcompress.common import hub
 from vlmcompress.common.folders import new_folder, save
@@ -239,6 +240,7 @@ def _placed(asked: Request, setup: Setup, found: Found, progress: Progress) -> P
     checkpoint = made(setup, candidate, progress)
     with new_folder(out) as folder:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=_linked)
+        rename(folder, WINNER)
     keys = {key: value for key, value in setup.base.items() if key not in ("model", "calibrate")} | candidate.keys
     head = f"# {candidate.name}: found by vlmcompress search\n"
     if candidate.recover:
