@@ -215,7 +215,8 @@ def test_how_it_was_made() -> None:
         "vision tower": "16 bit, as it was",
         "KV cache": "16 bit",
         "visual-token reducer": "dart:0.5",
-        "calibration data": "1,200 samples of c.parquet; 1,100 different images; 9 text, 90 vision tokens; seen behind quantized blocks",
+        "calibration data": "1,200 samples of c.parquet; 1,100 different images; 9 text, 90 vision tokens; "
+        "seen behind quantized blocks",
         "seed": "3",
         "made with": "vlmcompress 0.1.0",
         "warning": "something was damped",

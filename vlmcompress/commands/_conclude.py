@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.common.folders import user_errors
+from vlmcompress.errors import UserError
 from vlmcompress.evaluation import gate as gates
 from vlmcompress.report import findings
-from vlmcompress.report.files import write
+from vlmcompress.report.files import check, write
 from vlmcompress.report.text import text
-from vlmcompress.results import FILE, Results, Verdict, joined, load
+from vlmcompress.results import FILE, Results, Side, Verdict, joined, load
 
 EXIT: dict[Verdict, int] = {"pass": OK, "fail": GATE, "inconclusive": UNDECIDED}
 
 
-def check_folder(folder: str | Path | None) -> None:
-    """Refuse a report folder that can't be written, before hours of measuring.
+def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side]], *, overwrite: bool) -> None:
+    """Refuse a report folder that can't or must not be written, before hours of measuring.
+
+    Args:
+        folder: where a report is to be written; None: nowhere.
+        sides: describes baseline and candidate.
+        overwrite: a report of other checkpoints may be replaced.
 
     Raises:
-        UserError: it can't be made, or written to.
+        UserError: it can't be made or written to, holds other files, or the report of other checkpoints.
     """
     if folder:
+        check(Path(folder), *sides(), overwrite=overwrite)
         with user_errors(Path(folder)):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
 
 
-def conclude(results: Results, gate: gates.GateFile | None, folder: str | Path | None) -> Outcome:
+def conclude(
+    results: Results, gate: gates.GateFile | None, folder: str | Path | None, *, overwrite: bool = True
+) -> Outcome:
     """Judge, join and write results.
 
     Args:
         gate: what to judge by; None: nothing is judged and the code is 0.
         folder: where to write a report. If it has one of the same checkpoints, what that knows and `results` doesn't is kept:
             `eval` and `bench` fill one report.
+        overwrite: an earlier report may be one that can't be read.
     """
-    if folder and (Path(folder) / FILE).is_file():
-        results = joined(results, load(folder))
+    if folder and (earlier := _earlier(Path(folder), overwrite)):
+        results = joined(results, earlier)
     if gate:
         results = results.model_copy(update={"gate": gates.judge(results, gate)})
     files = write(results, folder) if folder else {}
@@ -48,3 +59,15 @@ def conclude(results: Results, gate: gates.GateFile | None, folder: str | Path |
     if files:
         lines.append(f"Report: {files['html']}")
     return code, data, "\n".join(lines)
+
+
+def _earlier(folder: Path, overwrite: bool) -> Results | None:
+    """The results in a folder; None where there are none or, if they are to be replaced, none that can be read."""
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        return load(folder)
+    except UserError:
+        if overwrite:
+            return None
+        raise

@@ -107,6 +107,7 @@ def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = Fa
 def judging(parser: argparse.ArgumentParser) -> None:
     """Flags of what becomes of results: a report, a gate."""
     parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
 
 

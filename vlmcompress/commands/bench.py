@@ -12,7 +12,7 @@ from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from vlmcompress.results import Results
+    from vlmcompress.results import Results, Side
 
 PLACE = 100
 PASSES_ON = True
@@ -57,11 +57,20 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.evaluation import gate as gates
 
     gate = gates.chosen(args.gate, None)
-    check_folder(args.report)
+    check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     results = measure(args)
-    code, data, conclusion = conclude(results, gate, args.report)
+    code, data, conclusion = conclude(results, gate, args.report, overwrite=args.overwrite)
     assert results.bench is not None
     return code, data, f"{text(results.bench)}\n\n{conclusion}"
+
+
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Baseline and candidate, as a report describes them."""
+    from vlmcompress.common import hub
+    from vlmcompress.results import sides
+
+    baseline, candidate = (sides.side(sides.checkpoint(hub.local(model)), {}) for model in (args.baseline, args.out))
+    return baseline, candidate
 
 
 def measure(args: argparse.Namespace) -> Results:

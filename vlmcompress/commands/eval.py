@@ -14,11 +14,9 @@ from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
-    from vlmcompress.results import Results
+    from vlmcompress.results import Results, Side
 
 PLACE = 90
-
-JOURNAL = "answers.jsonl"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -61,18 +59,29 @@ def run(args: argparse.Namespace) -> Outcome:
 
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    if args.baseline is None and not args.reduce:
+        raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     gate = gates.chosen(args.gate, args.max_drop)
-    check_folder(args.report)
+    check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     results = measure(args, gates.margins(gate))
-    return conclude(results, gate, args.report)
+    return conclude(results, gate, args.report, overwrite=args.overwrite)
+
+
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Baseline and candidate, as a report describes them."""
+    from vlmcompress import engines
+    from vlmcompress.evaluation import accuracy
+
+    engine, baseline_engine = (engines.get(name) for name in (args.engine, args.baseline_engine or args.engine))
+    baseline = accuracy.described(args.baseline or args.out, baseline_engine)
+    return baseline, accuracy.described(args.out, engine, args.reduce)
 
 
 def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
     """What the flags ask for."""
     from vlmcompress.api import evaluate
+    from vlmcompress.report.files import JOURNAL
 
-    if args.baseline is None and not args.reduce:
-        raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     with closing(ProgressBar()) as progress:
         return evaluate(
             args.out,

@@ -15,12 +15,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         "runs", metavar="DIR", nargs="+", help="folder with a results.json, from eval or bench --report"
     )
     parser.add_argument("-o", "--out", metavar="FOLDER", default="report", help="folder to write; default: report")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the page. It reports and doesn't judge: a failed gate is for `eval` to exit with."""
     from vlmcompress.report.runs import write_comparison
 
-    files = write_comparison(args.runs, args.out)
+    files = write_comparison(args.runs, args.out, overwrite=args.overwrite)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
     return OK, data, f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."

@@ -25,6 +25,7 @@ from vlmcompress.evaluation.divergence import divergence
 from vlmcompress.evaluation.journal import Journal, open_journal
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.evaluation.tasks import LoadedSuite
+from vlmcompress.recipe.reducer import parse
 from vlmcompress.results import FILE, Results, Scored, Side, Suite, load, sides
 
 EXAMPLES = 24  # samples whose pictures go into the report
@@ -105,6 +106,21 @@ def evaluate_all(
                 for suite, before in asked
             ]
             yield _results(about, sides.side(path, found[0][2].engine), found, how, recorded)
+
+
+def described(model: str | Path, engine: Engine, reduce: str | None = None) -> Side:
+    """Describe a model as the results of its evaluation will, without asking it; or the baseline of earlier results.
+
+    Args:
+        reduce: the reducer that is attached to it, `METHOD:KEEP`; None: none.
+
+    Raises:
+        UserError: the checkpoint is missing, or there is no such reducer.
+    """
+    if recorded := _recorded(model):
+        return recorded.baseline
+    attached = {"reduce": str(parse(reduce))} if reduce else {}
+    return sides.side(sides.checkpoint(hub.local(model)) if engine.local else model, attached)
 
 
 def _ask(

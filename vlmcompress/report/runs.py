@@ -20,13 +20,14 @@ from vlmcompress.common.text import points, size, times
 from vlmcompress.errors import UserError
 from vlmcompress.report import findings, words
 from vlmcompress.report.charts.pareto import Point, pareto
-from vlmcompress.report.files import write
+from vlmcompress.report.files import check, refuse_foreign, write
 from vlmcompress.report.markdown import MARKS, escape, table
 from vlmcompress.report.page import drawn, render
 from vlmcompress.results import Comparison, Results, Verdict
 from vlmcompress.results import records as schema
 
 SCHEMA = 1
+COMPARISON = "comparison.json"
 
 
 @dataclass(frozen=True)
@@ -84,32 +85,38 @@ def _join(a: Results, b: Results) -> Results:
     )
 
 
-def write_comparison(folders: Sequence[str | Path], out: str | Path) -> dict[str, Path]:
+def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
     """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
 
     One run, or several that `merge` makes one, gives the report of `files.write`.
+
+    Args:
+        overwrite: such a report may replace one of other checkpoints.
 
     Returns:
         kind ("json", "md", "html" and, for one run, "junit" and "badge") -> file.
 
     Raises:
-        UserError: a folder has no readable results, or `out` can't be written or is one of several inputs.
+        UserError: a folder has no readable results, or `out` can't be written, is one of several inputs, holds other files,
+            or a report that is not to be overwritten.
     """
     out, inputs = Path(out), {_folder(folder) for folder in folders}
     runs = merge([schema.load(folder) for folder in folders])
     if len(inputs) > 1 and out.resolve() in inputs:
         raise UserError(f"{out} holds one of the runs; choose another folder for the report")
     if len(runs) == 1:
+        check(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
         return write(runs[0], out)
     rows = summarise(runs)
     if spoilt := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
         raise UserError(f"{out / spoilt} holds one of the runs and would be replaced; choose another folder")
+    refuse_foreign(out, COMPARISON)
     for run, row in zip(runs, rows, strict=True):
         write(run, out / row.folder)
     return save(
         out,
         {
-            "json": ("comparison.json", dump({"schema": SCHEMA, "runs": [row.plain() for row in rows]})),
+            "json": (COMPARISON, dump({"schema": SCHEMA, "runs": [row.plain() for row in rows]})),
             "md": ("report.md", markdown(rows)),
             "html": ("report.html", page(runs, rows)),
         },

@@ -102,6 +102,10 @@ class Side(_Record):
     layer_errors: dict[str, dict[str, float]] = {}
     engine: dict[str, Any] = {}
 
+    def identity(self) -> tuple[str, int, str]:
+        """A key that is equal for records of the same checkpoint."""
+        return self.name, self.weight_bytes, self.scheme + self.reducer
+
 
 class Scored(_Record):
     """One question and the answers of both sides. Questions with equal `image` are about the same image(s).
@@ -328,7 +332,7 @@ class Results(_Record):
 
     def identity(self) -> list[tuple[str, int, str]]:
         """A key that is equal for results about the same two checkpoints."""
-        return [(side.name, side.weight_bytes, side.scheme + side.reducer) for side in (self.baseline, self.candidate)]
+        return [self.baseline.identity(), self.candidate.identity()]
 
     def to_dict(self, pictures: bool = True) -> dict[str, Any]:
         """The results as JSON data."""
