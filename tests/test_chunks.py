@@ -1,22 +1,43 @@
-"""What is computed piece by piece equals what is computed at once, for sizes around each size of a piece.
+"""What is computed piece by piece equals what is computed at once, for sizes around those at which pieces are full.
 
-Sizes of pieces are made small where the code reads them at call time.
+Pieces are made small where the code reads their size at call time. Elsewhere in `tests/`: what runs samples in batches
+(`calibration/test_batching.py`), divides requests (`engines/test_spread.py`) or images (`reduction/test_thresholds.py`), or
+asks for the first bytes of a file on the Hub (`common/test_hub.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from tests.kit.quant_data import inputs, statistics, weight
+from vlmcompress.blocks import solve
+from vlmcompress.calibration import entropy
+from vlmcompress.common import identity, json_files, tensor_files
+from vlmcompress.evaluation import paired
+from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, round_to_nearest
+from vlmcompress.quantizers import _descent, _joint_ranges, _ranges, awq, gptq
+from vlmcompress.rotation import rotation
 from vlmcompress.statistics import collect
+from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector
+from vlmcompress.statistics.reservoir import Reservoir
 
-PIECE = 8
-
-
-def sizes(piece: int = PIECE, least: int = 1) -> list[int]:
-    """Sizes of work around those at which pieces of `piece` are full."""
-    return sorted({size for size in (0, 1, piece - 1, piece, piece + 1, 2 * piece, 2 * piece + 1) if size >= least})
+PIECE, WIDTH = 8, 16
+SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1)
+FORMATS = [
+    Format("int", 4, 4),
+    Format("int", 3, 8, symmetric=False),
+    Format("int", 8, -1),
+    Format("int", 8, 0),
+    Format("float", 8, -1),
+    NVFP4,
+]
 
 
 @pytest.fixture
@@ -24,12 +45,29 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """`row_chunks` makes parts larger for more threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_pieces(compute: Callable[[], Any], **pieces: tuple[Any, int]) -> tuple[Any, Any]:
+    """What `compute` returns at once and in pieces; `pieces`: name of a constant -> its module, and its small value."""
+    whole = compute()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (module, value) in pieces.items():
+            patch.setattr(module, name, value)
+        return whole, compute()
+
+
 @pytest.mark.parametrize("later", [0, 1, PIECE])
-@pytest.mark.parametrize("first", sizes(least=0))
+@pytest.mark.parametrize("first", SIZES)
 def test_rows_that_wait_for_a_product(first, later, generator, monkeypatch):
     """Batches of which a modality fills the waiting rows exactly, or takes no part, leave nothing to wait and lose nothing."""
     monkeypatch.setattr(collect, "ROWS", PIECE)
-    monkeypatch.setattr(collect, "_CACHE", 1)  # 16 rows at a time, the least
     collector = Collector(5, ["gram", "absmax", "absmean", "cross"])
     text, vision = torch.randn(2, 3, 5, generator=generator), torch.randn(2, first + later + 1, 5, generator=generator)
     batches = [(text, 1), (vision[:, :first], 2), (vision[:, first : first + later], 2), (vision[:, :0], 3)]
@@ -43,3 +81,240 @@ def test_rows_that_wait_for_a_product(first, later, generator, monkeypatch):
         torch.testing.assert_close(stats.cross({"vision": 1.0}).double(), x.T @ (original - x), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(stats._absmax["vision"].double(), x.abs().amax(0))
         torch.testing.assert_close(stats._abssum["vision"].double(), x.abs().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 33])
+def test_rows_that_are_in_cache(tokens, dtype, generator):
+    """The collector visits 16 rows at a time at least."""
+    x = torch.randn(tokens, WIDTH, generator=generator).to(dtype)
+
+    def sums() -> list[Tensor]:
+        collector = Collector(WIDTH, ["gram", "absmax", "absmean"])
+        collector.add(x)
+        stats = collector.finish()
+        return [stats.gram(), stats.absmax(), stats.absmean()]
+
+    whole, parts = in_pieces(sums, _CACHE=(collect, 1))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("width", SIZES[1:])
+def test_blocks_of_a_gram_matrix(width, generator, one_thread):
+    """Products, errors, and what is stored; `row_chunks` cuts the products of an error."""
+    x, w = torch.randn(30, width, generator=generator), torch.randn(3, width, generator=generator)
+
+    def used() -> list[Tensor]:
+        collector = Collector(width, ["gram"])
+        collector.add(x)
+        stats = collector.finish()
+        again = type(stats).from_state_dict(stats.state_dict())
+        errors = [stats.error(w.round(), w)["text"], again.error(w.round(), w)["text"]]
+        return [stats.gram(), again.gram(), gram_matrices.quadratic(w, stats.gram()), torch.tensor(errors)]
+
+    whole, parts = in_pieces(used, _BLOCK=(gram_matrices, PIECE), _CACHED=(_rounding, 3 * PIECE))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offered", SIZES)
+def test_batches_that_rows_are_drawn_from(offered):
+    """The sample is the same one in whatever batches rows come."""
+    x = torch.arange(2.0 * PIECE * 2 + 2).view(-1, 1)[: 2 * offered]
+    whole, parts = Reservoir(PIECE, 5), Reservoir(PIECE, 5)
+    whole.update(x)
+    for batch in (x[:offered], x[:0], x[offered:]):
+        parts.update(batch)
+    assert sorted(parts.rows().flatten().tolist()) == sorted(whole.rows().flatten().tolist())
+    assert len(whole.rows()) == min(len(x), PIECE)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", SIZES[1:])
+def test_rows_of_a_weight(rows, fmt, one_thread):
+    """Ranges, codes and their errors, with weights of columns that are 0 in places, and of single elements."""
+    w, counts = weight(rows, WIDTH), weight(rows, WIDTH, 1).square()
+    counts[:, 3] = 0
+    shared = _fp4.find_global_scale([w]) if fmt.nvfp4 else None
+
+    def used() -> list[Tensor]:
+        results = []
+        for importance in (None, counts[0], counts):
+            given = {"importance": importance, "global_scale": shared}
+            scale, zero = _rounding.find_params(w, fmt, scale_dtype=torch.bfloat16, **given)
+            codes = _rounding.quantize(w, scale, zero, fmt)
+            results += [scale, *([] if zero is None else [zero]), codes.float()]
+            results += [function(w, scale, zero, fmt) for function in (_rounding.fake_quantize, _rounding.residual)]
+            results.append(_rounding.dequantize(codes, scale, zero, fmt))
+            assert torch.equal(results[-1], results[-3])
+        quantized = round_to_nearest(w, fmt, global_scale=shared)
+        if fmt.group:
+            results += [
+                part for part in _ranges.least_error(w, counts[0], fmt, 5, global_scale=shared) if part is not None
+            ]
+        return [*results, torch.tensor(solve._weight_error(w, quantized))]
+
+    whole, parts = in_pieces(used, _CACHED=(_rounding, PIECE * WIDTH))
+    assert all(torch.equal(a, b) for a, b in zip(whole[:-1], parts[:-1], strict=True))
+    torch.testing.assert_close(parts[-1], whole[-1])
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_rows_that_are_packed(rows, generator):
+    """Two 4-bit floats in a byte."""
+    values = torch.tensor(_fp4.VALUES)[torch.randint(0, 8, (rows, WIDTH), generator=generator)].to(_fp4.FLOAT8)
+    whole, parts = in_pieces(lambda: _fp4.pack_fp4(values), _CHUNK=(_fp4, PIECE * WIDTH))
+    assert torch.equal(whole, parts)
+    whole, parts = in_pieces(lambda: _fp4.unpack_fp4(parts), _CHUNK=(_fp4, PIECE * WIDTH // 2))
+    assert torch.equal(whole.float(), parts.float()) and torch.equal(parts.float(), values.float())
+
+
+@pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[1]], ids=str)
+@pytest.mark.parametrize("rows", SIZES[1:])
+def test_rows_whose_ranges_are_searched(rows, fmt, one_thread, monkeypatch):
+    """Clipping by AWQ, and then with all groups together. When a search ends depends on the rows that are searched together,
+    so here it goes on to the end."""
+    monkeypatch.setattr(awq, "_FALLING", 0)
+    w, gram = weight(rows, WIDTH), statistics(inputs(WIDTH, tokens=100)).gram()
+    options = awq.Options(bits=fmt.bits, group_size=fmt.group, symmetric=fmt.symmetric)
+
+    def used() -> list[Tensor]:
+        params = awq.clipped(w, gram, fmt, 6)
+        refined = _joint_ranges.refined(w, *params, gram, fmt, 2)
+        candidates = torch.stack(awq.candidates([w], statistics(inputs(WIDTH, tokens=100)), options))
+        results = [*params, *refined, awq._losses(w, candidates, gram, fmt, torch.bfloat16)]
+        return [*(part.float() for part in results if part is not None), awq._relative_magnitude([w, w], fmt)]
+
+    small = {"_ROWS": (awq, PIECE), "_CACHED": (_rounding, 3 * WIDTH), "_SAMPLE": (awq, 3 * rows)}
+    whole, parts = in_pieces(used, **small)
+    torch.testing.assert_close(parts, whole)
+    whole, parts = in_pieces(lambda: used()[:4], _ROWS=(_joint_ranges, PIECE))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("block", [1, PIECE - 1, PIECE, 3 * PIECE])
+@pytest.mark.parametrize("width", SIZES[1:])
+def test_columns_of_feedback(width, block, generator):
+    """GPTQ's factor and its visit, in float64, where rounding of sums decides no code."""
+    w, x = torch.randn(2, 5 * width, width, dtype=torch.float64, generator=generator)
+    w, h = w[:5], x.T @ x + torch.eye(width, dtype=torch.float64)
+    order = h.diagonal().argsort(descending=True)
+    scales, fmt = w.abs().amax(1)[None] / 7, Format("int", 4, -1)
+
+    def factor() -> Tensor:
+        triangle = gptq._visited(h, order)
+        assert gptq._factorize(triangle)
+        return triangle.tril()
+
+    whole, parts = in_pieces(factor, _FACTORED=(gptq, PIECE))
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(whole.T @ whole, h[order][:, order])
+    pivots = whole.diagonal().clone()
+    feedback = gptq.Feedback(order, whole / pivots[:, None], pivots.square(), pivots)
+    slow = slow_visit(w, feedback, scales[0])
+    for far in (1, PIECE):
+        small = {"_FAR": (gptq, far), "_STRIP": (gptq, 3)}
+        whole, parts = in_pieces(lambda: gptq._visit(w, feedback, scales, None, fmt, block), **small)
+        assert torch.equal(whole, parts) and torch.equal(whole.double(), slow)
+
+
+def slow_visit(w: Tensor, feedback: gptq.Feedback, scale: Tensor) -> Tensor:
+    """Column by column, with the formula of GPTQ's module."""
+    codes, errors = torch.zeros_like(w), torch.zeros_like(w)
+    for i, column in enumerate(feedback.order.tolist()):
+        target = w[:, column] + errors[:, feedback.order[:i]] @ feedback.matrix[i, :i]
+        codes[:, column] = (target / scale).round().clamp(-8, 7)
+        errors[:, column] = w[:, column] - codes[:, column] * scale
+    return codes
+
+
+@pytest.mark.parametrize("group", [4, -1])
+@pytest.mark.parametrize("width", [1, PIECE - 1, PIECE, PIECE + 1, 4 * PIECE])
+def test_columns_of_a_descent(width, group):
+    """Scales are refitted a span at a time, so they stay here. Where a value lies between two codes rounding decides."""
+    fmt = Format("int", 3, group if width % 4 == 0 else -1)
+    w, gram = weight(12, width), statistics(inputs(width, tokens=100)).gram()
+    start = round_to_nearest(w, fmt)
+
+    def codes() -> Tensor:
+        return _descent.descend([w], [start], gram, 2, refit=False)[0].q
+
+    whole, parts = in_pieces(codes, _SPAN=(_descent, PIECE), _STRIP=(_descent, 3))
+    assert (whole != parts).any(1).sum() <= 1
+    assert width < PIECE or (whole != start.q).any()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("tokens", SIZES[1:])
+def test_tokens_of_an_entropy(tokens, before, generator):
+    """Where a batch of tokens ends changes nothing but the order of sums."""
+    x, y = torch.randn(2, tokens, 3, generator=generator)
+    whole, parts = in_pieces(lambda: entropy.conditional_entropy(y if before else None, x), _ROWS=(entropy, PIECE))
+    assert parts == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", rotation.KINDS)
+@pytest.mark.parametrize("rows", SIZES)
+def test_rows_that_are_rotated(rows, kind, generator):
+    """Also of no rows: an embedding may be cut into any number of parts."""
+    x = torch.randn(rows, 12, dtype=torch.float64, generator=generator)
+    whole, parts = in_pieces(lambda: rotation.Rotation(kind, 12, seed=1).rows(x), _ROWS=(rotation, PIECE))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("draws", [1, 999, 1000, 1001, 2000])
+def test_signs_that_are_drawn(draws):
+    """As many as were asked for: each draw of them is as extreme as a sum of 0."""
+    assert paired.monte_carlo_p(np.resize([0.5, -0.5], 2000).tolist(), draws=draws) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_of_a_tensor(size, tmp_path, generator, monkeypatch):
+    """Written, and copied to another place of another file."""
+    monkeypatch.setattr(tensor_files, "_WRITTEN", PIECE)
+    monkeypatch.setattr(tensor_files, "_COPIED", 3)
+    tensor = torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
+    head, places = tensor_files.layout({"x": tensor_files.Spec.of(tensor)})
+    for name in ("first", "second"):
+        with (tmp_path / name).open("w+b") as file:
+            tensor_files.write_at(file.fileno(), head, 0)
+            if name == "first":
+                tensor_files.write_at(file.fileno(), tensor_files.to_bytes(tensor), places["x"])
+            else:
+                (entry,) = tensor_files.read_entries(tmp_path / "first")
+                tensor_files.copy_at(entry, file.fileno(), places["x"])
+        (entry,) = tensor_files.read_entries(tmp_path / name)
+        assert torch.equal(tensor_files.read_tensor(entry), tensor)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_of_shards(size):
+    """A shard may be full to the byte, and no tensor is lost or written twice."""
+    specs = [(str(i), tensor_files.Spec("U8", (length,))) for i, length in enumerate([size, 1, 0, size, PIECE])]
+    shards = tensor_files.split(specs, PIECE)
+    assert [item for shard in shards for item in shard.items()] == specs
+    assert all(len(shard) == 1 or sum(one.nbytes for one in shard.values()) <= PIECE for shard in shards)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ends_of_a_file_that_tell_it_apart(size, tmp_path, monkeypatch):
+    """A change of any byte at either end is seen, and so of any byte of a short file."""
+    monkeypatch.setattr(identity, "_ENDS", PIECE)
+    file = tmp_path / "model.safetensors"
+
+    def after(content: bytes) -> str:
+        file.write_bytes(content)
+        return identity.fingerprint(tmp_path)
+
+    marks = {after(bytes(size)), *(after(bytes(i == place for i in range(size))) for place in range(size))}
+    assert len(marks) == 1 + size - max(0, size - 2 * PIECE)
+
+
+def test_largest_file_that_is_read(tmp_path):
+    """One of the largest size is read whole, and a larger one is not cut but refused."""
+    for size in SIZES:
+        (tmp_path / "file").write_bytes(b"x" * size)
+        if size <= PIECE:
+            assert json_files.read_bytes(tmp_path / "file", PIECE) == b"x" * size
+        else:
+            with pytest.raises(json_files.Unreadable, match="more than the 8"):
+                json_files.read_bytes(tmp_path / "file", PIECE)

@@ -59,7 +59,9 @@ def test_what_goes_together():
     """Like lengths up to a number of tokens, equal inputs, and without a mask equal lengths only."""
     assert batched([sample(n) for n in (40, 10, 41, 39, 15)]) == [[1], [4], [3, 0, 2]]
     assert batched([sample(n) for n in (40, 41, 42)], tokens=100) == [[0, 1], [2]]
-    assert batched([sample(500)], tokens=100) == [[0]]
+    assert batched([sample(500)], tokens=100) == [[0]] and batched([]) == []
+    full = {length: [len(batch) for batch in batched([sample(length)] * 5, tokens=100)] for length in (49, 50, 51, 100)}
+    assert full == {49: [2, 2, 1], 50: [2, 2, 1], 51: [1] * 5, 100: [1] * 5}
     pixels = [torch.zeros(n, 3, 8, side) for n, side in ((1, 8), (2, 8), (1, 9))]
     assert sorted(batched([sample(40), *(sample(40, pixel_values=one) for one in pixels)])) == [[0], [1, 2], [3]]
     bare = [{key: value for key, value in sample(n).items() if key != "attention_mask"} for n in (40, 41, 40)]

@@ -17,7 +17,7 @@ from tests.kit.hub_server import Hub, serving
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
 from vlmcompress.commands import _terminal as terminal
-from vlmcompress.common import hub
+from vlmcompress.common import _hub_fetch, hub, tensor_files
 from vlmcompress.errors import UserError
 
 NEVER = ("pytorch_model.bin", "training_args.pt", "modeling.py", "original/consolidated.safetensors", "model.fp16.bin")
@@ -124,6 +124,19 @@ def test_headers_are_enough(online, source, capfd, verb):
     assert "vlmcompress-headers-" not in found[0]
     sent = sum(count for name, count in online.served if name.endswith(".safetensors"))
     assert sent <= (0 if verb == "tokens" else 2**16) < (source / "model.safetensors").stat().st_size
+
+
+def test_headers_of_any_length(online, source, monkeypatch):
+    """What is asked for first may end within the header, with it, or behind it."""
+    online.add("org/tiny", source)
+    entries = tensor_files.read_entries(source / "model.safetensors")
+    end = entries[0].start
+    for first in (8, end - 1, end, end + 1, 2 * end):
+        monkeypatch.setattr(_hub_fetch, "_HEAD", first)
+        there = tensor_files.read_entries(hub.local("org/tiny", weights="headers") / "model.safetensors")
+        assert [(one.name, one.spec, one.start) for one in there] == [
+            (one.name, one.spec, one.start) for one in entries
+        ]
 
 
 def test_offline_a_model_that_is_not_there(online, monkeypatch):

@@ -50,6 +50,8 @@ FLOATS = ("F16", "BF16", "F32")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _MAX_HEADER = 100_000_000  # the official reader's limit
+_WRITTEN = 1 << 26  # bytes that are written by one call
+_COPIED = 1 << 24  # bytes that are read by one call
 
 
 @dataclass(frozen=True)
@@ -208,12 +210,12 @@ def write_at(file: int, data: memoryview | bytes, position: int) -> None:
     """Write all of `data` at a byte position of an open file."""
     view = memoryview(data)
     while view:
-        written = os.pwrite(file, view[: 1 << 26], position)
+        written = os.pwrite(file, view[:_WRITTEN], position)
         view, position = view[written:], position + written
 
 
 def copy_at(entry: Entry, file: int, position: int) -> None:
-    """Copy a stored tensor's bytes to a position of another open file, 16 MiB at a time where they are its own."""
+    """Copy a stored tensor's bytes to a position of another open file, `_COPIED` bytes at a time where they are its own."""
     if entry.columns is not None:
         return write_at(file, to_bytes(read_tensor(entry)), position)
     try:
@@ -224,7 +226,7 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
         source.seek(entry.start)
         left = entry.end - entry.start
         while left:
-            block = source.read(min(left, 1 << 24))
+            block = source.read(min(left, _COPIED))
             if not block:
                 raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
             write_at(file, block, position)
