@@ -14,6 +14,13 @@ def test_figures_have_three_digits() -> None:
     assert [text.figures(value) for value in values] == expected
 
 
+def test_small_percentages_have_one_form() -> None:
+    """Decimals, whatever the size: readers compare rows of a column."""
+    shares = [0, 1, 0.5, 0.1234, 0.00034, 1.34e-5, 9.999e-6, 8.2e-6, 1.5e-6, 9.9e-7, 1e-12]
+    expected = ["0%", "100%", "50.0%", "12.3%", "0.0340%", "0.00134%", "0.00100%", "0.000820%", "0.000150%"]
+    assert [text.percentage(share) for share in shares] == [*expected, "<0.0001%", "<0.0001%"]
+
+
 def test_size() -> None:
     values = [0, 12, 999, 1000, 7_119_872, 999_600_000, 61e9, 1.5e12, 5e15]
     expected = ["0 B", "12 B", "999 B", "1.00 kB", "7.12 MB", "1.00 GB", "61.0 GB", "1.50 TB", "5,000 TB"]

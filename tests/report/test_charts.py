@@ -143,7 +143,8 @@ def test_layer_names(layer: str, place: tuple[str, int, str]) -> None:
         (0.999, "1.0"),
         (0.1234, "0.12"),
         (0.034, "0.03"),
-        (3e-5, "3e-5"),
+        (0.00034, "0.0003"),
+        (3e-5, "<0.0001"),
     ],
 )
 def test_numbers_of_cells(value: float, written: str) -> None:

@@ -18,7 +18,7 @@ from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.common.text import duration, size, smaller, table
+from vlmcompress.common.text import duration, percentage, size, smaller, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(done["worst_layers"]):
-        error = ", ".join(f"{modality} {value:.2%}" for modality, value in layer["error"].items())
+        error = ", ".join(f"{modality} {percentage(value)}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
     if done["worst_layers"]:
         lines.append(f"  {'':<9} (squared error of a layer's output, relative to the output)")

@@ -25,6 +25,15 @@ def figures(value: float) -> str:
     return f"{value:,.{max(0, 2 - exponent)}f}"
 
 
+def percentage(share: float) -> str:
+    """Write a share from zero on as a percentage of three figures, in decimals whatever its size: `12.3%`, `0.00134%`,
+    `0.000820%`; anything below a millionth is `<0.0001%`, where figures say nothing any more."""
+    value = float(f"{100 * share:.2e}")
+    if 0 < value < 0.001:
+        return "<0.0001%" if value < 0.0001 else f"{value:.6f}%"
+    return f"{figures(value)}%"
+
+
 def size(count: float) -> str:
     """Write a number of bytes in decimal units with three figures: `512 B`, `7.12 MB`, `61.0 GB`."""
     units = iter(("kB", "MB", "GB", "TB"))

@@ -32,7 +32,6 @@ def page(first: LayerErrors, other: LayerErrors | None = None) -> str:
         summaries=[layer_errors.summary(one) for one in both],
         changed=changed,
         verdict=error_text.verdict,
-        percent=error_text.percent,
         differences=[] if other is None else layer_errors.differences(first, other),
         panels=_panels(grids, scale, most),
         legend=heatmap.legend(scale),

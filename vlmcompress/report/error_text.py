@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vlmcompress.common.text import figures, table, times
+from vlmcompress.common.text import figures, percentage, table, times
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.diagnosis.layer_errors import Change, LayerErrors
 from vlmcompress.report.words import MEASURE, OF_WEIGHTS, error_kind
@@ -72,8 +72,8 @@ def cache(found: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
     rows = [(*head, *(f"error {kind}" for kind in seen))]
     for layer, name, part in parts[: top or None]:
         maxima = (figures(part["maximum"][kind]) if kind in part["maximum"] else "-" for kind in seen)
-        clipped = ("-" if share is None else percent(share) for share in part["clipped"].values())
-        errors = (percent(part["error"][kind]) if kind in part["error"] else "-" for kind in seen)
+        clipped = ("-" if share is None else percentage(share) for share in part["clipped"].values())
+        errors = (percentage(part["error"][kind]) if kind in part["error"] else "-" for kind in seen)
         rows.append((layer, {"k": "keys", "v": "values"}[name], *maxima, *clipped, *errors))
     return rows
 
@@ -82,7 +82,9 @@ def _one(found: LayerErrors) -> str:
     rows = [("", "mean", "median", "worst", "")]
     for kind, facts in layer_errors.summary(found).items():
         worst = facts["worst"]
-        rows.append((error_kind(kind), *map(percent, (facts["mean"], facts["median"], worst["error"])), worst["layer"]))
+        rows.append(
+            (error_kind(kind), *map(percentage, (facts["mean"], facts["median"], worst["error"])), worst["layer"])
+        )
     lines = [f"{found.name}: {MEASURE if found.basis else OF_WEIGHTS}", f"Measured on {found.measured}.", table(rows)]
     return "\n".join([*lines, *largest(found), *found.notes])
 
@@ -93,7 +95,9 @@ def _two(first: LayerErrors, other: LayerErrors) -> str:
     for kind, found in changes.items():
         factor = "" if found.ratio is None else times(found.ratio)
         counts = str(found.better), str(found.worse)
-        rows.append((error_kind(kind), percent(found.before), percent(found.after), factor, *counts, verdict(found)))
+        rows.append(
+            (error_kind(kind), percentage(found.before), percentage(found.after), factor, *counts, verdict(found))
+        )
     blind = set(changes) == {"weight"}
     lines = [f"{first.name} -> {other.name}: {OF_WEIGHTS if blind else MEASURE}"]
     lines += dict.fromkeys(f"Measured on {one.measured}." for one in (first, other))
@@ -138,9 +142,4 @@ def _pairs(first: LayerErrors, other: LayerErrors, layers: list[str]) -> list[tu
 
 def _cell(found: LayerErrors, layer: str, kind: str) -> str:
     error = found.errors.get(layer, {}).get(kind)
-    return "-" if error is None else percent(error)
-
-
-def percent(error: float) -> str:
-    """Write an error as a percentage of three figures: `1.23%`."""
-    return f"{figures(100 * error)}%"
+    return "-" if error is None else percentage(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from vlmcompress.common.text import figures, points
+from vlmcompress.common.text import figures, percentage, points
 from vlmcompress.report import findings, making, words
 from vlmcompress.report.examples import changed, kind
 from vlmcompress.results import Bench, Gate, Results, Side, Suite, Verdict
@@ -134,7 +134,7 @@ def _layers(side: Side) -> list[str]:
     worst = sorted(((e, n, m) for n, found in side.layer_errors.items() for m, e in found.items()), reverse=True)
     if not worst:
         return []
-    rows = [(name, words.error_kind(kind), f"{figures(100 * error)}%") for error, name, kind in worst[:_LAYERS]]
+    rows = [(name, words.error_kind(kind), percentage(error)) for error, name, kind in worst[:_LAYERS]]
     head = ["layer", "tokens", "error"]
     return ["## Layers with the largest error", table(head, rows, right=(2,)), findings.layers(side.layer_errors)]
 

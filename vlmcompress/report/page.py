@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from vlmcompress.common.text import figures, points, size, smaller, times
+from vlmcompress.common.text import figures, percentage, points, size, smaller, times
 from vlmcompress.report import examples, findings, making, words
 from vlmcompress.report.charts import curves, heatmap, intervals
 from vlmcompress.report.markdown import about
@@ -67,7 +67,18 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    named = (points, words.percent, words.metric, words.error_kind, words.typeset, size, figures, times, dotted)
+    named = (
+        points,
+        words.percent,
+        words.metric,
+        words.error_kind,
+        words.typeset,
+        size,
+        figures,
+        percentage,
+        times,
+        dotted,
+    )
     environment.filters |= {filter_.__name__: filter_ for filter_ in named}
     environment.filters["tick"] = lambda verdict: words.VERDICTS[verdict]
     environment.globals["smaller"] = smaller

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from vlmcompress.common.text import figures, times
+from vlmcompress.common.text import percentage, times
 from vlmcompress.report.charts.svg import element
 
 _CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
@@ -82,7 +82,7 @@ def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
     tooltip, and written in it where it fits."""
 
     def cell(_kind: str, _block: int, error: float) -> Cell:
-        return Cell(f"{figures(100 * error)}%", "cell", strength(error, scale), compact(100 * error))
+        return Cell(percentage(error), "cell", strength(error, scale), compact(100 * error))
 
     return _drawn(grid, cell, f"Error of {grid.title}")
 
@@ -99,7 +99,7 @@ def changes(before: Grid, after: Grid, most: float) -> Markup:
 
     def cell(kind: str, block: int, error: float) -> Cell:
         new = after.cells[kind][block]
-        text = f"{figures(100 * error)}% to {figures(100 * new)}%"
+        text = f"{percentage(error)} to {percentage(new)}"
         if error <= 0 or new <= 0:
             return Cell(text, "cell gain" if new < error else "cell loss", float(new != error), "")
         shade = abs(math.log(new / error)) / math.log(most) if most > 1 else 0.0
@@ -125,7 +125,7 @@ def legend(scale: tuple[float, float]) -> list[Swatch]:
     """Make the legend of errors: the scale in steps of equal factors, from the palest."""
     low, high = scale
     steps = [low * (high / low) ** (i / (_STEPS - 1)) for i in range(_STEPS)] if high > low else [high]
-    return [Swatch("", strength(error, scale), f"{figures(100 * error)}%") for error in steps]
+    return [Swatch("", strength(error, scale), percentage(error)) for error in steps]
 
 
 def change_legend(most: float) -> list[Swatch]:
@@ -156,12 +156,12 @@ class Cell(NamedTuple):
 
 
 def compact(value: float) -> str:
-    """Write a number from zero on in few characters: `12`, `1.2`, `0.12`, `0.03`, `3e-5`."""
+    """Write a number from zero on in few characters: `12`, `1.2`, `0.12`, `0.03`, `0.0002`, `<0.0001`."""
     if value == 0 or value >= 9.95:
         return f"{value:.0f}"
     if value >= 0.095:
         return f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
-    return f"{value:.1g}".replace("e-0", "e-")
+    return f"{float(f'{value:.0e}'):.4f}".rstrip("0") if value >= 0.0001 else "<0.0001"
 
 
 def _drawn(grid: Grid, show: Callable[[str, int, float], Cell], what: str) -> Markup:
