@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.counters import Counters, samples
-from vlmcompress.bench.measure import figures, ratio, serve_run, summarise
+from vlmcompress.bench.measure import figures, interval, ratio, serve_run, summarise
 from vlmcompress.bench.memory import kv_bytes_per_token, memory
 from vlmcompress.results import LoadRun
 
@@ -73,6 +74,16 @@ def test_no_ratio_to_nothing() -> None:
     assert ratio("goodput", [({"goodput": 0.0}, {"goodput": 1.0})]) is None
     found = ratio("goodput", [({"goodput": 2.0}, {"goodput": 0.0}), ({"goodput": 2.0}, {"goodput": 1.0})])
     assert found is not None and (found.ratio, found.low, found.high) == (0.25, 0, 0.5)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 11, 40])
+def test_interval_holds_the_ratio_as_often_as_it_says(n: int) -> None:
+    """Oracle: simulated repeats of two equal sides; 95% of the intervals hold 1, and one repeat has none."""
+    draws = np.random.default_rng(n).lognormal(0.0, 0.1, (4_000, n))
+    found = [interval(row) for row in draws.tolist()]
+    held = sum(1 for ends in found if ends and ends[0] <= 1 <= ends[1])
+    assert 0.938 < held / len(found) < 0.962, "four standard errors of 4,000 draws"
+    assert interval([3.02]) is None and interval([0.0, 1.0]) is None
 
 
 def test_kv_bytes() -> None:

@@ -41,7 +41,8 @@ def bench(**ratios: Ratio) -> Bench:
 
 
 def ratio(middle: float, low: float, high: float, higher: bool = True) -> Ratio:
-    return Ratio(baseline=1, candidate=middle, ratio=middle, low=low, high=high, higher_is_better=higher, unit="")
+    ends = {"low": low, "high": high, "interval": (low, high)}
+    return Ratio(baseline=1, candidate=middle, ratio=middle, **ends, higher_is_better=higher, unit="")
 
 
 def results(n: int = 1000, lost: dict[str, int] | None = None, sizes: tuple[int, int] = (100, 50), **more) -> Results:
@@ -105,6 +106,7 @@ def test_other_rules_of_a_suite(rules, more, verdict) -> None:
         (ratio(1.1, 1.0, 1.2), 1.3, "fail"),
         (ratio(0.5, 0.4, 0.6, higher=False), 1.5, "pass"),  # a latency: halved, at worst 0.6 of it
         (ratio(0.5, 0.4, 0.8, higher=False), 1.5, "inconclusive"),
+        (ratio(0.5, 0.5, 0.5, higher=False).model_copy(update={"interval": None}), 1.5, "inconclusive"),  # one repeat
         (ratio(1.5, 1.4, 1.6, higher=False), 1.0, "fail"),
     ],
 )

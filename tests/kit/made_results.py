@@ -15,6 +15,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmcompress.bench.measure import interval
 from vlmcompress.results import (
     Bench,
     Comparison,
@@ -188,6 +189,7 @@ def _ratio(runs: list[LoadRun], state: str, name: str, figure: Callable[[LoadRun
         low=min(ratios),
         high=max(ratios),
         higher_is_better=not name.endswith("_ms"),
+        interval=interval(ratios),
         unit="ms" if name.endswith("_ms") else "requests/s",
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.made_results import make_bench, make_results, make_suite
+from tests.kit.made_results import comparison, make_bench, make_results, make_suite
 from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.commands import report as options
 from vlmcompress.errors import UserError
@@ -67,13 +67,32 @@ def test_comparison_of_three(tmp_path: Path) -> None:
         assert (tmp_path / "out" / str(link["href"])).is_file()
     assert sum(attributes.get("class") == "pareto" for attributes in page.all("svg")) == 2
     text = files["md"].read_text()
-    assert text.startswith("# 3 candidates compared\n\n2 of 3 candidates pass.") and "| awq-2 |" in text
+    assert text.startswith("# 3 candidates compared\n\n2 of 2 candidates pass gate default.") and "| awq-2 |" in text
 
 
 def test_headline_of_one_that_passes() -> None:
     rows = runs.summarise([make_results("good"), make_results("bad", gate=None, suites=[make_suite(known="broken")])])
-    assert runs.headline(rows)[0] == "1 of 2 candidates pass."
-    assert runs.headline(rows)[1].startswith("good: 1.96x smaller, 1.")
+    passed, failed, best = runs.headline(rows)
+    assert (passed, failed) == ("1 of 1 candidate passes gate default.", "0 of 1 candidate passes a margin of 1 point.")
+    assert best.startswith("good: 1.96x smaller, 1.")
+
+
+def test_passes_of_several_margins_are_counted_apart() -> None:
+    """30 points are no floor like 1 point; and a speed of one repeat makes nobody the fastest."""
+    margins = {0.01: "broken", 0.02: "awq", 0.3: "awq"}
+    suites = [[make_suite(overall=comparison(known, margin=margin))] for margin, known in margins.items()]
+    results = [make_results(f"m{i}", gate=None, suites=one) for i, one in enumerate([*suites, suites[0], suites[2]])]
+    bench = results[1].bench
+    assert bench is not None
+    ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 3.0, "interval": None})
+    once = bench.model_copy(update={"summary": {"serve": {"cold": {"request_throughput": ratio}}}})
+    rows = runs.summarise([results[0], results[1].model_copy(update={"bench": once}), *results[2:]])
+    assert runs.headline(rows)[:3] == [
+        "0 of 2 candidates pass a margin of 1 point.",
+        "1 of 1 candidate passes a margin of 2 points.",
+        "2 of 2 candidates pass a margin of 30 points.",
+    ]
+    assert "m1" not in runs.headline(rows)[-1] and "3.00x, can't tell" in runs.markdown(rows)
 
 
 def test_inputs_are_not_overwritten(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from vlmcompress.report import findings, making, words
 from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side
 
 
-def ratio(middle: float, low: float, high: float, higher_is_better: bool = True) -> Ratio:
-    return Ratio(
-        baseline=1, candidate=middle, ratio=middle, low=low, high=high, higher_is_better=higher_is_better, unit=""
-    )
+def ratio(middle: float, low: float, high: float, higher_is_better: bool = True, **more: Any) -> Ratio:
+    ends = {"low": low, "high": high, "interval": (low, high)}
+    values = {"baseline": 1, "candidate": middle, "ratio": middle, **ends, **more}
+    return Ratio(**values, higher_is_better=higher_is_better, unit="")
 
 
 def test_typeset_touches_numbers_only() -> None:
@@ -28,7 +28,10 @@ def test_typeset_touches_numbers_only() -> None:
         (ratio(1.4, 1.3, 1.5), "1.40x faster", "1.30x to 1.50x"),
         (ratio(0.8, 0.75, 0.9), "1.25x slower", "1.11x to 1.33x"),
         (ratio(0.5, 0.4, 0.625, higher_is_better=False), "2.00x faster", "1.60x to 2.50x"),
-        (ratio(1.1, 0.9, 1.2), "no clear change", "0.90x to 1.20x"),
+        (ratio(1.1, 0.9, 1.2), "can't tell (1.10x)", "0.90x to 1.20x"),
+        (ratio(1.4, 1.3, 1.5, interval=(0.9, 1.9)), "can't tell (1.40x)", "1.30x to 1.50x"),
+        (ratio(3.02, 3.02, 3.02, interval=None), "can't tell (3.02x)", ""),
+        (ratio(3.02, 3.02, 3.02, higher_is_better=False, interval=None), "can't tell (0.33x)", ""),
         (ratio(0.0, 0.0, 0.0), "not comparable", ""),
         (ratio(math.inf, 1.0, math.inf), "not comparable", ""),
     ],

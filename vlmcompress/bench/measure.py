@@ -3,14 +3,19 @@
 A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline, one of
 each repeat, because the two runs of a repeat were neighbours in time; the smallest and the largest show the spread.
 
+Whether a side is faster is judged by the 95% interval of the mean of the ratios' logarithms, Student's t of the repeats:
+mean +- t s / sqrt(n). Three repeats that happen to fall on one side do so by chance in 1 case of 4, so that extremes alone
+would show too much; such an interval leaves out 1 by chance in 1 of 20, half of them on each side. One repeat has none.
+
 Tokens per second of prompt and output together are left out on purpose: a model that needs fewer visual tokens for the
 same image does the same work with fewer of them and would look slower. Requests per second are what it wins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import NormalDist, fmean, median, stdev
 from typing import Literal
 
 import numpy as np
@@ -22,6 +27,7 @@ from vlmcompress.results import LoadRun, Ratio, State
 
 TIMES = ("ttft", "tpot", "itl", "e2e")
 PERCENTILES = (50, 90, 99)
+_STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
 
 def parse_slo(text: str | None) -> dict[str, float]:
@@ -137,8 +143,26 @@ def ratio(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, flo
         low=min(ratios),
         high=max(ratios),
         higher_is_better=not name.endswith("_ms"),
+        interval=interval(ratios),
         unit="ms" if name.endswith("_ms") else "tokens/s" if name == "output_throughput" else "requests/s",
     )
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of the ratio, from those of the repeats; None for one repeat, or where one is 0 or has no end."""
+    if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    reach = student_t(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return math.exp(fmean(logs) - reach), math.exp(fmean(logs) + reach)
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5% quantile of Student's t; from 11 degrees of freedom on by Cornish and Fisher's expansion, within 0.1%."""
+    if freedom <= len(_STUDENT_T):
+        return _STUDENT_T[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _milliseconds(seconds) -> list[float]:

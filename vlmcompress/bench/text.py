@@ -22,7 +22,8 @@ SHOWN = {
 
 def text(bench: Bench) -> str:
     """Render speed in each mode and state, and memory."""
-    seen = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {bench.repeats} turns a side"
+    turns = f"{bench.repeats} turn{'s' * (bench.repeats > 1)} a side"
+    seen = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
     lines = [f"load {bench.load}, {seen}; {Path(bench.source).name}"]
     for mode, states in bench.summary.items():
         for state, found in states.items():
@@ -40,7 +41,7 @@ def text(bench: Bench) -> str:
 
 
 def _row(title: str, found: Ratio) -> tuple[str, ...]:
-    spread = f"{found.low:.2f} to {found.high:.2f}"
+    spread = f"{found.low:.2f} to {found.high:.2f}" if found.low < found.high else ""
     return (
         title,
         *(f"{value:.4g} {found.unit}" for value in (found.baseline, found.candidate)),

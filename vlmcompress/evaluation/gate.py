@@ -197,11 +197,15 @@ def _speed(results: Results, asked: SpeedRule) -> Rule:
     if asked.metric not in metrics:
         return _missing(name, f"no such metric{did_you_mean(asked.metric, metrics)}", limit)
     ratio = metrics[asked.metric]
-    middle, low, high = ratio.ratio, ratio.low, ratio.high
+    if ratio.interval is None:
+        return _rule(
+            name, "inconclusive", "", limit, "one repeat can't tell; run vlmcompress bench with more --repeats"
+        )
+    middle, (low, high) = ratio.ratio, ratio.interval
     if not ratio.higher_is_better:
         middle, low, high = (1 / value if value > 0 else float("inf") for value in (middle, high, low))
     verdict: Verdict = "pass" if low >= asked.at_least else "fail" if high < asked.at_least else "inconclusive"
-    reason = "the repeats disagree; run more, or longer ones" if verdict == "inconclusive" else ""
+    reason = "these repeats can't tell; run more, or longer ones" if verdict == "inconclusive" else ""
     return _rule(name, verdict, f"{times(middle)} ({low:.2f} to {high:.2f})", limit, reason)
 
 

@@ -177,7 +177,9 @@ def headline(results: Results) -> list[str]:
         lines.append(f"Weights are {smaller(before, after)} ({size(before)} to {size(after)}).")
     lines += [f"{suite.name}: " * several + found for suite in results.suites for found in tokens(suite)]
     if results.bench and (found := main_speed(results.bench)):
-        lines.append(f"Speed: {pace(found[1])} ({spread(found[1])}), {found[0]}.")
+        repeats = f"{results.bench.repeats} repeats" if results.bench.repeats > 1 else "one repeat"
+        ends = f"{extremes} in {repeats}" if (extremes := spread(found[1])) else repeats
+        lines.append(f"Speed: {pace(found[1])}, {found[0]} ({ends}).")
     return lines
 
 
@@ -232,10 +234,13 @@ def method(results: Results) -> list[str]:
     lines = [_accuracy_method(suite) for suite in results.suites]
     if bench := results.bench:
         order = " ".join(side[0].upper() for side in bench.order)
+        repeats = f"{bench.repeats} repeat{'s' * (bench.repeats > 1)}"
         lines.append(
             f"Speed: {bench.requests:,} requests a burst with {bench.out_tokens} output tokens each, {load(bench)}, "
-            f"{bench.repeats} repeats, sides interleaved ({order}), load from {bench.tool}. Cold: caches off, every image "
-            "new. Warm: caches on, images repeated. Ratios are medians of the paired repeats, followed by their extremes."
+            f"{repeats}, sides interleaved ({order}), load from {bench.tool}. Cold: caches off, every image "
+            "new. Warm: caches on, images repeated. Ratios are medians of the paired repeats, followed by their extremes. "
+            "Faster or slower is said where the 95% interval of the ratio (Student's t on the logarithms of the repeats') "
+            "leaves out 1; else the repeats can't tell, nor can a single one."
         )
     return lines
 

@@ -32,7 +32,13 @@ COMPARISON = "comparison.json"
 
 @dataclass(frozen=True)
 class Row:
-    """A run in `comparison.json`. `smaller` and `faster` are factors over the baseline, more is better; None: unknown."""
+    """A run in `comparison.json`.
+
+    Attributes:
+        smaller, faster: factors over the baseline, more is better; None: unknown.
+        speed_shown: whether faster or slower is more than the repeats show by chance.
+        held_to: what the verdict is about: a gate by its name, or margins; empty without a verdict.
+    """
 
     name: str
     folder: str
@@ -42,7 +48,9 @@ class Row:
     smaller: float | None
     faster: float | None
     speed_of: str
+    speed_shown: bool
     verdict: Verdict | None
+    held_to: str
     suites: dict[str, Comparison]
 
     def plain(self) -> dict[str, Any]:
@@ -141,11 +149,21 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 smaller=before / after if before and after else None,
                 faster=words.gain(speed[1], speed[1].ratio) if speed else None,
                 speed_of=speed[0] if speed else "",
+                speed_shown=speed is not None and not words.unclear(speed[1]),
                 verdict=findings.overall(run),
+                held_to=_held_to(run),
                 suites={suite.name: findings.rows(suite, run.gate)[0].found for suite in run.suites},
             )
         )
     return rows
+
+
+def _held_to(run: Results) -> str:
+    """Name what a run's verdict is about: `gate strict`, `a margin of 1 point`, `margins of 1 point and 5 points`."""
+    if run.gate:
+        return f"gate {run.gate.name}"
+    margins = [words.margin(share) for share in sorted({suite.overall.margin for suite in run.suites})]
+    return f"margins of {' and '.join(margins)}" if len(margins) > 1 else "".join(f"a margin of {m}" for m in margins)
 
 
 def _unused(name: str, used: Sequence[str]) -> str:
@@ -160,17 +178,24 @@ def _folder(path: str | Path) -> Path:
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """Say how many candidates kept their accuracy, and which of those is best."""
+    """Say how many candidates kept their accuracy, for each limit that some are held to, and which of those is best."""
     judged = [row for row in rows if row.verdict]
     kept = [row for row in judged if row.verdict == "pass"]
-    lines = [f"{len(kept)} of {len(judged)} candidates pass."] if judged else [f"{len(rows)} candidates."]
+    lines = [] if judged else [f"{len(rows)} candidates."]
+    for limit in dict.fromkeys(row.held_to for row in judged):
+        passed, held = ([row for row in some if row.held_to == limit] for some in (kept, judged))
+        lines.append(
+            f"{len(passed)} of {len(held)} {'candidates pass' if len(held) > 1 else 'candidate passes'} {limit}."
+        )
     able = kept if judged else rows
     if len(able) == 1:
-        gains = [(able[0].smaller, "smaller"), (able[0].faster, "faster")]
-        return [*lines, f"{able[0].name}: {', '.join(f'{times(gain)} {what}' for gain, what in gains if gain)}."]
+        gains = [(able[0].smaller, "smaller"), (able[0].faster if able[0].speed_shown else None, "faster")]
+        shown = ", ".join(f"{times(gain)} {what}" for gain, what in gains if gain)
+        return [*lines, f"{able[0].name}: {shown}."] if shown else lines
     for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
-        if known := [row for row in able if getattr(row, what)]:
-            best = max(known, key=lambda row: getattr(row, what))
+        measured = [row for row in able if getattr(row, what) and (what == "smaller" or row.speed_shown)]
+        if measured:
+            best = max(measured, key=lambda row: getattr(row, what))
             lines.append(f"{most}{' of those' if judged else ''}: {best.name}, {times(getattr(best, what))} {what}.")
     return lines
 
@@ -190,13 +215,18 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         shown = [_accuracy(row.suites.get(suite)) for suite in suites]
-        gains = [times(gain) if gain else "" for gain in (row.smaller, row.faster)]
+        gains = [times(row.smaller) if row.smaller else "", _faster(row)]
         weights = size(row.weight_bytes) if row.weight_bytes else ""
         lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *shown])
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
         parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
+
+
+def _faster(row: Row) -> str:
+    """Write how much faster a candidate is, and whether that may be chance."""
+    return times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else ""
 
 
 def _accuracy(c: Comparison | None) -> str:

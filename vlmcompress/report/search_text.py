@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmcompress.common.text import duration, points, table, times
+from vlmcompress.report import words
 
 GAINS = {
     "throughput": "the requests a second",
@@ -30,12 +31,19 @@ def text(data: Mapping[str, Any]) -> str:
 
 
 def headline(data: Mapping[str, Any]) -> str:
-    """One sentence: what won, and by how much; or that nothing did, and what came nearest."""
-    floor = f"{100 * data['max_drop']:g} points"
+    """One sentence: what won, by how much, and whether its floor was confirmed; or that nothing did, and what came nearest."""
+    floor = words.margin(data["max_drop"])
     if data["winner"]:
         one = next(row for row in data["candidates"] if row["winner"])
         how = "modelled" if one["rough"] else data["gains"]
-        return f"{one['name']}: {times(one['gain'])} {GAINS[data['optimize']]} ({how}), for a loss of at most {floor}."
+        gain = f"{one['name']}: {times(one['gain'])} {GAINS[data['optimize']]} ({how})"
+        if not (confirmation := data.get("confirmed")):
+            return f"{gain}; not confirmed: a loss of at most {floor} has a chance of {100 * one['chance']:.0f}%."
+        if confirmation["verdict"] == "pass":
+            return f"{gain}, for a loss of at most {floor}."
+        if confirmation["verdict"] == "fail":
+            return f"{gain}, but it loses more than {floor}."
+        return f"{gain}; can't tell if the loss is at most {floor}."
     near = data["nearest"]
     if near is None:
         return f"No candidate gains anything within {floor}."
@@ -77,7 +85,7 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
     found = data.get("confirmed")
     if found is None:
         return ["Not confirmed: the questions of a search flatter its winner. Give --confirm other questions."]
-    words = {"pass": "Confirmed", "fail": "Refuted", "inconclusive": "Can't tell"}[found["verdict"]]
+    said = {"pass": "Confirmed", "fail": "Refuted", "inconclusive": "Can't tell"}[found["verdict"]]
     more = f"; about {found['needed']:,} questions would decide" if found["needed"] else ""
     change = f"{points(found['difference'])} points ({points(found['low'])} to {points(found['high'])})"
-    return [f"{words} on {found['questions']:,} other questions: {change}{more}."]
+    return [f"{said} on {found['questions']:,} other questions: {change}{more}."]

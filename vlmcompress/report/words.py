@@ -48,6 +48,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+def margin(share: float) -> str:
+    """Write an allowed loss: `1 point`, `0.5 points`."""
+    return "1 point" if (text := f"{100 * share:.4g}") == "1" else f"{text} points"
+
+
 def brief(value: float) -> str:
     """Write a number with as few figures as it needs: `0.5`, `1e-5`, `1,000`."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}".replace("e-0", "e-")
@@ -59,18 +64,18 @@ def interval(c: Comparison) -> str:
 
 
 def pace(r: Ratio) -> str:
-    """Write a change of speed: `1.40x faster`, `1.25x slower`, or `no clear change` where the repeats disagree."""
+    """Write a change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` where it may be chance."""
     middle = gain(r, r.ratio)
     if not comparable(r):
         return "not comparable"
     if unclear(r):
-        return "no clear change"
+        return f"can't tell ({times(middle)})"
     return f"{times(middle)} faster" if middle > 1 else f"{times(1 / middle)} slower"
 
 
 def spread(r: Ratio) -> str:
-    """Write the extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`."""
-    if not comparable(r):
+    """Write the extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`; empty for one repeat."""
+    if not comparable(r) or r.low == r.high:
         return ""
     ends = [gain(r, r.low), gain(r, r.high)]
     if gain(r, r.ratio) < 1 and not unclear(r):
@@ -84,8 +89,11 @@ def comparable(r: Ratio) -> bool:
 
 
 def unclear(r: Ratio) -> bool:
-    """Whether some repeat was faster and another slower, or the median changed by less than can be written."""
-    return min(r.low, r.high) < 1 < max(r.low, r.high) or f"{r.ratio:.2f}" == "1.00"
+    """Whether a change may be chance: its 95% interval reaches 1, or there is none; or it is less than can be written."""
+    if r.interval is None or f"{r.ratio:.2f}" == "1.00":
+        return True
+    low, high = r.interval
+    return not (low > 1 and r.ratio > 1 or high < 1 and r.ratio < 1)
 
 
 def gain(r: Ratio, ratio: float) -> float:

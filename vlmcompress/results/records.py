@@ -241,7 +241,8 @@ class LoadRun(_Record):
 class Ratio(_Record):
     """A figure of both sides over the repeats: medians, and the median and extremes of the paired ratios candidate / baseline.
 
-    `higher_is_better` tells which way is good; `unit` is for people.
+    `higher_is_better` tells which way is good; `unit` is for people. `interval` is the 95% interval of the ratio that
+    `bench.measure` computes; None: there was one repeat, or the results are from before this field.
     """
 
     baseline: float
@@ -251,6 +252,7 @@ class Ratio(_Record):
     high: float
     higher_is_better: bool
     unit: str
+    interval: tuple[Amount, Amount] | None = None
 
 
 class Memory(_Record):

@@ -60,7 +60,8 @@ def gain(name: str, r: Ratio, axis: Axis) -> Markup:
     low, high = sorted(words.gain(r, x) for x in (r.low, r.high))
     middle = words.gain(r, r.ratio)
     tone = "even" if words.unclear(r) else "pass" if middle > 1 else "fail"
-    label = typeset(f"{words.metric(name)}: {words.pace(r)} ({words.spread(r)} in the repeats)")
+    ends = f" ({spread} in the repeats)" if (spread := words.spread(r)) else ""
+    label = typeset(f"{words.metric(name)}: {words.pace(r)}{ends}")
     return _row(label, *_grid(axis, 1.0), element("g", *_whisker(axis, low, middle, high), class_=tone))
 
 
