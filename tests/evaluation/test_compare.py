@@ -165,6 +165,7 @@ def test_samples_without_image_stand_alone() -> None:
     ]
     assert compare(*pairs(samples)).clusters == 3
     assert {name: compare(*group).n for name, group in by_family(samples).items()} == {"a": 3, "b": 1}
+    assert by_family([sample.model_copy(update={"family": "other"}) for sample in samples]) == {}, "none is named"
 
 
 @pytest.mark.parametrize(

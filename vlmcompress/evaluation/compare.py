@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from vlmcompress.evaluation import noninferiority, paired
+from vlmcompress.evaluation.questions import WITHOUT_FAMILY
 from vlmcompress.evaluation.score import Score
 from vlmcompress.results import Comparison, Scored
 
@@ -78,8 +79,11 @@ def pairs(samples: Sequence[Scored]) -> Pairs:
 
 
 def by_family(samples: Sequence[Scored]) -> dict[str, Pairs]:
-    """Collect scores and images of samples by family, for `families`."""
-    return {name: pairs([s for s in samples if s.family == name]) for name in sorted({s.family for s in samples})}
+    """Collect scores and images of samples by family, for `families`; empty where the data name no family."""
+    names = sorted({s.family for s in samples})
+    if names == [WITHOUT_FAMILY]:
+        return {}
+    return {name: pairs([s for s in samples if s.family == name]) for name in names}
 
 
 def holm(values: Mapping[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ pass and in none to fail.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -168,7 +168,7 @@ def _accuracy(results: Results, suite: Suite, asked: SuiteRules) -> list[Rule]:
     if not samples:
         return [_missing(f"{suite.name}: accuracy", "the results hold no samples of the suite")]
     found = [_drop(suite.name, None, compare(*pairs(samples), margin=asked.margin))]
-    found += _families(suite.name, samples, _margins(samples, asked))
+    found += _families(suite.name, samples, asked)
     if suite.samples < asked.minimum:
         reason = f"ask {asked.minimum - suite.samples:,} more"
         found.append(
@@ -218,10 +218,12 @@ def _size(results: Results, most: float) -> Rule:
     return _bound("size", after / before <= most, times(after / before), limit)
 
 
-def _families(suite: str, samples: list[Scored], margins: Mapping[str, float]) -> list[Rule]:
+def _families(suite: str, samples: list[Scored], asked: SuiteRules) -> list[Rule]:
+    """Judge the families that a gate names; all of them are none where the data have no families."""
     from vlmcompress.evaluation.compare import by_family, families
 
     groups = by_family(samples)
+    margins = _margins(groups, asked)
     known = {name: group for name, group in groups.items() if name in margins}
     found = families(known, margin=margins) if known else {}
     unknown = [name for name in margins if name not in groups]
@@ -230,11 +232,11 @@ def _families(suite: str, samples: list[Scored], margins: Mapping[str, float]) -
     ]
 
 
-def _margins(samples: list[Scored], asked: SuiteRules) -> dict[str, float]:
+def _margins(groups: Iterable[str], asked: SuiteRules) -> dict[str, float]:
     """Map the families that the gate asks for to their margins."""
     if isinstance(asked.families, dict):
         return asked.families
-    chosen = sorted({s.family for s in samples}) if asked.families == "all" else asked.families
+    chosen = list(groups) if asked.families == "all" else asked.families
     return {name: asked.family_margin or asked.margin for name in chosen}
 
 
