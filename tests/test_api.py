@@ -20,7 +20,9 @@ def test_the_examples_run(tmp_path, monkeypatch, quick_engines):
     """All examples of the page, one after the other, as a reader would paste them; folders and the model are put in."""
     monkeypatch.chdir(tmp_path)
     data = DEMOS / "data" / "llava" / "calibration.parquet"
-    code = "\n".join(EXAMPLES).replace('"MODEL"', repr(str(DEMO_LLAVA))).replace('"IMAGES"', repr(str(data)))
+    questions = str(data.with_name("test.parquet"))
+    code = "\n".join(EXAMPLES).replace('"MODEL"', repr(str(DEMO_LLAVA)))
+    code = code.replace('"IMAGES"', repr(str(data))).replace('"QUESTIONS"', repr(questions))
     names: dict = {}
     exec(compile(code, "docs/python.md", "exec"), names)
     assert names["done"].manifest["size"]["weights_after"] < names["done"].manifest["size"]["weights_before"]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 
 from vlmcompress import __version__
@@ -77,11 +78,13 @@ def _parser(wanted: str | None) -> tuple[Parser, dict[str, Parser]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one call and return its exit code."""
+    began = time.monotonic()  # before the libraries are imported, which can take most of a short run
     given = sys.argv[1:] if argv is None else argv
     as_json, debug = "--json" in given, "--debug" in given
     args = argparse.Namespace()
     try:
         args = parse(given)
+        args.began = began
         if not args.verbose:
             terminal.quiet_libraries()
         hub.only_ids()  # nothing is fetched behind the user's back

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import tiny
+from tests.kit import calibration_rows, tiny
+from tests.kit.next_steps import follow
+from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, commands
 from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import quantize
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.registry import Registry
 from vlmcompress.errors import GateError, UserError
@@ -47,7 +50,11 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert result["ok"] and result["weights_after"] < result["weights_before"]
-    assert result["next"][0] == f"vlmcompress eval {out} --baseline {model}"
+    assert result["next"] == [f"vlmcompress eval {out} --baseline {model} --data FILE", f"vlmcompress serve {out}"]
+    data = calibration_rows.write(tmp_path, 4)
+    assert follow(result["next"], data, tmp_path) == ["eval", "serve"]
+    demo = quantize.result(out, str(DEMO_LLAVA), json.loads((out / "vlmcompress.json").read_text()), 1.0)
+    assert follow(demo["next"], data, tmp_path) == ["eval", "serve"] and "--data" not in demo["next"][0]
     assert json.loads((out / "vlmcompress.json").read_text())["recipe"]["options"]["group_size"] == 64
 
     assert cli.main(["quantize", str(model), "-o", str(out), "--scheme", "rtn"]) == 2

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.kit import calibration_rows, tiny
 from tests.kit.inputs import encode
+from tests.kit.next_steps import follow
 from vlmcompress import cli
 from vlmcompress.compression import learn_reducer
 from vlmcompress.data import load_samples
@@ -101,6 +102,7 @@ def test_what_it_says(models, data, tmp_path, capsys):
     kl = done["held_out_kl"]
     assert 0 < kl["learned"] < kl["untrained"] and kl["coverage"] > 0 and kl["uniform"] > 0
     assert done["next"][1].startswith(f"vlmcompress quantize {models['llava']} --reduce learned:0.25,scorer={out}")
+    assert follow(done["next"], data, tmp_path) == ["eval", "quantize"]
     facts = scorer_file.read(out).facts
     assert facts["model_type"] == "llava" and facts["hidden"] == 8 and facts["keep"] == 0.25
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"], "what a run keeps to go on is gone"

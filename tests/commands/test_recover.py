@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, tiny
+from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
 from vlmcompress import cli
 from vlmcompress.calibration import distillation
@@ -49,6 +50,7 @@ def test_what_is_written(models, data, tmp_path, capsys, name):
     code, text, err = run(capsys, "recover", model, *given, "--json")
     assert code == 0, err
     found = json.loads(text)
+    assert follow(found["next"], data, tmp_path) == ["eval", "quantize"]
     kl = found["recovery"]["held_out_kl"]
     assert found["recovery"]["changed"] and 0 < kl["after"] < kl["before"]
     assert found["recovery"]["samples"] == {"trained_on": 16, "held_out": 8, "answers_of_the_teacher": 0}

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, spread, tiny
+from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
 from vlmcompress import cli
 
@@ -57,7 +58,8 @@ def test_what_is_written(world, tmp_path, capsys, name, train):
     kl = found["recovery"]["held_out_kl"]
     assert found["recovery"]["changed"] and 0 < kl["after"] < 0.9 * kl["before"]
     assert set(found["recovery"]["parameters"]) == set(train.split(","))
-    assert len(found["next"]) == 1 and str(world / "model") in found["next"][0]
+    assert follow(found["next"], world / "calib.jsonl", tmp_path) == ["eval"]
+    assert str(world / "model") in found["next"][0]
     near = (
         0.02 if name == "int4" else 0.5
     )  # transformers rounds activations to steps of max / 127.5, engines of max / 127

@@ -90,7 +90,7 @@ def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, c
     assert made["calibration"]["source"] == "org/questions:calib.jsonl"
     assert (made["calibration"]["samples"], made["calibration"]["asked"]) == (4, 5)
     assert "base_model: org/tiny\n" in (tmp_path / "first" / "README.md").read_text()
-    assert json.loads(done.stdout)["next"][0].endswith(f"--baseline org/tiny@{commit}")
+    assert json.loads(done.stdout)["next"][0].endswith(f"--baseline org/tiny@{commit} --data FILE")
     assert str(tmp_path / "home") not in (tmp_path / "first" / "vlmcompress.json").read_text()
 
     server.served.clear()

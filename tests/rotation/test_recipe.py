@@ -8,8 +8,10 @@ import torch
 from tests.kit import vllm_answers
 from tests.kit.engine import asked
 from tests.kit.inputs import encode
+from tests.kit.next_steps import follow
 from tests.kit.spread import spread
 from vlmcompress import cli, models
+from vlmcompress.commands import calibrate as verb
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
@@ -74,7 +76,9 @@ def test_quantized(scheme, model, samples, tmp_path):
 
 def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
     """They serve recipes of the same rotation, and no others; widths of groups are chosen from them, too."""
-    calibrate(recipe(model, tmp_path / "stats", samples))
+    done = calibrate(recipe(model, tmp_path / "stats", samples))
+    said = verb.result(done.out, str(model), done.manifest, 1.0)
+    assert follow(said["next"], samples, tmp_path) == ["quantize"]
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
     stats = {"calibrate": {"stats": str(tmp_path / "stats")}, "scheme": "gptq"}
     quantize(recipe(model, tmp_path / "out", **stats, bits={"budget": 5.0}))

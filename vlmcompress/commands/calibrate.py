@@ -69,12 +69,11 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.readers:
         asked = {"needs": needed(args.readers.split(","))}
 
-    began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = calibrate(recipe, **asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not team.first():
         return OK, None, ""
-    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - began)
+    data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
 
 
@@ -103,6 +102,8 @@ def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> d
         facts: the manifest of the statistics.
     """
     same = "".join(f" --reduce {shlex.quote(stage)}" for stage in _stages(facts["calibration"]))
+    if rotation := facts.get("rotate"):
+        same += f" --rotate {rotation['kind']} --seed {rotation['seed']}"
     return {
         "ok": True,
         "out": str(out),

@@ -39,7 +39,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
     _lean.import_transformers()
     from vlmcompress.checkpoint.convert import convert
 
-    out, began = Path(args.out), time.monotonic()
+    out = Path(args.out)
     with closing(ProgressBar()) as bar:
         record = convert(
             source,
@@ -49,7 +49,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
             overwrite=args.overwrite,
             progress=lambda written, total: bar("writing", written, total),
         )
-    seconds, changed, sizes = time.monotonic() - began, record["converted"], record["size"]
+    seconds, changed, sizes = time.monotonic() - args.began, record["converted"], record["size"]
     data = {"ok": True, "out": str(out), **changed, **sizes, "seconds": round(seconds, 3)}
     rows = [
         ("format", f"{changed['from']} -> {changed['to']}"),

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags
+from vlmcompress.commands import _flags, _next
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
@@ -75,12 +75,11 @@ def run(args: argparse.Namespace) -> Outcome:
     given["calibrate"] = {"samples": asked.samples} | given.get("calibrate", {})
     recipe = resolve(given | {"scheme": "none"}).recipe
     assert recipe.out is not None
-    began = time.monotonic()
     with closing(ProgressBar()) as progress:
         facts = learn_reducer(recipe, asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not team.first():
         return OK, None, ""
-    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - began)
+    data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began, recipe.calibrate.data)
     return OK, data, text(data, args.verbose)
 
 
@@ -96,8 +95,11 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
         raise UserError(f"--set {foreign[0]}: no such key of learn-reducer{did_you_mean(foreign[0], known)}")
 
 
-def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """What was learnt, as data for `--json`."""
+def result(
+    out: Path, model: str, facts: Mapping[str, Any], seconds: float, calib: str | Path | None = None
+) -> dict[str, Any]:
+    """What was learnt, as data for `--json`. `calib`: the data that the user gave."""
+    data = _next.calibration(model, calib, model)
     reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={out}")
     return {
         "ok": True,
@@ -105,8 +107,8 @@ def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> d
         "seconds": round(seconds, 3),
         **facts,
         "next": [
-            f"vlmcompress eval {shlex.quote(model)} --engine hf {reduce} --baseline {shlex.quote(model)}",
-            f"vlmcompress quantize {shlex.quote(model)} {reduce} --scheme SCHEME -o OUT",
+            _next.evaluation(model, model, f" --engine hf {reduce}"),
+            f"vlmcompress quantize {shlex.quote(model)} {reduce} --scheme SCHEME{data} -o OUT",
         ],
     }
 

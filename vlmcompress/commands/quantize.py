@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands import _flags, _lean, _next
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
@@ -48,14 +48,13 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError("no output folder given; add -o OUT")
     from vlmcompress.compression.quantize import quantize
 
-    began = time.monotonic()
     with closing(ProgressBar()) as progress:
         done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not team.first():
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - began)
+    data = result(done.out, hub.shown(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
 
 
@@ -148,7 +147,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     """What was written, as data for `--json`."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
-    compare = f"vlmcompress eval {shlex.quote(str(out))} --baseline {shlex.quote(str(model))}"
+    served = recipe.get("engine", "vllm") == "vllm"
+    compare = _next.evaluation(out, model, "" if served else " --engine hf")
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {
         "ok": True,
@@ -165,7 +165,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "visual_tokens": manifest.get("visual_tokens"),
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
-        "next": [compare, serve] if recipe.get("engine", "vllm") == "vllm" else [f"{compare} --engine hf"],
+        "next": [compare, serve] if served else [compare],
     }
 
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags
+from vlmcompress.commands import _flags, _next
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
@@ -91,7 +91,6 @@ def run(args: argparse.Namespace) -> Outcome:
     asked = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
     given["calibrate"] = {"samples": asked.samples} | given.get("calibrate", {})
     recipe = resolve(given | {"scheme": "none"}).recipe
-    began = time.monotonic()
     with closing(ProgressBar()) as progress:
         more = {"resume": args.resume, "overwrite": args.overwrite, "progress": progress}
         done = recover_scales(recipe, asked, teacher, **more) if teacher else recover(recipe, asked, **more)
@@ -99,7 +98,8 @@ def run(args: argparse.Namespace) -> Outcome:
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    data = result(done.out, hub.shown(teacher or recipe.model), done.manifest, time.monotonic() - began)
+    original, seconds = hub.shown(teacher or recipe.model), time.monotonic() - args.began
+    data = result(done.out, original, done.manifest, seconds, recipe.calibrate.data)
     return OK, data, text(data, args.verbose)
 
 
@@ -128,10 +128,12 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
         raise UserError(f"--set {foreign[0]}: no such key of recover{did_you_mean(foreign[0], known)}")
 
 
-def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """What was trained and written, as data for `--json`. `model`: the one that was the teacher."""
+def result(
+    out: Path, model: str, manifest: Mapping[str, Any], seconds: float, calib: str | Path | None = None
+) -> dict[str, Any]:
+    """What was trained and written, as data for `--json`. `model`: the one that was the teacher; `calib`: the user's data."""
     recovery, recipe = manifest["recovery"], manifest["recipe"]
-    folder = shlex.quote(str(out))
+    folder, data = shlex.quote(str(out)), _next.calibration(out, calib, model)
     flags = "".join(f" --reduce {shlex.quote(one)}" for one in _reducers(recipe))
     engine = "" if recipe.get("engine", "vllm") == "vllm" else " --engine hf"
     return {
@@ -145,12 +147,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
         "next": [
-            f"vlmcompress eval {folder} --baseline {shlex.quote(str(model))}{engine}",
-            *(
-                []
-                if _of_scales(recovery)
-                else [f"vlmcompress quantize {folder}{flags} --scheme SCHEME --calib DATA -o OUT"]
-            ),
+            _next.evaluation(out, model, engine),
+            *([] if _of_scales(recovery) else [f"vlmcompress quantize {folder}{flags} --scheme SCHEME{data} -o OUT"]),
         ],
     }
 
