@@ -25,6 +25,13 @@ from tests.kit.places import ROOT
 # Before torch is imported. On tiny models two threads wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What a shell may have set and results depend on; tests set what they need. A proxy would stand before servers of their own.
+for name in ("VLMCOMPRESS_DATA", "VLLM_PLUGINS", "OPENAI_API_KEY", "HF_TOKEN", "RAY_ADDRESS", "WORLD_SIZE", "RANK"):
+    os.environ.pop(name, None)
+for name in ("http_proxy", "https_proxy", "all_proxy"):
+    os.environ.pop(name, None)
+    os.environ.pop(name.upper(), None)
+
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
     *("vlmcompress.models", "vlmcompress.planning", "vlmcompress.compression", "vlmcompress.diagnosis"),

@@ -77,6 +77,13 @@ def ask(server: Server, folder: Path, count: int = 1, model: str = "small", **se
     return server.engine.answer(model, requests, media=folder, settings=Settings(**settings))
 
 
+def test_a_proxy_is_for_other_machines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that names one reaches a server on this machine all the same, without `no_proxy`."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert ask(server, tmp_path).answers["q0"].text == "red"
+
+
 def test_answer(server: Server, tmp_path: Path) -> None:
     """What is sent, with the picture's very bytes, and what is made of the reply."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a b.png")

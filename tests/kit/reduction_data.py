@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ QUESTION = "what colour is it?"
 
 @functools.cache
 def checkpoint(family: str) -> Path:
-    """The family's tiny model on disk."""
-    return build(family, Path(tempfile.mkdtemp()) / family)
+    """The family's tiny model on disk, until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build(family, folder / family)
 
 
 @functools.cache

@@ -85,11 +85,14 @@ class OpenAI:
             import openai
         except ImportError as error:
             raise UserError("openai is not installed; pip install '.[eval]' in the checkout of vlmcompress") from error
+        host = urlparse(self.url).hostname or ""
+        this_machine = host in ("localhost", "::1") or host.startswith("127.")  # a proxy has nothing to do with it
         return openai.AsyncOpenAI(
             base_url=self.url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
             timeout=openai.Timeout(settings.answer_timeout, connect=CONNECT_TIMEOUT),
             max_retries=RETRIES,
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not this_machine),
         )
 
     async def _check_model(self, client: AsyncOpenAI, model: str) -> None:
