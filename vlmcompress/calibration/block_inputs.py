@@ -101,7 +101,7 @@ def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = 
             with float_products(vlm.model):
                 vlm.model(**inputs, use_cache=False, logits_to_keep=1)
             found[-1].added.append(None)  # nothing comes behind the last block
-            progress("reading images", done, len(chosen))
+            progress("capturing block inputs", done, len(chosen))
     return found
 
 

@@ -139,7 +139,7 @@ class _Run:
     def __init__(self, vlm: VLM, samples: Sequence[dict[str, Tensor]], wanted: Wanted, progress: Progress):
         self.vlm, self.wanted, self.progress = vlm, wanted, progress
         self.paths = models.decoder_layers(vlm.model, vlm.spec)
-        with phase("reading images"):
+        with phase("capturing block inputs"):
             self.batches: list[Batch] = record(vlm, samples, progress)
         # The same samples on their way through the blocks as they were; empty where that is not asked for.
         self.twins = [batch.twin() for batch in self.batches] if CROSS in wanted.needs else []

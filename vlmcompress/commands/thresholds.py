@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     reduction.check(vlm, reducer.method, reducer.options)
-    inputs = read_inputs(recipe, vlm, "vlmcompress thresholds")
     with closing(ProgressBar()) as progress:
+        inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
         learnt = learning.learn(vlm, inputs.batches, reducer, progress)
     content = threshold_file.save(out, vlm, learnt, learning.kept(vlm, inputs.batches, learnt), inputs.origin or {})
     facts = content["kept"]

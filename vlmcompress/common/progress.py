@@ -20,7 +20,8 @@ def silent(_label: str, _done: int, _total: int) -> None:
 class ProgressBar:
     """A bar with the time left on stderr; where that is no terminal, a line every half minute instead.
 
-    Call it with (label, done, total).
+    Call it with (label, done, total). The rate is counted from the second report of a label on that says something new: until
+    the first step is done much is made ready, and what a resumed run had done took no time.
 
     Args:
         clock: gives seconds, counted from anywhere.
@@ -35,7 +36,8 @@ class ProgressBar:
         self._clock, self._said = clock, clock()
         self._label = ""
         self._start = self._last = 0.0
-        self._first = 0
+        self._done = 0  # of the latest report
+        self._rated: tuple[float, int] | None = None  # when the first step was done, and what was done then
 
     def __call__(self, label: str, done: int, total: int) -> None:
         if total <= 0 or not team.first():
@@ -43,7 +45,10 @@ class ProgressBar:
         now = self._clock()
         if label != self._label:
             self.close()
-            self._label, self._start, self._first, self._last = label, now, done, float("-inf")
+            self._label, self._start, self._done, self._last = label, now, done, float("-inf")
+            self._rated = None
+        if done != self._done:
+            self._done, self._rated = done, self._rated or (now, done)
         if not self._shown:
             self._line(now, label, done, total)
             return
@@ -69,7 +74,8 @@ class ProgressBar:
         self._label = ""
 
     def _time_left(self, now: float, done: int, total: int) -> str:
-        passed, steps = now - self._start, done - self._first
         if done >= total:
-            return f"in {duration(passed)}"
+            return f"in {duration(now - self._start)}"
+        since, before = self._rated or (now, done)
+        passed, steps = now - since, done - before
         return f"{duration(passed / steps * (total - done))} left" if steps > 0 and passed > 1 else ""

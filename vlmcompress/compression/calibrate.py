@@ -117,7 +117,7 @@ def _calibrated(
     if "entropy" in needs:
         _need_sklearn()
     vlm = _loaded(recipe, read, progress)
-    whole = read_inputs(recipe, vlm, "vlmcompress calibrate")
+    whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
     reducer = settled(recipe.reduce, vlm, whole.batches, progress)
     recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
     inputs = whole.behind(reducer, progress)

@@ -65,11 +65,12 @@ class Result:
     manifest: dict
 
 
-def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
+def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress = silent) -> Inputs:
     """Encode the calibration samples for the model; there are none unless something needs them or the recipe names them.
 
     Args:
         needed: what needs samples, in words for the message that they are missing; None: nothing.
+        progress: called with (label, done, total).
     """
     settings = recipe.calibrate
     named = data_source(recipe, vlm.path, needed)
@@ -81,7 +82,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None) -> Inputs:
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed)
         resize = settled_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
-        batches = encode([*samples, *texts], vlm, max_length=settings.max_length)
+        batches = encode([*samples, *texts], vlm, max_length=settings.max_length, progress=progress)
     text = (texts, mixed) if mixed else None
     asked = settings.samples // 2 * 2 if mixed else settings.samples
     more: dict[str, Any] = {"processor": vlm.processor, "text": text, "asked": asked}

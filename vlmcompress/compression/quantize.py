@@ -69,7 +69,7 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
             work = plan.build(recipe, source=rotated.made(recipe, progress))
         if work.budget:
             work = allocate.planned(work, resume=resume, progress=progress)
-        inputs = _inputs(work)
+        inputs = _inputs(work, progress)
         with phase("vision attention"):
             wanted = bool(recipe.vision_attention)
             attention = tower_attention.scales(inputs.vlm, inputs.batches, progress) if wanted else None
@@ -93,7 +93,7 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
     return Result(out, written)
 
 
-def _inputs(work: Plan) -> Inputs:
+def _inputs(work: Plan, progress: Progress) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
     with phase("loading"):
@@ -104,11 +104,11 @@ def _inputs(work: Plan) -> Inputs:
         wanted = recipe.vision_attention or (tokens and tokens.counted)
         resize = work.statistics.resize
         known = recipe.model_copy(update={"resize": resize})
-        samples = read_inputs(known, vlm, needing(work)).batches if wanted else []
+        samples = read_inputs(known, vlm, needing(work), progress).batches if wanted else []
         return Inputs(vlm, samples, work.statistics.origin, resize)
     if not work.reads_data:
         return Inputs(vlm, [], None, recipe.resize)
-    inputs = read_inputs(recipe, vlm, needing(work))
+    inputs = read_inputs(recipe, vlm, needing(work), progress)
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 
 

@@ -30,6 +30,7 @@ from PIL import Image
 from torch import Tensor
 
 from vlmcompress.common.messages import reason
+from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 
@@ -42,14 +43,21 @@ IGNORED, TEXT, VISION, ANSWER = range(4)
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, OverflowError, TemplateError)
 
 
-def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[Inputs]:
+def encode(
+    samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, progress: Progress = silent
+) -> list[Inputs]:
     """Encode each sample with its answer as a batch of one: model inputs and the mask `modality [1, tokens]`.
 
     Args:
         max_length: refuse samples of more tokens; None: of more than the model's context. Nothing is truncated, as no
             model reads half an image.
+        progress: called with (label, done, total).
     """
-    return [_encode_one(sample, vlm, max_length) for sample in samples]
+    batches = []
+    for sample in samples:
+        batches.append(_encode_one(sample, vlm, max_length))
+        progress("encoding samples", len(batches), len(samples))
+    return batches
 
 
 def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
