@@ -414,6 +414,4 @@ def test_a_line_every_half_minute_without_a_terminal(capsys):
         now += seconds
         progress(label, done, 4)
     progress.close()
-    assert capsys.readouterr().err == (
-        "quantizing: 25%\nquantizing: 75%, 18 s left\nquantizing: 100%, in 1:10 h\n"
-    )
+    assert capsys.readouterr().err == ("quantizing: 25%\nquantizing: 75%, 18 s left\nquantizing: 100%, in 1:10 h\n")

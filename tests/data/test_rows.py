@@ -144,7 +144,7 @@ def test_messages_take_images_of_the_column():
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"image": None, "question": " "}, "question is"),
+        ({"image": None, "question": " "}, "question is missing or empty"),
         ({"image": None, "question": 3}, "question is not a text"),
         ({"image": None, "question": "x", "answer": ["a", "b"]}, "answer is a list"),
         ({"image": 3.5, "question": "x"}, "an image is a float"),

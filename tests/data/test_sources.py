@@ -118,6 +118,14 @@ def test_conversations_in_every_kind_of_file(tmp_path):
     assert load_samples(tmp_path / "t.json", samples=1, seed=0, text=True)[0].answer == "cat"
 
 
+def test_rows_without_an_image_are_taken_and_said(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "2+2?", "answer": "4", "topic": "sums"}')
+    (sample,) = found = load_samples(path, samples=2, seed=0)
+    assert (sample.question, sample.answer, len(sample.images)) == ("2+2?", "4", 0)
+    assert any("shows an image" in line for line in notes(provenance(found, [{"modality": torch.ones(1, 2)}], path)))
+
+
 def test_missing_and_repeated_ids(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"image": [], "question": "x", "id": i}) for i in (None, "x", "x", 7)))
@@ -159,13 +167,9 @@ def test_folders_without_images(tmp_path):
         (
             "a.jsonl",
             '{"picture": 1, "q": 2}\n',
-            "needs columns image and question, or messages, or conversations; found: picture, q",
+            "needs a column question (beside image, if there are images), or messages, or conversations; found: picture, q",
         ),
-        (
-            "a.jsonl",
-            '{"question": "x"}\n',
-            "needs columns image and question, or messages, or conversations; found: question",
-        ),
+        ("a.jsonl", '{"Image_path": "a", "question": "x"}', "no column image, and 'Image_path' is not read; rename it"),
         ("a.jsonl", '{"image": [], "question": "x"}\n{"image": []}\n', "a.jsonl line 2: question is missing"),
         ("a.json", "{}", "not a list of rows"),
         ("a.json", "[", "not valid JSON"),

@@ -78,7 +78,7 @@ def test_missing_checkpoints(folder: Path) -> None:
 
 
 def test_data_of_no_model(folder: Path) -> None:
-    with pytest.raises(UserError, match="no data is bundled with .*; give --data FILE"):
+    with pytest.raises(UserError, match=r"no data is bundled with .*; give data \(--data FILE"):
         evaluate(folder / "model", folder / "model", [None], None, VLLM)
 
 

@@ -107,17 +107,26 @@ def test_unknown_suites(suite: str, says: str) -> None:
         load(suite)
 
 
-@pytest.mark.parametrize("text", ["task: x\n  y: [", "- a", "task: x\noutput_type: generate_until", "a: 1"])
-def test_broken_task_files(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("task: x\n  y: [", "can't be loaded: "),
+        ("- a", "can't be loaded: .* got list"),
+        ("task: x\noutput_type: generate_until", "is no task file: it has no dataset_path; .*eval/tasks"),
+        ("a: 1", "is no task file: it has no task; .*eval/tasks"),
+        ("task: x\ndataset_path: json\ndataset_kwargs: 3", "a key has a value of the wrong kind .*eval/tasks"),
+    ],
+)
+def test_broken_task_files(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"bad\.yaml can't be loaded"):
+    with pytest.raises(UserError, match=rf"bad\.yaml .*{says}"):
         load(tmp_path / "bad.yaml")
 
 
 def test_bad_plain_data(tmp_path: Path) -> None:
     picture(tmp_path, "a.png")
     row = {"id": 1, "image": "a.png", "question": "q", "answer": "a"}
-    with pytest.raises(UserError, match="1 ids repeat, e.g. '1'"):
+    with pytest.raises(UserError, match=r"1 ids repeat in .*d\.jsonl, e.g. '1'"):
         load(write_rows(tmp_path / "d.jsonl", row, row))
     with pytest.raises(UserError, match="has no answer"):
         load(write_rows(tmp_path / "d.jsonl", row, {**row, "answer": ""}))
@@ -132,7 +141,7 @@ def test_bad_plain_data(tmp_path: Path) -> None:
 def test_the_world_needs_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLMCOMPRESS_DATA", raising=False)
     model = checkpoint(tmp_path / "model")
-    with pytest.raises(UserError, match="no data is bundled with .*model; give --data FILE"):
+    with pytest.raises(UserError, match=r"no data is bundled with .*model; give data \(--data FILE"):
         load_suite(None, candidate=model, baseline=model)
     with pytest.raises(UserError, match="no data for world: give --data"):
         load_suite("world", candidate=model, baseline=model)

@@ -119,7 +119,7 @@ def test_other_configs_that_are_refused(folder):
     edit_json(folder / "config.json", auto_map={"AutoModel": "x.Y"})
     refused(folder, "auto_map")
     edit_json(folder / "config.json", auto_map=None, quantization_config={"quant_method": "awq"})
-    refused(folder, "quantized already")
+    refused(folder, r"is quantized already \(awq\); give the 16-bit original")
 
 
 def test_invalid_config_value(folder):

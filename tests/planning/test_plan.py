@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,6 +277,18 @@ def test_check_knows_head_sizes_and_processor_files(models, tmp_path):
 def test_check_unknown_engine(models):
     with pytest.raises(UserError, match="unknown engine 'vlm'; did you mean 'vllm'"):
         bad(models["llava"], "vlm", scheme="rtn")
+
+
+def test_a_quantized_source_is_called_one(models, tmp_path):
+    """Its tensors have no place in the original's classes, which is not what is wrong with it."""
+    quantized, foreign = tmp_path / "quantized", Path(shutil.copytree(models["llava"], tmp_path / "foreign"))
+    quantize(recipe(models["llava"], scheme="w8a16", out=str(quantized)))
+    (foreign / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
+    for folder, method in ((quantized, "compressed-tensors"), (foreign, "modelopt")):
+        says = f"{folder} is quantized already ({method}); give the 16-bit original"
+        assert says in bad(folder, scheme="rtn")["model"]
+        with pytest.raises(UserError, match=re.escape(says)):
+            quantize(recipe(folder, scheme="rtn", out=str(tmp_path / "again")))
 
 
 def test_check_reports_an_unusable_model(tmp_path):

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from vlmcompress import models
 from vlmcompress.checkpoint.pieces import Quantized
-from vlmcompress.checkpoint.write import CONFIG_FILES
 from vlmcompress.common import tensor_files
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
@@ -153,10 +152,7 @@ class Stored(Mapping[str, Quantized]):
 
 def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The format's config block, of config.json or of the first file that has one."""
-    block = config.get("quantization_config")
-    for name in CONFIG_FILES:
-        if not block and (path / name).is_file():
-            block = models.read_json(path / name, "config")
+    block = models.quantization_block(path, config)
     if not block:
         raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
     if not isinstance(block, dict):
@@ -166,9 +162,7 @@ def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, ModuleType]:
     """Name and module of the format that a config block is of."""
-    method = str(block.get("quant_method") or (block.get("producer") or {}).get("name") or "").lower()
-    if method.startswith("modelopt"):
-        method = "modelopt"
+    method = models.quantization_method(block)
     if method == "gptq" and block.get("checkpoint_format") == "gptq_v2":
         method = "gptq-v2"
     for name in FORMATS.names():

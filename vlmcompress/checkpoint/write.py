@@ -25,12 +25,10 @@ from vlmcompress.common import folders, json_files, phases
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
-from vlmcompress.models import found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
+from vlmcompress.models import CONFIG_FILES, found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
-# Where formats keep their config besides config.json; a folder has those of its own format only.
-CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _WRITTEN = ("config.json", card.CARD, MANIFEST, *CONFIG_FILES)  # written anew, not copied
 
@@ -80,7 +78,7 @@ def write(
     """
     folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
     config = json_files.read(source / "config.json")
-    refuse_quantized(config)
+    refuse_quantized(source, config)
     spec = spec_for(config)
     entries = list(stored_tensors(source).values())
     plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)

@@ -18,6 +18,7 @@ from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import size
 from vlmcompress.compression import reducer as reducers
+from vlmcompress.data.provenance import unseen
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.reducer import visual_tokens
@@ -135,7 +136,8 @@ def _manifest(
 
 def _of_plan(work: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     """What the plan's model and recipe are to be warned of, a line each. `origin`: of the data that were read, if any."""
-    return [*_untied(work), *(_unread(work) if origin is None else []), *_changed(work.source)]
+    data = _unread(work) if origin is None else unseen(origin)
+    return [*_untied(work), *data, *_changed(work.source)]
 
 
 def _changed(source: Source) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,19 @@ def notes(facts: dict[str, Any]) -> list[str]:
     lines = []
     if "asked" in facts:
         lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
+    lines += unseen(facts)
     if prompts := facts.get("prompts"):
         like = f"'{next(iter(prompts))}'"
         many = f"one of {len(prompts)} prompts, like {like}" if len(prompts) > 1 else f"the prompt {like}"
         lines.append(f"{facts['source']} has images without questions; each gets {many}")
     return lines
+
+
+def unseen(facts: Mapping[str, Any]) -> list[str]:
+    """A remark for people about data in which no sample shows an image; none where one does."""
+    if facts["images"]:
+        return []
+    return [f"no sample of {facts['source']} shows an image, so the model is calibrated on text alone; name images"]
 
 
 def _source(path: str | Path) -> dict[str, str]:

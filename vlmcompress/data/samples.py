@@ -116,7 +116,7 @@ def _question(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     """Read the turns of a row that has columns `question` and `answer`."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not question.strip():
-        what = "missing or empty" if question is None or question == "" else "not a text"
+        what = "missing or empty" if question is None or isinstance(question, str) else "not a text"
         raise UserError(f"{origin}: question is {what}; write one, or drop the row")
     turns = [{"role": "user", "content": [_text(question)]}]
     if answer is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,8 +38,10 @@ PROMPTS = (
     "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
 )
 READ = ("image", "images", "question", "answer", "messages", "conversations", "family", "text")
-COLUMNS = "needs columns image and question, or messages, or conversations"
+COLUMNS = "needs a column question (beside image, if there are images), or messages, or conversations"
 TEXT_COLUMNS = "needs a column messages, conversations, question or text"
+_LIKE_IMAGE = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGNORECASE)
+"""How a column's name begins that holds what is to be seen, under a name that is not read."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,11 @@ def _open(path: Path, text: bool = False) -> _Table:
     have = set(table.columns)
     if text and not have & {"messages", "conversations", "question", "text"} and table.ids:
         raise UserError(f"{path} {TEXT_COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
-    asked = have & {"messages", "conversations"} or (have & {"image", "images"} and "question" in have)
-    if not text and not asked and table.ids:
+    if not text and not have & {"messages", "conversations", "question"} and table.ids:
         raise UserError(f"{path} {COLUMNS}; found: {', '.join(sorted(have)) or 'none'}")
+    unread = sorted(name for name in have if _LIKE_IMAGE.match(name))
+    if unread and not text and not have & {"image", "images", "messages", "conversations"}:
+        raise UserError(f"{path} has no column image, and '{unread[0]}' is not read; rename it to image, or drop it")
     return table
 
 

@@ -26,6 +26,7 @@ from vlmcompress.evaluation import catalogue, questions
 CUSTOM = "custom"
 DEFAULT = "world"
 YAML = (".yaml", ".yml")
+EXAMPLES = "the folders of eval/tasks have examples"
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ def load_suite(
         source = data or (found if name.partition("_")[0] == DEFAULT else None)
         if suite is None and source is None:
             raise UserError(
-                f"no data is bundled with {baseline}; give --data FILE (image, question, answer) or --suite"
+                f"no data is bundled with {baseline}; give data (--data FILE: image, question, answer) or a suite (--suite)"
             )
         tasks = _load_tasks(name, {"data": str(source)} if source else {})
     elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
         if data is not None:
-            raise UserError(f"suite {name} is data already; leave out --data {data}")
+            raise UserError(f"suite {name} is data already; leave out the data {data} beside it")
         source, tasks = name, {CUSTOM: _custom(Path(name))}
     else:
         raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.names())}")
@@ -155,20 +156,34 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # whatever a task file's own functions, or its data, raise
-        raise UserError(f"suite {name} can't be loaded: {type(error).__name__}: {_one_line(error)}") from error
+        raise UserError(f"suite {name} can't be loaded: {_why(error)}") from error
 
 
 def _group(file: Path) -> str | None:
-    """The name of the group that a task file defines; lm-eval finds a group, unlike a task, by its name alone."""
+    """The name of the group that a task file defines; lm-eval finds a group, unlike a task, by its name alone.
+
+    Raises:
+        UserError: there is no such file, or it defines neither a group nor a task with data.
+    """
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not file.is_file():
         raise UserError(f"suite {file} does not exist; give a file that does, or a name (vlmcompress list suites)")
-    return load_yaml(file, resolve_func=False).get("group")
+    keys = load_yaml(file, resolve_func=False)
+    data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
+    if not keys.get("task") or not data:
+        raise UserError(
+            f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
+        )
+    return keys.get("group")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+def _why(error: Exception) -> str:
+    """What was wrong with a task file or its data, in a line. Python's own words for a value of a wrong kind say no key."""
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, TypeError | AttributeError):
+        return f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _configured_source(tasks: Mapping[str, Any]) -> str:
@@ -193,7 +208,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
     """Give all samples their ids and families, choose, and leave each task the chosen documents only."""
     found = [(task, *row) for task, loaded in tasks.items() for row in _rows(task, loaded)]
     derived = any(was_derived for *_, was_derived in found)
-    ids = _unique([(task, identity) for task, identity, *_ in found])
+    ids = _unique([(task, identity) for task, identity, *_ in found], source)
     pool = [Sample(identity, (), "", None, family) for identity, (_, _, family, _) in zip(ids, found, strict=True)]
     chosen = {sample.id for sample in questions.stratified(pool, limit, seed)}
     places, kept = [], {}
@@ -244,11 +259,17 @@ def _content_id(task: Any, document: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unique(ids: Sequence[tuple[str, str]]) -> list[str]:
-    """Make ids unique: an id stays as the data have it, or begins with its task's name if another task has the same."""
+def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
+    """Make ids unique: an id stays as the data have it, or begins with its task's name if another task has the same.
+
+    Args:
+        ids: task and id of each sample.
+        source: where the data are from, for the message that a task has an id twice.
+    """
     if repeated := [pair for pair, count in Counter(ids).items() if count > 1]:
         task, identity = repeated[0]
-        raise UserError(f"task {task}: {len(repeated)} ids repeat, e.g. '{identity}'; give every sample its own id")
+        what = f"{len(repeated)} ids repeat in {source}, e.g. '{identity}'" if source else f"{len(repeated)} ids repeat"
+        raise UserError(f"task {task}: {what}; give every sample its own id")
     plain = [identity for _, identity in ids]
     return plain if len(set(plain)) == len(plain) else [f"{task}/{identity}" for task, identity in ids]
 

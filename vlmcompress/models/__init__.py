@@ -24,7 +24,6 @@ from vlmcompress.models._load import (
     load_processor,
     open_model,
     quiet,
-    refuse_quantized,
     skeleton,
     spec_for,
 )
@@ -39,6 +38,7 @@ from vlmcompress.models._names import (
     unfound_text,
     written_names,
 )
+from vlmcompress.models._quantized import CONFIG_FILES, quantization_block, quantization_method, refuse_quantized
 from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
@@ -59,6 +59,7 @@ from vlmcompress.models._stream import Stream, Values, stream, untied
 from vlmcompress.models._unsupported import UNSUPPORTED
 
 __all__ = [
+    "CONFIG_FILES",
     "REGISTRY",
     "UNSUPPORTED",
     "VLM",
@@ -103,6 +104,8 @@ __all__ = [
     "module_names",
     "open_model",
     "quiet",
+    "quantization_block",
+    "quantization_method",
     "read_config",
     "read_json",
     "refuse_quantized",

@@ -26,6 +26,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import _experts
 from vlmcompress.models._bounds import check_processor, check_total
 from vlmcompress.models._names import disk_names
+from vlmcompress.models._quantized import refuse_quantized
 from vlmcompress.models._read import all_specs, mixture, read_config, stored_tensors, tensor_headers
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.models._template import endless
@@ -53,12 +54,6 @@ def spec_for(config: dict) -> ModelSpec:
     check_architecture(config)
     check_experts(config, specs[model_type])
     return specs[model_type]
-
-
-def refuse_quantized(config: dict) -> None:
-    """Raise `UserError` for a checkpoint that is quantized already."""
-    if config.get("quantization_config"):
-        raise UserError("the model is quantized already (config.json has quantization_config); give the original")
 
 
 def skeleton(path: str | Path, weights: bool = True, known: bool = True) -> PreTrainedModel:
@@ -103,7 +98,7 @@ def load(
     path = Path(path)
     config = read_config(path)
     spec = spec_for(config)
-    refuse_quantized(config)
+    refuse_quantized(path, config)
     if config.get("auto_map") and not trust_remote_code:
         raise UserError(
             f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"

@@ -148,7 +148,7 @@ def survey(
         table: widths by name, for a plan's `budget` with other widths than the recipe's.
         source: the recipe's model, if its headers have been read already.
     """
-    source = _usable(source or Source.of(recipe.model))
+    source = _usable(recipe.model, source)
     if recipe.reduce:
         recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
     before = sum(spec.nbytes for spec in source.stored.values())
@@ -197,9 +197,11 @@ def survey(
     )
 
 
-def _usable(source: Source) -> Source:
-    """The model, in 16 bits and whole. Raises `UserError` for another one."""
-    models.refuse_quantized(source.config)
+def _usable(path: Path, source: Source | None) -> Source:
+    """The model in a folder, in 16 bits and whole. Raises `UserError` for another one. `source`: the model, if it is open."""
+    if source is None:
+        models.refuse_quantized(path, models.read_config(path))  # its tensors have no place in the model as it was
+        source = Source.of(path)
     if source.headers:
         models.check_files(source.path)
         models.check_shapes(source.path, source.skeleton, source.names)

@@ -146,7 +146,7 @@ class Recipe(_Frozen):
             UserError: there is no such key, or its value is not right.
         """
         given = {"model": str(model), **({"out": str(out)} if out is not None else {}), **keys}
-        return resolve(given, file).recipe
+        return resolve(given, file, caller="Recipe.of").recipe
 
     @property
     def method(self) -> Quantizer:
@@ -201,6 +201,7 @@ def resolve(
     *,
     refuse: bool = True,
     weights: Literal["values", "headers"] = "values",
+    caller: str = "command line",
 ) -> Resolved:
     """Resolve the recipe that the command line (or a caller) and a recipe file ask for.
 
@@ -209,8 +210,9 @@ def resolve(
         file: a recipe file, or the name of a bundled one.
         refuse: raise `UserError` for what the target cannot run.
         weights: which part of the weight files is fetched of a model on the Hub; see `hub.local`.
+        caller: what messages call the place of the given values.
     """
-    layers: list[Layer] = [("command line", given)]
+    layers: list[Layer] = [(caller, given)]
     if file is not None:
         path = find(file)
         layers.append((f"recipe {path}", yaml_files.read(path, "recipe")))
