@@ -279,7 +279,7 @@ def test_dry_run_and_check_say_which_form(world, capfd, monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
     model, stats = str(world / "llava"), str(world / "llava-stats")
     common = [model, "--scheme", "gptq", "--set", "options.group_size=64"]
-    for more, prefix in ((["--stats", stats], "float"), (["--calib", str(world)], "quantized")):
+    for more, prefix in ((["--stats", stats], "float"), (["--calib", str(world / "calib.jsonl")], "quantized")):
         assert cli.main(["quantize", *common, *more, "--dry-run", "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["prefix"] == prefix
         assert cli.main(["quantize", *common, *more, "--dry-run"]) == 0

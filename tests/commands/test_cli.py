@@ -195,6 +195,7 @@ USAGE = [
     (["quantize", "m", "--target", "a100", "--scheme", "fp8"], "A100 80GB has no FP8 tensor cores"),
     (["quantize", "/no/such/model", "--scheme", "rtn", "-o", "/tmp/never"], "does not exist"),
     (["quantize", "m", "--scheme", "rtn"], "no output folder given; add -o OUT"),
+    (["plan", "m", "--memory", "-5GB"], "--memory needs a value; one that begins with '-' is written --memory=-..."),
     (["list", "scheme"], "no 'scheme'; did you mean 'schemes'"),
     (["eval", "out"], "missing --baseline"),
     (["eval", "out", "--baseline", "m", "--limit", "0"], "--limit is 0"),
@@ -219,15 +220,23 @@ def test_errors_as_json(capfd):
     assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
 
 
-def test_dry_run_writes_nothing(capfd, model, tmp_path):
-    out, calib = tmp_path / "out", ["--calib", str(model)]
+@pytest.fixture(scope="module")
+def calib(tmp_path_factory) -> list[str]:
+    path = tmp_path_factory.mktemp("data") / "calib.jsonl"
+    path.write_text('{"question": "2+2?", "answer": "4"}\n' * 3)
+    return ["--calib", str(path)]
+
+
+def test_dry_run_writes_nothing(capfd, model, calib, tmp_path):
+    out = tmp_path / "out"
     assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", "--json", *calib]) == 0
     data = json.loads(capfd.readouterr().out)
     assert data["recipe"]["scheme"] == "gptq-plus" and data["origins"]["scheme"] == "target a100"
     assert data["weights_after"] < data["weights_before"] and data["peak_memory_estimate"] > 0
+    assert data["samples"] == 3, "the file has no more"
     assert cli.main(["quantize", str(model), "-o", str(out), "--target", "a100", "--dry-run", *calib]) == 0
     text = capfd.readouterr().out
-    assert "target a100" in text and "w4a16" in text and "smaller" in text
+    assert "target a100" in text and "w4a16" in text and "smaller" in text and "  3 samples" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,10 +253,41 @@ def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, more):
     assert ("does not exist" if more else "scheme 'awq' needs calibration images; name some with --calib") in said[0]
 
 
-def test_command_line_wins_over_the_recipe(capfd, model, tmp_path):
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"picture": "a.png"}, "needs a column question"),
+        ({"img": "a.png", "question": "q"}, "has no column image, and 'img' is not read"),
+        ({"image": "gone.png", "question": "q"}, "line 1: image 'gone.png' not found"),
+        ({"question": "q"}, "have no answer tokens, which options.balance weighs"),
+    ],
+)
+def test_data_are_looked_at_before_a_run(capfd, model, tmp_path, row, says):
+    """`--dry-run` and `check` say the very line with which the run would end."""
+    (tmp_path / "calib.jsonl").write_text(json.dumps(row))
+    command = [str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", "--calib", str(tmp_path / "calib.jsonl")]
+    command += ["--set", "options.group_size=64", "--set", "options.balance={text: 1, vision: 0, answer: 1}"]
+    for form in (["quantize"], ["quantize", "--dry-run"], ["check"]):
+        assert cli.main([*form, *command]) == 2
+        assert says in "".join(capfd.readouterr())
+
+
+def test_an_output_is_looked_at_before_a_run(capfd, model, tmp_path):
+    command = [str(model), "-o", str(tmp_path), "--scheme", "rtn", "--set", "options.group_size=64"]
+    (tmp_path / "somebody's.txt").touch()
+    for form, says in [
+        (["quantize", "--dry-run"], "exists; choose another folder or pass --overwrite"),
+        (["quantize", "--dry-run", "--overwrite"], "is not ours to overwrite"),
+        (["check"], "is not ours to overwrite"),
+    ]:
+        assert cli.main([*form, *command]) == 2
+        assert says in "".join(capfd.readouterr())
+
+
+def test_command_line_wins_over_the_recipe(capfd, model, calib, tmp_path):
     (tmp_path / "r.yaml").write_text("scheme: gptq\nseed: 5\noptions: {group_size: 32}\n")
     arguments = ["quantize", str(model), "--recipe", str(tmp_path / "r.yaml"), "--seed", "0", "--dry-run", "--json"]
-    arguments += ["--calib", str(model)]
+    arguments += calib
     assert cli.main([*arguments, "--set", "options.group_size=64"]) == 0
     recipe = json.loads(capfd.readouterr().out)["recipe"]
     assert (recipe["scheme"], recipe["seed"], recipe["options"]["group_size"]) == ("gptq", 0, 64)

@@ -37,6 +37,24 @@ def test_flags(checkpoint: Path) -> None:
     assert found[-2:] == ["--seed", "3"]
 
 
+def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM would refuse in 63 lines; contexts that it works out, or was told to take, are left to it."""
+    text: dict[str, Any] = {"max_position_embeddings": 512}
+    plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert "512" in flags(tmp_path, max_model_len=512)
+    with pytest.raises(
+        UserError, match="^--max-model-len is 513, more than the model's context of 512 tokens; give 512 "
+    ):
+        flags(tmp_path, max_model_len=513)
+    with monkeypatch.context() as patched:
+        patched.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+        assert "513" in flags(tmp_path, max_model_len=513)
+    text["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert "513" in flags(tmp_path, max_model_len=513)
+
+
 def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
     assert [line for line in remarks(flags(checkpoint)) if "Requests can have no videos; --videos N" in line]
     found = flags(checkpoint, videos=2)

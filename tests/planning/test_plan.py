@@ -198,7 +198,7 @@ def bad(model: Path, engine: str = "vllm", **given) -> dict[str, str]:
 
 
 def test_check_finds_nothing_wrong(models, tmp_path):
-    (tmp_path / "calib.jsonl").write_text("{}")
+    (tmp_path / "calib.jsonl").write_text('{"question": "2+2?"}')
     assert bad(models["llava"], scheme="awq", target="cpu", calibrate={"data": str(tmp_path / "calib.jsonl")}) == {}
 
 

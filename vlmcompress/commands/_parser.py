@@ -40,6 +40,9 @@ class Parser(argparse.ArgumentParser):
             choices = [choice.strip(" '") for choice in found[3].split(",")]
             where = found[1] if found[1].startswith("-") else self.prog  # a flag has a name that users know
             message = f"{where}: no '{found[2]}'{did_you_mean(found[2], choices)}"
+        elif found := re.match(r"argument (\S+): expected one argument", message):
+            flag = found[1].rpartition("/")[2]
+            message = f"{self.prog}: {flag} needs a value; one that begins with '-' is written {flag}=-..."
         elif found := re.match(r"the following arguments are required: (.*)", message):
             message = f"{self.prog}: missing {found[1]}"
         raise UserError(f"{message}; see {self.prog} --help")

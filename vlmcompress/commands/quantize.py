@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Outcome:
     given = _flags.given(args)
     resolved = resolve(given, args.recipe, weights="headers" if args.dry_run else "values")
     if args.dry_run:
-        return _planned(resolved, given, args.recipe)
+        return _planned(resolved, given, args.recipe, args.overwrite)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")
     from vlmcompress.compression.quantize import quantize
@@ -58,19 +58,27 @@ def run(args: argparse.Namespace) -> Outcome:
     return OK, data, text(data, args.verbose)
 
 
-def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None) -> Outcome:
+def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
     """What would be done, widths of groups included where statistics say them.
 
     Args:
         resolved: the recipe, of a model of which only headers may be at hand.
         given, file: what it was resolved from.
+        overwrite: whether OUT may be there, if it is ours.
     """
     _lean.import_transformers()
-    from vlmcompress.compression.inputs import refuse_without_data
+    from vlmcompress.checkpoint.manifest import MANIFEST
+    from vlmcompress.common import folders
+    from vlmcompress.planning.calibration_data import looked_at
     from vlmcompress.planning.plan import build
 
-    plan = build(resolved.recipe)
-    refuse_without_data(plan)
+    recipe = resolved.recipe
+    if recipe.out is not None:
+        folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
+    plan = build(recipe)
+    samples = found.count if (found := looked_at(plan)) else None
+    if recipe.out is not None and plan.statistics:
+        folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not plan.recipe.rotate:
         from vlmcompress.common.progress import silent
         from vlmcompress.compression import allocate
@@ -78,11 +86,12 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None) -> 
 
         whole = resolve(given, file).recipe  # bits are shared out by the weights themselves
         plan = allocate.planned(dataclasses.replace(plan, recipe=whole), progress=silent)
-    return OK, {"ok": True, **plan.to_dict(), "origins": resolved.origins}, plan_text(plan, resolved)
+    data = {"ok": True, **plan.to_dict(), "samples": samples, "origins": resolved.origins}
+    return OK, data, plan_text(plan, resolved, samples)
 
 
-def plan_text(plan: Plan, resolved: Resolved) -> str:
-    """A plan in words: settings with their origins, layers, sizes."""
+def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
+    """A plan in words: settings with their origins, layers, sizes. `samples`: of the calibration data; None: not known."""
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
     settings = [
         (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
@@ -100,7 +109,9 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
     ]
     calibrate = plan.recipe.calibrate
     data = (
-        f"{calibrate.samples} samples" if plan.needs_data or (calibrate.data and plan.reads_data) else "no data needed"
+        f"{samples or f'at most {calibrate.samples}'} samples"
+        if plan.needs_data or (calibrate.data and plan.reads_data)
+        else "no data needed"
     )
     if plan.statistics:
         data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
@@ -108,7 +119,7 @@ def plan_text(plan: Plan, resolved: Resolved) -> str:
     shared = allocation_text(plan.allocation) if plan.allocation else ""
     if plan.undecided:
         shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
-    read = "Weights and statistics were read" if plan.allocation else "Nothing was read but headers"
+    read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
     return "\n".join(
         [
             f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})",

@@ -21,18 +21,20 @@ from pathlib import Path
 from vlmcompress.errors import UserError
 
 
-def check(source: Path, out: Path, *, overwrite: bool, mark: str) -> None:
+def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
     """Refuse an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
         mark: the file by which a folder is known as ours to replace.
+        look: leave what killed runs left as it is, as nothing is to be written now.
 
     Raises:
         UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
     """
     check_apart(source, out, "source model")
     with user_errors(out):
-        _recover(out)
+        if not look:
+            _recover(out)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite, mark)
         parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))

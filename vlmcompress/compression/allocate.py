@@ -30,11 +30,6 @@ from vlmcompress.models import Group, Source
 from vlmcompress.planning import plan, reuse
 from vlmcompress.planning.plan import Plan
 
-BLIND = (
-    "no calibration sample has an answer, so bits are shared out by relative output errors, which on a real language model "
-    "lost to one width for all; give samples with answers"
-)
-
 Read = Callable[[str], Tensor]
 """A function from a linear layer's memory name to its weight `[out, in]`."""
 
@@ -86,7 +81,7 @@ def decide(
         remedy = reuse.remedy(statistics, lacking)
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
-        note(BLIND)
+        note(blind(statistics))
     errors = predicted(work, statistics, read, progress, rows)
     order = {key: list(own) for key, own in given.sizes.items()}
     candidates = {
@@ -101,6 +96,19 @@ def decide(
     groups = [group for block in work.blocks for group in block]
     others = {(group.layer, group.name): given.widths[picked[group.layer, group.unit]] for group in groups}
     return others, _facts(work, picked, errors, unit)
+
+
+def blind(statistics: Statistics) -> str:
+    """Say for people what statistics without gradients make of an allocation, why they have none, and what to do."""
+    if statistics.facts["calibration"]["tokens"]["answer"]:
+        why = f"statistics {statistics.folder} hold no gradients"
+        do = f"{reuse.remedy(statistics, ['gradient'])}, or take one width for all"
+    else:
+        why, do = "no calibration sample has an answer", "give samples with answers"
+    return (
+        f"{why}, so bits are shared out by relative output errors, which on a real language model lost to one width for all; "
+        f"{do}"
+    )
 
 
 def predicted(

@@ -17,17 +17,15 @@ from vlmcompress.common import hub, identity
 from vlmcompress.common.notes import note
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.data import bundled, encode, load_mixed, provenance, refuse_missing
+from vlmcompress.data import encode, load_mixed, provenance
 from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.data.samples import Sample
-from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
-from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.calibration_data import check_balance, data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated
 from vlmcompress.recipe.resize import Resize
 from vlmcompress.reduction import resizing, scorer_file
-from vlmcompress.statistics.balance import weighed
 
 
 @dataclass(frozen=True)
@@ -100,45 +98,6 @@ def settled_resize(asked: Resize | None, vlm: VLM, samples: Sequence[Sample]) ->
         return asked
     prompts = [tuple(image.size for image in sample.images) for sample in samples]
     return resizing.settle(vlm.spec, vlm.processor, prompts, asked)
-
-
-def needing(work: Plan) -> str | None:
-    """Name in words what in a recipe needs calibration data; None: nothing."""
-    if work.needs_data:
-        return f"scheme '{work.recipe.scheme}'"
-    if work.recipe.vision_attention:
-        return "vision_attention"
-    if work.recipe.resize and not work.recipe.resize.settled:
-        return str(work.recipe.resize)
-    tokens = work.visual_tokens
-    return f"reducer '{tokens.reducer.method}'" if tokens and tokens.reducer and tokens.learns else None
-
-
-def refuse_without_data(work: Plan) -> None:
-    """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
-    settings = work.recipe.calibrate
-    for named in (settings.data, settings.text):
-        if named is not None and hub.parse(named, "dataset") is None:
-            refuse_missing(Path(named))
-    if not work.statistics or work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted):
-        data_source(work.recipe, work.recipe.model, needing(work))
-
-
-def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
-    """Find the path of the calibration samples; None where there are none and nothing needs them."""
-    source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
-    if source is None and needed:
-        raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
-    return source
-
-
-def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
-    """Refuse a balance that weighs a modality without a token in the calibration data."""
-    if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
-        remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
-        add = " and ".join(remedy[name] for name in missing)
-        what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
-        raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")
 
 
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:

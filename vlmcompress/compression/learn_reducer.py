@@ -24,13 +24,13 @@ from vlmcompress.common import folders, hub, identity, phases, team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import recovery_data
-from vlmcompress.compression.inputs import data_source
 from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
 from vlmcompress.compression.recovery_files import RecoveryFiles
 from vlmcompress.data import Sample, data_hash
 from vlmcompress.data.encoded import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
+from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recovery import gating, objective
 from vlmcompress.recovery.train import Course, Settings, train

@@ -21,18 +21,11 @@ from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression import allocate, rotated
 from vlmcompress.compression.blocks import compress, solve_blocks
-from vlmcompress.compression.inputs import (
-    Inputs,
-    Result,
-    check_balance,
-    fingerprint,
-    needing,
-    read_inputs,
-    refuse_without_data,
-)
+from vlmcompress.compression.inputs import Inputs, Result, fingerprint, read_inputs
 from vlmcompress.compression.reducer import counter, settled
 from vlmcompress.compression.write import write_checkpoint
 from vlmcompress.planning import plan, reuse
+from vlmcompress.planning.calibration_data import check_balance, needing, refuse_without_data
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 

@@ -23,7 +23,7 @@ from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.tensor_files import DTYPES
 from vlmcompress.compression import recovery_data
-from vlmcompress.compression.inputs import Result, data_source, settled_resize
+from vlmcompress.compression.inputs import Result, settled_resize
 from vlmcompress.compression.recovery_data import Data
 from vlmcompress.compression.recovery_training import Asked, Student, facts, trained
 from vlmcompress.compression.reducer import counter, settled
@@ -33,6 +33,7 @@ from vlmcompress.data.encoded import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.planning import plan
+from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice

@@ -28,12 +28,13 @@ from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.tensor_files import DTYPES, read_tensor
 from vlmcompress.compression import recovery_data
-from vlmcompress.compression.inputs import Result, data_source
+from vlmcompress.compression.inputs import Result
 from vlmcompress.compression.recovery_training import Asked, Student, facts, trained
 from vlmcompress.data import data_hash
 from vlmcompress.data.encoded import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
+from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recovery.scales import SCALE, Coded
 from vlmcompress.reduction import attach_carried, scorer_file

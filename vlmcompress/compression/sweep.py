@@ -18,6 +18,7 @@ from vlmcompress import targets
 from vlmcompress.allocation import Candidate, error
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.common.notes import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.compression import allocate
@@ -107,6 +108,8 @@ def run(
     known = statistics_folder.read(Path(recipe.calibrate.stats))
     if known.rotation:
         raise UserError(f"statistics {known.folder} are of a rotated model, and a sweep looks at the model as it is")
+    if "gradients" not in known.facts:
+        note(allocate.blind(known))
     facts, recipe = known.facts, recipe.model_copy(update={"reduce": known.reducer})
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]

@@ -4,9 +4,10 @@ from vlmcompress.data.encode import encode, encode_prompt, render
 from vlmcompress.data.mix import load_mixed
 from vlmcompress.data.provenance import data_hash, provenance
 from vlmcompress.data.samples import Sample
-from vlmcompress.data.sources import bundled, load_samples, refuse_missing
+from vlmcompress.data.sources import Preview, bundled, load_samples, preview, refuse_missing
 
 __all__ = [
+    "Preview",
     "Sample",
     "bundled",
     "data_hash",
@@ -14,6 +15,7 @@ __all__ = [
     "encode_prompt",
     "load_mixed",
     "load_samples",
+    "preview",
     "provenance",
     "refuse_missing",
     "render",

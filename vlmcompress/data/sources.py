@@ -40,6 +40,8 @@ PROMPTS = (
 READ = ("image", "images", "question", "answer", "messages", "conversations", "family", "text")
 COLUMNS = "needs a column question (beside image, if there are images), or messages, or conversations"
 TEXT_COLUMNS = "needs a column messages, conversations, question or text"
+_LARGE = 256 << 20  # bytes of JSON that take some seconds to read
+_FIRST = 8  # rows that a preview reads of a table with images in it
 _LIKE_IMAGE = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGNORECASE)
 """How a column's name begins that holds what is to be seen, under a name that is not read."""
 
@@ -77,14 +79,65 @@ def load_samples(
         check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
         text: no sample may have an image; a column `text` stands for a question where there is none.
     """
+    table, chosen = _chosen(hub.local(source, "dataset"), samples, seed, text)
+    found = _samples(table, chosen, max_pixels, text)
+    if check_images:
+        for sample in found:
+            for index in range(len(sample.images)):
+                sample.images[index]
+    return found
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What `load_samples` would give.
+
+    Attributes:
+        count: how many samples.
+        samples: the first of them; all where rows are at hand without reading images.
+    """
+
+    count: int
+    samples: list[Sample]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all samples were looked at."""
+        return len(self.samples) == self.count
+
+
+def preview(source: str | Path, *, samples: int, seed: int, text: bool = False) -> Preview | None:
+    """Read rows as `load_samples` does, and see that the files of their images are there, but decode none.
+
+    Of tables that hold the images themselves only the first rows are read. None: the data would have to be fetched, or are JSON
+    of more than `_LARGE` bytes.
+
+    Raises:
+        UserError: as `load_samples`, as far as it was looked.
+    """
+    if hub.parse(source, "dataset") is not None:
+        return None
+    path = Path(source)
+    binary = path.suffix.lower() == ".parquet" or (path / "dataset_info.json").is_file()
+    if path.is_file() and not binary and path.stat().st_size > _LARGE:
+        return None
+    table, chosen = _chosen(path, samples, seed, text)
+    return Preview(len(chosen), _samples(table, chosen[:_FIRST] if binary else chosen, MAX_PIXELS, text))
+
+
+def _chosen(path: Path, samples: int | None, seed: int, text: bool) -> tuple[_Table, list[int]]:
+    """The table in a path, and the numbers of its chosen rows, in the order in which they are used."""
     if samples is not None and samples < 1:
         raise UserError(f"samples is {samples}; take at least 1")
-    path = hub.local(source, "dataset")
     table = _open(path, text)
     if not table.ids:
         raise UserError(f"{path} has no samples; give data with at least one row")
+    return table, _choose(_unique(table.ids), samples, seed)
+
+
+def _samples(table: _Table, chosen: list[int], max_pixels: int, text: bool) -> list[Sample]:
+    """Some rows of a table as samples; arguments as in `load_samples`."""
     identities = _unique(table.ids)
-    chosen = _choose(identities, samples, seed)
     ascending = sorted(chosen)
     rows = dict(zip(ascending, table.rows(ascending), strict=True))
     if text:
@@ -103,10 +156,6 @@ def load_samples(
         found = [replace(sample, prompted=True) for sample in found]
     if shown := [sample for sample in found if text and sample.images]:
         raise UserError(f"{shown[0].name} shows an image; give a file of text alone, images belong into the data")
-    if check_images:
-        for sample in found:
-            for index in range(len(sample.images)):
-                sample.images[index]
     return found
 
 

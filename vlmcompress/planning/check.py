@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models, targets
-from vlmcompress.common import hub
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.common import folders
 from vlmcompress.common.finding import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.planning import fit
 from vlmcompress.planning.attention import cache_finding, tower_finding
+from vlmcompress.planning.calibration_data import looked_at
 from vlmcompress.planning.plan import Plan, survey
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
@@ -67,9 +69,17 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
         if target and target.memory:
             found.append(_memory(plan, target))
     found += _calibration(plan)
-    if recipe.out and recipe.out.exists():
-        found.append(Finding("output", False, f"{recipe.out} exists; choose another folder or pass --overwrite"))
-    return found
+    return [*found, *_output(recipe)]
+
+
+def _output(recipe: Recipe) -> list[Finding]:
+    """Why OUT can't be written; nothing where it can, or where none is named."""
+    try:
+        for overwrite in (True, False) if recipe.out else ():  # first whether it can be at all
+            folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)  # type: ignore[arg-type]
+    except UserError as error:
+        return [Finding("output", False, str(error))]
+    return []
 
 
 def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
@@ -219,24 +229,19 @@ def _memory(plan: Plan, target: Target) -> Finding:
 
 
 def _calibration(plan: Plan) -> list[Finding]:
+    """Whether the run could read its calibration data, and how many samples they give."""
+    try:
+        found = looked_at(plan)
+    except UserError as error:
+        return [Finding("calibration", False, str(error))]
     data = plan.recipe.calibrate.data
     if plan.statistics:
         known = plan.statistics.facts["calibration"]
-        return [Finding("calibration", True, f"statistics of {known['samples']} samples of '{known['source']}'")]
-    if data is not None:
-        there = Path(data).exists() or hub.parse(data, "dataset") is not None
-        return [
-            Finding(
-                "calibration", there, data if there else f"{data} does not exist; name a folder or file with --calib"
-            )
-        ]
-    if not plan.needs_data:
-        return [Finding("calibration", True, "not needed")]
-    from vlmcompress.data import bundled
-
-    source = bundled(plan.recipe.model, "calibration")
-    if source is None:
-        return [
-            Finding("calibration", False, f"{plan.recipe.scheme} needs images; name some with --calib FOLDER or FILE")
-        ]
-    return [Finding("calibration", True, "the images bundled with the demo model")]
+        detail = f"statistics of {known['samples']} samples of '{known['source']}'"
+    elif found:
+        detail = f"{found.count} samples of {data or 'the images bundled with the demo model'}"
+    elif data and plan.reads_data:
+        detail = f"{data}, which was not looked at"
+    else:
+        detail = "not needed"
+    return [Finding("calibration", True, detail)]

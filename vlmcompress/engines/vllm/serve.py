@@ -11,7 +11,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ def flags(
         if value is not None and value < least:
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
     config = _config(model)
+    check_length(max_model_len, config)
     reducer = _reducer(model, config)
     arguments = [
         str(model.resolve()),
@@ -169,6 +170,25 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     if plugins is not None and "vlmcompress" not in plugins.split(","):
         raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
     return found.reducer if found else None
+
+
+def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a context longer than the model's, which vLLM refuses with a traceback.
+
+    Positions that a config scales (YaRN, dynamic RoPE, ...) are vLLM's to work out; VLLM_ALLOW_LONG_MAX_MODEL_LEN is its way
+    out.
+    """
+    text = config.get("text_config") or config
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaled = any(scaling.get(key) not in (None, "default", "mrope") for key in ("rope_type", "type"))
+    limit = text.get("max_position_embeddings")
+    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").lower() in ("1", "true") or scaled:
+        return
+    if max_model_len is not None and isinstance(limit, int) and max_model_len > limit:
+        raise UserError(
+            f"--max-model-len is {max_model_len}, more than the model's context of {limit} tokens; give {limit} or less, or "
+            "leave it out"
+        )
 
 
 def check_port(host: str, port: int) -> None:

@@ -1,0 +1,94 @@
+"""Which calibration data a run reads, and what can be said of them before it: their rows, and the files of their images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from vlmcompress.common import hub
+from vlmcompress.data import Preview, bundled, preview, refuse_missing
+from vlmcompress.errors import UserError
+from vlmcompress.planning.plan import Plan
+from vlmcompress.recipe import Recipe
+from vlmcompress.statistics.balance import weighed
+
+
+def needing(work: Plan) -> str | None:
+    """Name in words what in a recipe needs calibration data; None: nothing."""
+    if work.needs_data:
+        return f"scheme '{work.recipe.scheme}'"
+    if work.recipe.vision_attention:
+        return "vision_attention"
+    if work.recipe.resize and not work.recipe.resize.settled:
+        return str(work.recipe.resize)
+    tokens = work.visual_tokens
+    return f"reducer '{tokens.reducer.method}'" if tokens and tokens.reducer and tokens.learns else None
+
+
+def refuse_without_data(work: Plan) -> None:
+    """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
+    settings = work.recipe.calibrate
+    for named in (settings.data, settings.text):
+        if named is not None and hub.parse(named, "dataset") is None:
+            refuse_missing(Path(named))
+    if not work.statistics or _beside_statistics(work):
+        data_source(work.recipe, work.recipe.model, needing(work))
+
+
+def looked_at(work: Plan) -> Preview | None:
+    """A look at the calibration data that the run of a plan would read; None where it reads none, or they can't be seen now.
+
+    Raises:
+        UserError: the run would refuse the data: they are missing, have no such columns, an image is not there, ...
+    """
+    refuse_without_data(work)
+    settings, seed = work.recipe.calibrate, work.recipe.seed
+    reads = work.statistics is not None or work.reads_data
+    source = data_source(work.recipe, work.recipe.model, needing(work)) if reads else None
+    if source is None or (work.statistics and not (settings.data or _beside_statistics(work))):
+        return None
+    if settings.text is None:
+        found = preview(source, samples=settings.samples, seed=seed)
+    elif settings.samples < 2:
+        raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
+    else:
+        found = _mixed(source, settings.text, settings.samples // 2, seed)
+    if found and found.whole and not work.statistics:
+        shown = {
+            "vision": sum(len(sample.images) for sample in found.samples),
+            "text": 1,  # there is no question without words
+            "answer": sum(bool(sample.answer) for sample in found.samples),
+        }
+        check_balance(work.recipe, shown, source)
+    return found
+
+
+def _mixed(source: str | Path, text: str, samples: int, seed: int) -> Preview | None:
+    """A look at samples with images and as many of text alone, as `data.load_mixed` gives them."""
+    found, texts = preview(source, samples=samples, seed=seed), preview(text, samples=samples, seed=seed, text=True)
+    if found is None or texts is None:
+        return None
+    count = min(found.count, texts.count)
+    return Preview(2 * count, [*found.samples[:count], *texts.samples[:count]])
+
+
+def _beside_statistics(work: Plan) -> bool:
+    """Whether something reads samples although the decoder is solved from statistics."""
+    return bool(work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted))
+
+
+def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:
+    """Find the path of the calibration samples; None where there are none and nothing needs them."""
+    source = recipe.calibrate.data or (bundled(model, "calibration") if needed else None)
+    if source is None and needed:
+        raise UserError(f"{needed} needs calibration images; name some with --calib FOLDER or FILE")
+    return source
+
+
+def check_balance(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+    """Refuse a balance that weighs a modality without a token in the calibration data."""
+    if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
+        remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}
+        add = " and ".join(remedy[name] for name in missing)
+        what = f"the calibration data {Path(source).name} have no {' and no '.join(missing)} tokens"
+        raise UserError(f"{what}, which options.balance weighs; add {add}, or set options.balance=off")
