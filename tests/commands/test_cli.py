@@ -184,7 +184,7 @@ USAGE = [
     ([], "vlmcompress: missing VERB"),
     (["quantise"], "no 'quantise'; did you mean 'quantize'"),
     (["quantize", "m", "--sheme", "awq"], "takes no '--sheme'; did you mean '--scheme'"),
-    (["quantize", "m", "--scheme"], "expected one argument"),
+    (["quantize", "m", "--scheme"], "--scheme needs a value"),
     (["quantize", "m", "extra", "--scheme", "rtn"], "takes no 'extra'"),
     (["quantize", "m", "--samples", "many"], "argument --samples: invalid int value: 'many'"),
     (["quantize", "m", "--set", "seed"], "--set seed is not of the form key.sub=value"),
