@@ -15,6 +15,7 @@ from tests.kit import calibration_rows, tiny
 from tests.kit.next_steps import follow
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, commands
+from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands import quantize
 from vlmcompress.common.progress import ProgressBar
@@ -270,6 +271,17 @@ def test_data_are_looked_at_before_a_run(capfd, model, tmp_path, row, says):
     for form in (["quantize"], ["quantize", "--dry-run"], ["check"]):
         assert cli.main([*form, *command]) == 2
         assert says in "".join(capfd.readouterr())
+
+
+def test_calibration_on_text_alone_is_said(capfd, model, calib, tmp_path):
+    """While the run can still be stopped, and in what it leaves."""
+    out = tmp_path / "out"
+    options = ["--scheme", "awq", "--set", "options.group_size=64", "--set", "options.grid=3"]
+    assert cli.main(["quantize", str(model), "-o", str(out), *options, *calib]) == 0
+    line = "no sample of calib.jsonl shows an image"
+    assert f"note: {line}" in capfd.readouterr().err
+    (warning,) = [text for text in json.loads((out / MANIFEST).read_text())["warnings"] if "image" in text]
+    assert warning.startswith(line)
 
 
 def test_an_output_is_looked_at_before_a_run(capfd, model, tmp_path):
