@@ -21,6 +21,11 @@ def test_small_percentages_have_one_form() -> None:
     assert [text.percentage(share) for share in shares] == [*expected, "<0.0001%", "<0.0001%"]
 
 
+def test_ratios_far_from_one_keep_three_figures() -> None:
+    values = [0.00441, 0.0664, 0.1, 1.416, 15.05, 226.62]
+    assert [text.times(value) for value in values] == ["0.00441x", "0.0664x", "0.10x", "1.42x", "15.05x", "227x"]
+
+
 def test_size() -> None:
     values = [0, 12, 999, 1000, 7_119_872, 999_600_000, 61e9, 1.5e12, 5e15]
     expected = ["0 B", "12 B", "999 B", "1.00 kB", "7.12 MB", "1.00 GB", "61.0 GB", "1.50 TB", "5,000 TB"]

@@ -65,7 +65,7 @@ def test_comparison_of_three(tmp_path: Path) -> None:
     page = Balanced(files["html"].read_text())
     for link in page.all("a"):
         assert (tmp_path / "out" / str(link["href"])).is_file()
-    assert sum(attributes.get("class") == "pareto" for attributes in page.all("svg")) == 2
+    assert [a["class"] for a in page.all("svg") if "plot" in str(a["class"])] == ["plot half", "plot narrow"] * 2
     text = files["md"].read_text()
     assert text.startswith("# 3 candidates compared\n\n2 of 2 candidates pass gate default.") and "| awq-2 |" in text
 

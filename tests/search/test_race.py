@@ -86,6 +86,14 @@ def test_the_best_wins_where_differences_are_clear(seed, foreknown) -> None:
     assert "w2 + ninth" not in race.standings, "no combination of what is refuted"
 
 
+def test_a_reason_counts_the_candidates_own_questions() -> None:
+    """Also of one that the time for a rung did not reach."""
+    race, _ = run(World(SCHEMES | REDUCERS, most=8))
+    behind = [one for one in race.standings.values() if one.out.startswith("behind others after")]
+    assert behind and all(one.out == f"behind others after {one.questions:,} questions" for one in behind)
+    assert any(one.questions not in race.rules.rungs for one in behind)
+
+
 def test_without_divergences_the_best_still_wins() -> None:
     _, winner = run(World(SCHEMES | REDUCERS, divergence=False))
     assert winner and winner.candidate.name == BEST

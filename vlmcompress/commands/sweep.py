@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> Outcome:
     text = _text(found, chosen)
     written = {"recipe": (args.save, sweep.recipe_text(chosen, found.unit))} if args.save else {}
     if args.plot:
-        written["plot"] = (args.plot, _plot(found, Path(args.plot).suffix, recipe.model.resolve().name))
+        written["plot"] = (args.plot, _plot(found, chosen, Path(args.plot).suffix, recipe.model.resolve().name))
     for kind, (name, content) in written.items():
         from vlmcompress.common.folders import save
 
@@ -118,14 +119,14 @@ def _text(found: Sweep, chosen: Point) -> str:
     return f"{head}\n{table(rows)}{left if found.left_out else ''}"
 
 
-def _plot(found: Sweep, suffix: str, model: str) -> str:
+def _plot(found: Sweep, chosen: Point, suffix: str, model: str) -> str:
     """Predicted error against size, as a page or as a picture."""
-    from vlmcompress.report.charts.tradeoff import COLOURS, tradeoff
+    from vlmcompress.report.charts.plot import both
+    from vlmcompress.report.charts.tradeoff import legend, tradeoff
     from vlmcompress.report.page import render
 
-    chart = tradeoff(found.points, found.unit)
+    draw = functools.partial(tradeoff, found.points, found.unit, chosen)
     if suffix == ".svg":
-        return f"{chart}\n"
-    used = {str(point.recipe["scheme"]) for point in found.points}
-    colours = {name: colour for name, colour in COLOURS.items() if name in used}
-    return render("sweep.html.j2", chart=chart, points=found.points, unit=found.unit, model=model, colours=colours)
+        return f"{draw()}\n"
+    facts = {"points": found.points, "chosen": chosen, "unit": found.unit, "model": model}
+    return render("sweep.html.j2", chart=both(lambda frame: draw(frame=frame)), legend=legend(found.points), **facts)

@@ -44,8 +44,8 @@ def size(count: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Write a ratio: `1.42x`."""
-    return f"{ratio:.2f}x"
+    """Write a ratio: `1.42x`; below a tenth and from a hundred on in three figures: `0.00441x`, `227x`."""
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 100 else f"{figures(ratio)}x"
 
 
 def smaller(before: float, after: float) -> str:

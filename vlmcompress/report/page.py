@@ -86,7 +86,7 @@ def _environment() -> jinja2.Environment:
 
 
 def dotted(name: str) -> Markup:
-    """Mark up a layer's name so that lines may break after its dots."""
+    """Mark up a layer's name so that lines may break after its dots, and nowhere else."""
     return Markup(".<wbr>").join(escape(part) for part in name.split("."))
 
 

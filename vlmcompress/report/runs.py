@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vlmcompress.common.text import points, size, times
 from vlmcompress.errors import UserError
 from vlmcompress.report import findings, words
 from vlmcompress.report.charts.pareto import Point, pareto
+from vlmcompress.report.charts.plot import HALF, both
 from vlmcompress.report.files import check, refuse_foreign, write
 from vlmcompress.report.markdown import MARKS, escape, table
 from vlmcompress.report.page import drawn, render
@@ -263,6 +265,7 @@ def _charts(found: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]
     for what, title in (("smaller", "size"), ("faster", "speed")):
         dots = [Point(row.name, gain, c) for row, c in found if (gain := getattr(row, what))]
         if len(dots) > 1:
-            chart = pareto(dots, f"times {what}", max(c.margin for _, c in found))
+            margin = max(c.margin for _, c in found)
+            chart = both(partial(pareto, dots, f"times {what}", margin), HALF)
             charts.append((f"Accuracy against {title}", chart))
     return charts

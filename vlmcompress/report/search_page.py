@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from vlmcompress.common.folders import dump, save
 from vlmcompress.common.text import duration, points, times
 from vlmcompress.report import search_text
 from vlmcompress.report.charts.front import front
+from vlmcompress.report.charts.plot import PAGE, Frame, both
 from vlmcompress.report.page import render
 from vlmcompress.search.outcome import FILE
 from vlmcompress.search.speed import GOALS
@@ -20,7 +24,8 @@ def page(data: Mapping[str, Any]) -> str:
     return render(
         "search.html.j2",
         data=data,
-        chart=front(data["candidates"], data["max_drop"], GOALS[data["optimize"]]),
+        chart=both(partial(_chart, data)),
+        confirmed=data.get("confirmed"),
         headline=search_text.headline(data),
         verdict=search_text.verdict(data),
         notes=search_text.notes(data),
@@ -28,6 +33,10 @@ def page(data: Mapping[str, Any]) -> str:
         goal=GOALS[data["optimize"]],
         duration=duration,
     )
+
+
+def _chart(data: Mapping[str, Any], frame: Frame = PAGE) -> Markup:
+    return front(data["candidates"], data["max_drop"], GOALS[data["optimize"]], data.get("confirmed"), frame)
 
 
 def _row(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +56,6 @@ def _row(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(data: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Write `report.html`, `pareto.svg` and `search.json` into the folder of a search; kind -> path."""
-    chart = front(data["candidates"], data["max_drop"], GOALS[data["optimize"]])
+    chart = _chart(data)
     files: dict[str, tuple[str, str | bytes]] = {"json": (FILE, dump(data)), "html": ("report.html", page(data))}
     return save(folder, files | ({"plot": ("pareto.svg", f"{chart}\n")} if chart else {}))

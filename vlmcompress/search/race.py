@@ -140,7 +140,7 @@ class Race:
             self._ask(going, questions)
             last = number == len(self.rules.rungs) - 1
             keep = self.rules.finalists if last else max(math.ceil(len(going) / ETA), self.rules.finalists)
-            going = self._best(going, keep, f"behind others after {questions:,} questions")
+            going = self._best(going, keep, "behind others after {} questions")
         for name, gain in self.trials.measured([one.candidate for one in going]).items():
             if isinstance(gain, str):
                 self.standings[name].out = f"failed: {gain}"
@@ -212,7 +212,8 @@ class Race:
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
 
     def _best(self, going: Sequence[Standing], keep: int, why: str) -> list[Standing]:
-        """Keep the candidates that are worth most, and note `why` the others are out."""
+        """Keep the candidates that are worth most, and note `why` the others are out; its `{}` is the number of questions that
+        a candidate was asked."""
         for one in going:
             if not one.out and one.gain <= 1:
                 one.out = "gains nothing"
@@ -224,7 +225,7 @@ class Race:
             kept.add(next(one.candidate.name for one in order if one.candidate.name not in kept))
         for one in ranked:
             if one.candidate.name not in kept:
-                one.out = why
+                one.out = why.format(f"{one.questions:,}")
         return [one for one in ranked if not one.out]
 
     def _winner(self, going: Sequence[Standing]) -> Standing | None:

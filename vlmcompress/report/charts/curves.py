@@ -9,10 +9,11 @@ from markupsafe import Markup
 
 from vlmcompress.common.text import figures
 from vlmcompress.report import words
+from vlmcompress.report.charts.labels import Box, apart, width
 from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
 
-WIDTH, HEIGHT = 340, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 12, 10, 34
+WIDTH, HEIGHT, FONT = 320, 214, 13
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 16, 10, 38
 _POINTS = 120  # points of a curve
 
 Values = Sequence[float]
@@ -34,8 +35,7 @@ def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> M
     medians = {side: float(np.median(values)) for side, values in pooled.items()}
     marks = [_curve(values, axis, f"{side} repeat") for side in runs for values in runs[side] if len(runs[side]) > 1]
     marks += [_curve(values, axis, f"{side} curve") for side, values in pooled.items()]
-    for row, (side, median) in enumerate(sorted(medians.items(), key=lambda item: item[1])):
-        marks += _median(axis, side, median, f"{figures(median)} {unit}".strip(), row)
+    marks += _medians(axis, {side: (median, f"{figures(median)} {unit}".strip()) for side, median in medians.items()})
     label = f"{title}: " + ", ".join(f"{side} median {figures(m)} {unit}".strip() for side, m in medians.items())
     return _frame(label, axis, unit, [(0, "0"), (0.5, "50%"), (1, "100%")], marks)
 
@@ -73,15 +73,15 @@ def _frame(
         y = _y(share)
         lines.append(element("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
         lines.append(element("text", text, x=_LEFT - 6, y=y + 4, text_anchor="end"))
-    for tick in axis.ticks:
-        x = _x(axis, tick)
+    numbers = [(_x(axis, tick), words.brief(tick)) for tick in axis.ticks]
+    step = apart([Box(x - width(text, FONT) / 2, 0, x + width(text, FONT) / 2, 1) for x, text in numbers])
+    for i, (x, text) in enumerate(numbers):
         lines.append(element("line", x1=x, x2=x, y1=_y(0), y2=_y(0) + 4, class_="grid"))
-        lines.append(element("text", words.brief(tick), x=x, y=HEIGHT - _BOTTOM + 16, text_anchor="middle"))
+        if i % step == 0:
+            lines.append(element("text", text, x=x, y=HEIGHT - _BOTTOM + 17, text_anchor="middle"))
     lines.append(element("text", unit, x=WIDTH - _RIGHT, y=HEIGHT - 3, text_anchor="end"))
-    box = f"0 0 {WIDTH} {HEIGHT}"
-    return element(
-        "svg", element("title", label), *lines, *marks, viewBox=box, class_="panel", role="img", aria_label=label
-    )
+    look = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "class_": "panel", "style": f"font-size: {FONT}px"}
+    return element("svg", element("title", label), *lines, *marks, **look, role="img", aria_label=label)
 
 
 def _curve(values: Values, axis: Axis, kind: str) -> Markup:
@@ -92,15 +92,20 @@ def _curve(values: Values, axis: Axis, kind: str) -> Markup:
     return element("polyline", points=path, class_=kind)
 
 
-def _median(axis: Axis, side: str, median: float, text: str, row: int) -> list[Markup]:
-    """Mark a median by a dot on its curve; the lower one has its text left above the dot, the higher right below."""
-    x, y = _x(axis, median), _y(0.5)
-    left = row == 0 and x > _LEFT + 70 or x > WIDTH - 80
-    anchor, dx, dy = ("end", -8, -7) if left else ("start", 8, 16)
-    return [
-        element("circle", cx=x, cy=y, r=4, class_=f"{side} dot"),
-        element("text", text, x=x + dx, y=y + dy, text_anchor=anchor, class_=f"{side} value"),
-    ]
+def _medians(axis: Axis, medians: Mapping[str, tuple[float, str]]) -> list[Markup]:
+    """Mark medians by dots on their curves. The lower has its text left above its dot, the higher right below, as curves rise
+    to the right; where there is no room on that side, both are on the other, a line apart."""
+    marks, sides, y = [], [], _y(0.5)
+    for side, (median, text) in sorted(medians.items(), key=lambda item: item[1][0]):
+        x, long = _x(axis, median), width(text, FONT) * 1.1 + 8
+        fits_left, fits_right = x - long > _LEFT, x + long < WIDTH
+        left = fits_left if not sides or not fits_right else False
+        line = sides.count(left) * 1.25 * FONT
+        anchor, dx, dy = ("end", -8, -7 - line) if left else ("start", 8, FONT + 4 + line)
+        sides.append(left)
+        marks.append(element("circle", cx=x, cy=y, r=4, class_=f"{side} dot"))
+        marks.append(element("text", text, x=x + dx, y=y + dy, text_anchor=anchor, class_=f"{side} value"))
+    return marks
 
 
 def _x(axis: Axis, value: float) -> float:

@@ -1,70 +1,244 @@
-"""A plot of dots with names over two axes with a grid, which the charts of a sweep and of a search share."""
+"""Plots of dots with names over two axes with a grid: those of a sweep, of a search and of candidates compared.
+
+A plot is drawn twice, for a `Frame` as broad as a page and for one as broad as a phone; the page's style sheet shows the one
+that fits (`both`). So text is never scaled below what can be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from markupsafe import Markup
 
 from vlmcompress.report import words
+from vlmcompress.report.charts.labels import Box, Name, along, apart, lead, place, width
 from vlmcompress.report.charts.svg import Axis, element, picture
+from vlmcompress.report.words import typeset
 
-WIDTH = 960
-LEFT, _TOP, _BOTTOM = 64, 16, 44
-_APART = 14  # least distance between lines of names
+_DOT = 6  # half the side of the box that names keep off
+_GREY = {"fill": "#777"}  # what a drawing that is a file of its own shows; a page's style sheet goes before it
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Size of a drawing and of its text, in units that are about pixels where it is shown; `name` is its CSS class, `aside`
+    the room between bars that would hide each other."""
+
+    name: str
+    width: int
+    height: int
+    font: int
+    aside: int
+
+
+PAGE = Frame("broad", 920, 480, 13, 6)
+HALF = Frame("half", 430, 340, 13, 4)
+PHONE = Frame("narrow", 300, 400, 12, 4)
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A mark at (x, y), in the axes' units, with its tooltip.
+
+    Attributes:
+        name: its name; names of dots that come first are placed first.
+        low, high: ends of its error bar upwards; None: it has none.
+        css: CSS classes of its kind.
+        colour: of the mark and its bar where no style sheet is.
+        shape: one of `SHAPES`.
+        strong: whether it is the one that the plot is about: larger, with a ring, its name needed and bold.
+        named: whether its name is needed, as a strong one's is; others are left out where there is no room.
+        hollow: whether it is an outline.
+        aside: how far it stands aside of its place, so as not to hide another, in pixels.
+    """
+
+    name: str
+    x: float
+    y: float
+    tooltip: str
+    low: float | None = None
+    high: float | None = None
+    css: str = ""
+    colour: str = "#777"
+    shape: str = "circle"
+    strong: bool = False
+    named: bool = False
+    hollow: bool = False
+    aside: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plot:
-    """The frame: two axes, the height of the drawing, and the room `margin` to the right, for names (pixels)."""
+    """Two axes in a frame. `unit` stands behind the numbers across, a sign before those upwards that are `signed`; names that
+    are not needed may be `reach` font sizes away from their dots."""
 
     across: Axis
     up: Axis
-    height: int
-    margin: int
+    frame: Frame
+    unit: str = ""
+    signed: bool = False
+    reach: float = 3.5
 
     @property
-    def right(self) -> int:
-        """Where the axis across ends."""
-        return WIDTH - self.margin
+    def area(self) -> Box:
+        """What the axes span, between their numbers."""
+        font, texts = self.frame.font, [self._up(tick) for tick in self.up.ticks]
+        left = max(width(text, font) for text in texts) + 10
+        return Box(left, 1.9 * font, self.frame.width - 14.0, self.frame.height - 3.4 * font)
 
     def x(self, value: float) -> float:
         """The place of a value across."""
-        return LEFT + (self.right - LEFT) * self.across.share(value)
+        area = self.area
+        return area.left + (area.right - area.left) * self.across.share(value)
 
     def y(self, value: float) -> float:
         """The place of a value upwards."""
-        return _TOP + (self.height - _TOP - _BOTTOM) * (1 - self.up.share(value))
+        area = self.area
+        return area.bottom - (area.bottom - area.top) * self.up.share(value)
 
-    def grid(self, across: str, up: str, unit: str = "") -> list[Markup]:
-        """Draw the grid with its numbers, those across with their `unit`, and the names of both axes."""
-        marks, floor = [], self.height - _BOTTOM
-        for tick in self.across.ticks:
-            x, text = self.x(tick), f"{words.brief(tick)}{unit}"
-            marks.append(element("line", x1=x, x2=x, y1=_TOP, y2=floor, stroke="#8884"))
-            marks.append(element("text", text, x=x, y=floor + 18, text_anchor="middle", fill="#777"))
+    def _up(self, tick: float) -> str:
+        return typeset("+" * (self.signed and tick > 0) + words.brief(tick))
+
+    def grid(self, across: str, up: str) -> list[Markup]:
+        """Draw the grid with its numbers, as many as have room, and the names of both axes."""
+        area, font, marks = self.area, self.frame.font, []
+        texts = [typeset(f"{words.brief(tick)}{self.unit}") for tick in self.across.ticks]
+        boxes = [
+            _around(self.x(t), area.bottom, width(text, font)) for t, text in zip(self.across.ticks, texts, strict=True)
+        ]
+        step = apart(boxes)
+        for i, (tick, text) in enumerate(zip(self.across.ticks, texts, strict=True)):
+            x = self.x(tick)
+            marks.append(element("line", x1=x, x2=x, y1=area.top, y2=area.bottom, stroke="#8884", class_="grid"))
+            if i % step == 0:
+                where = {"x": x, "y": area.bottom + 1.4 * font, "text_anchor": "middle"}
+                marks.append(element("text", text, **where, **_GREY))
         for tick in self.up.ticks:
             y = self.y(tick)
-            marks.append(element("line", x1=LEFT, x2=self.right, y1=y, y2=y, stroke="#8884"))
-            marks.append(element("text", words.brief(tick), x=LEFT - 8, y=y + 4, text_anchor="end", fill="#777"))
-        below = self.height - 6
-        marks.append(element("text", across, x=self.right, y=below, text_anchor="end", fill="#777"))
-        return [*marks, element("text", up, x=4, y=below, fill="#777")]
+            kind = "zero" if tick == 0 else "grid"
+            marks.append(element("line", x1=area.left, x2=area.right, y1=y, y2=y, stroke="#8884", class_=kind))
+            marks.append(element("text", self._up(tick), x=area.left - 7, y=y + 4, text_anchor="end", **_GREY))
+        below = self.frame.height - 0.4 * font
+        marks.append(
+            element("text", f"{across} \N{RIGHTWARDS ARROW}", x=area.right, y=below, text_anchor="end", **_GREY)
+        )
+        return [*marks, element("text", f"\N{UPWARDS ARROW} {up}", x=2, y=1.1 * font, **_GREY)]
 
     def joined(self, points: Iterable[tuple[float, float]]) -> Markup:
         """Draw a dashed line from point to point."""
-        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
-        return element("polyline", points=path, fill="none", stroke="#888", stroke_dasharray="5 4")
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in self._corners(points))
+        return element("polyline", points=path, fill="none", stroke="#888", stroke_dasharray="5 4", class_="front")
 
-    def names(self, named: Iterable[tuple[str, float, float]]) -> list[Markup]:
-        """Draw names to the right of their points, from the top down and never closer than a line."""
-        found, last = [], -1e9
-        for name, x, y in sorted(named, key=lambda one: -one[2]):
-            last = max(self.y(y) + 4, last + _APART)
-            found.append(element("text", name, x=self.x(x) + 10, y=last, fill="#777", font_size="11"))
+    def _corners(self, points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(self.x(x), self.y(y)) for x, y in points]
+
+    def along(self, points: Iterable[tuple[float, float]]) -> list[Box]:
+        """Small boxes along the line from point to point, which names keep off."""
+        return [box for start, end in pairwise(self._corners(points)) for box in along(start, end)]
+
+    def dots(self, dots: Sequence[Dot], keep_off: Sequence[Box] = ()) -> list[Markup]:
+        """Draw bars, then dots, the first above the others, then the names that have room.
+
+        Args:
+            keep_off: what names should not cover beside the dots.
+        """
+        dots = self._abreast(dots)
+        behind = dots[::-1]
+        bars = [self._bar(dot) for dot in behind if dot.low is not None and dot.high is not None]
+        return [*bars, *(self._dot(dot) for dot in behind), *self._names(dots, keep_off)]
+
+    def _abreast(self, dots: Sequence[Dot]) -> list[Dot]:
+        """Move dots with bars that would hide each other a few pixels aside, alternately right and left."""
+        moved: list[Dot] = []
+        area = self.area
+        for dot in dots:
+            taken = [self.x(other.x) + other.aside for other in moved if other.low is not None]
+            at = self.x(dot.x)
+            steps = (at + sign * step * self.frame.aside for step in range(5) for sign in (1, -1))
+            free = (
+                x
+                for x in steps
+                if all(abs(x - other) > self.frame.aside - 0.1 for other in taken)
+                and area.left + 5 <= x <= area.right + 8
+            )
+            aside = next(free, at) - at if dot.low is not None else 0.0
+            moved.append(replace(dot, aside=aside))
+        return moved
+
+    def _bar(self, dot: Dot) -> Markup:
+        assert dot.low is not None and dot.high is not None
+        x, ends = self.x(dot.x) + dot.aside, {"y1": self.y(dot.high), "y2": self.y(dot.low)}
+        look = {
+            "stroke": dot.colour,
+            "stroke_width": 2.5 if dot.strong else 1.5,
+            "opacity": None if dot.named else 0.45,
+        }
+        return element("line", x1=x, x2=x, **ends, **look, class_=f"bar {dot.css}".strip())
+
+    def _dot(self, dot: Dot) -> Markup:
+        x, y = self.x(dot.x) + dot.aside, self.y(dot.y)
+        marks = [mark(dot.shape, x, y, 5.5 if dot.strong else 4.5, dot.colour, dot.hollow)]
+        if dot.strong:
+            ring = {"r": 9.5, "fill": "none", "stroke": dot.colour, "stroke_width": 2}
+            marks.append(element("circle", cx=x, cy=y, **ring, class_="ring"))
+        return element("g", element("title", dot.tooltip), *marks, class_=f"dot-of {dot.css}".strip())
+
+    def _names(self, dots: Sequence[Dot], keep_off: Sequence[Box]) -> list[Markup]:
+        font, found = self.frame.font, []
+        spots = [(self.x(dot.x) + dot.aside, self.y(dot.y)) for dot in dots]
+        boxes = [Box(x - _DOT, y - _DOT, x + _DOT, y + _DOT) for x, y in spots]
+        names = [
+            Name(dot.name, x, y, dot.strong or dot.named, dot.strong)
+            for dot, (x, y) in zip(dots, spots, strict=True)
+            if dot.name
+        ]
+        names.sort(key=lambda name: not name.needed)
+        area = self.area
+        room = Box(area.left + 2, area.top, self.frame.width, area.bottom)
+        for name, box in place(names, [*boxes, *keep_off], room, font, self.reach):
+            if way := lead(name, box):
+                end = way[-1]
+                ends = {"x1": name.x, "y1": name.y, "x2": end.left + 1, "y2": end.top + 1}
+                found.append(element("line", **ends, stroke="#888", class_="lead"))
+            anchor, x = ("end", box.right) if box.right <= name.x else ("start", box.left)
+            look = {"font_weight": 650 if name.bold else None, "class_": "name"}
+            found.append(
+                element("text", name.text, x=x, y=box.bottom - 0.35 * font, text_anchor=anchor, **look, **_GREY)
+            )
         return found
 
     def picture(self, label: str, *marks: Markup) -> Markup:
         """Build the drawing of marks. `label` says in words what it shows."""
-        return picture(label, WIDTH, self.height, *marks)
+        frame = self.frame
+        return picture(label, frame.width, frame.height, *marks, font=frame.font, class_=f"plot {frame.name}")
+
+
+def both(draw: Callable[[Frame], Markup], frame: Frame = PAGE) -> Markup:
+    """Draw for a page and for a phone, of which the style sheet shows one; empty where there is nothing to draw."""
+    return draw(frame) + draw(PHONE)
+
+
+SHAPES = {  # outlines around (0, 0), of radius 1
+    "square": "M-.9-.9H.9V.9H-.9Z",
+    "diamond": "M0-1.3L1.2 0L0 1.3L-1.2 0Z",
+    "up": "M0-1.2L1.2.95H-1.2Z",
+    "down": "M0 1.2L1.2-.95H-1.2Z",
+    "plus": "M-.4-1.2H.4V-.4H1.2V.4H.4V1.2H-.4V.4H-1.2V-.4H-.4Z",
+    "hourglass": "M-1.1-1.1H1.1L-1.1 1.1H1.1Z",
+    "cross": "M0-.55L.8-1.3L1.3-.8L.55 0L1.3.8L.8 1.3L0 .55L-.8 1.3L-1.3.8L-.55 0L-1.3-.8L-.8-1.3Z",
+}
+
+
+def mark(shape: str, x: float, y: float, radius: float, colour: str, hollow: bool = False) -> Markup:
+    """Draw a mark: a circle or one of `SHAPES`."""
+    look = {"fill": "none" if hollow else colour, "stroke": colour, "class_": "mark hollow" if hollow else "mark"}
+    if shape == "circle":
+        return element("circle", cx=x, cy=y, r=radius, stroke_width=1.5 if hollow else None, **look)
+    place = f"translate({x:.1f} {y:.1f}) scale({radius:g})"
+    return element("path", d=SHAPES[shape], transform=place, stroke_width=0.3 if hollow else 0, **look)
+
+
+def _around(x: float, y: float, long: float) -> Box:
+    return Box(x - long / 2, y, x + long / 2, y)

@@ -18,8 +18,8 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), text, Markup("").join(escape(child) for child in children))
 
 
-def picture(label: str, width: int, height: int, *marks: Markup, **attributes: object) -> Markup:
-    """Build a drawing that can be a file of its own. `label` says in words what it shows."""
+def picture(label: str, width: int, height: int, *marks: Markup, font: int = 12, **attributes: object) -> Markup:
+    """Build a drawing that can be a file of its own, with text of `font` units. `label` says in words what it shows."""
     return element(
         "svg",
         element("title", label),
@@ -29,7 +29,7 @@ def picture(label: str, width: int, height: int, *marks: Markup, **attributes: o
         role="img",
         aria_label=label,
         font_family="system-ui, sans-serif",
-        font_size="12",
+        style=f"font-size: {font}px",
         **attributes,
     )
 
