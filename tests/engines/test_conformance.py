@@ -58,6 +58,21 @@ def test_questions_come_from_a_seed(tmp_path):
         _questions.make(tmp_path, 3, None, False, 0)
 
 
+def test_an_answer_without_text_streams_as_none():
+    """Nothing can come in two pieces; text of some length must."""
+    for pieces, whole, fine in (([""], "", True), (["a"], "a", True), (["ab"], "ab", False), (["x"], "", False)):
+        rounds = {"stream": {"q": {"pieces": pieces}}, "whole": {"q": {"text": [whole]}}}
+        said = SimpleNamespace(
+            questions=SimpleNamespace(plain=[SimpleNamespace(id="q")]),
+            round=lambda _, name, rounds=rounds: rounds[name],
+        )
+        if fine:
+            assert CHECKS["streaming"](said)
+        else:
+            with pytest.raises(UserError, match="streamed "):
+                CHECKS["streaming"](said)
+
+
 @pytest.mark.parametrize(("cached", "tokens"), [(0, 3), (2, 3), (2, 1)])
 def test_positions_may_begin_behind_a_cached_prefix(cached, tokens):
     """Two of ten visual tokens dropped; the answer may be shorter than transformers', which went on for three tokens."""
