@@ -2,8 +2,10 @@
 
 `--quick` leaves out every module from which a model, another process or an engine can be reached by imports.
 
-With pytest-xdist tests are shared out by files, so that no file's fixtures are made twice. All files with tests that start an
-engine go to one process, so that there is one engine at a time, and they are the first, as they take longest.
+With pytest-xdist tests are shared out by files, so that no file's fixtures are made twice; files that ask the same process of
+the session stay together (`SHARED`). What takes longest comes first, so that both processes end at about the same time: the
+shared engine (which also notes on a new machine what vLLM's model classes are, so that later engines need not look), then
+other engines, then what loads models, and what is quick at the end.
 """
 
 from __future__ import annotations
@@ -32,6 +34,15 @@ for name in ("http_proxy", "https_proxy", "all_proxy"):
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
 
+# Of families, modules marked `representatives` leave those that differ only in data to `--slow`. Each of these is one of
+# a kind: a plain Llama-like decoder, M-RoPE, a mixture of experts with DeepStack, linear attention, norms of `1 + weight`;
+# images in views of their own shape with newlines, and in tiles.
+REPRESENTATIVES = {"llava", "qwen2-5-vl", "qwen3-vl-moe", "qwen3-5", "gemma3", "llava-next", "idefics3"}
+FAMILIES = {file.stem.replace("_", "-") for file in (ROOT / "tests/kit/tiny").glob("[a-z]*.py")}
+
+# Processes of a whole session: tests that ask one go to the same process, which starts it once.
+SHARED = ("tests.kit.engine", "tests.kit.cluster")
+
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
     *("vlmcompress.models", "vlmcompress.planning", "vlmcompress.compression", "vlmcompress.diagnosis"),
@@ -51,7 +62,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (not has_engine(item.path), not shares_engine(item.path)))
+    for item in items:
+        if item.get_closest_marker("representatives") and families(item) - REPRESENTATIVES:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: (shared(item.path), not has_engine(item.path), not reaches(item.path)))
+
+
+def families(item: pytest.Item) -> set[str]:
+    """Families of models that a test is parametrized with."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = [getattr(value, "family", value) for value in values]
+    return {name for name in names if isinstance(name, str)} & FAMILIES
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -62,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "engine" if has_engine(ROOT / file) else file
+            return [*SHARED, file][shared(ROOT / file)]
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -78,19 +99,15 @@ def quick_engines() -> Iterator[None]:
 
 
 @cache
-def has_engine(file: Path) -> bool:
-    """Whether a module has a test that is marked `engine`."""
-    return "mark.engine" in file.read_text()
+def shared(file: Path) -> int:
+    """Which of `SHARED` a module asks; their number where it asks none."""
+    return next((number for number, name in enumerate(SHARED) if name in imported(file)), len(SHARED))
 
 
 @cache
-def shares_engine(file: Path) -> bool:
-    """Whether a module asks `tests/kit/engine.py`.
-
-    On a new machine vLLM looks at each class of models in a process of its own, and notes what it saw. The engine there looks
-    by itself, so that the other tests' engines find the notes.
-    """
-    return "tests.kit.engine" in file.read_text()
+def has_engine(file: Path) -> bool:
+    """Whether a module has a test that is marked `engine`."""
+    return "mark.engine" in file.read_text()
 
 
 @cache
@@ -107,6 +124,7 @@ def reaches(file: Path) -> bool:
     return False
 
 
+@cache
 def imported(file: Path) -> list[str]:
     """What a file imports, also within functions: `a.b` and `a.b.c` for `from a.b import c`."""
     names = []

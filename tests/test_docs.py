@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 from pydantic import BaseModel
 
+from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from vlmcompress import cli, reducers
 from vlmcompress.calibration import statistics_folder
@@ -54,7 +55,8 @@ def between(name: str) -> str:
 
 
 def printed(*command: str) -> str:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    python = forks.python(*forks.OURS)
+    return subprocess.run([python, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 COMMANDS = sorted({line for _, line in lines() if line.startswith("vlmcompress ")})

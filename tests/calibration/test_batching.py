@@ -13,6 +13,8 @@ from vlmcompress.data import encode
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import parse
 
+pytestmark = pytest.mark.representatives
+
 
 def alone(rows) -> list[list[int]]:
     return [[index] for index in range(len(rows))]

@@ -15,6 +15,8 @@ from vlmcompress.models import VLM, Expert, decoder_blocks, decoder_layers
 from vlmcompress.statistics.gradients import Gradients, sensitivities
 from vlmcompress.statistics.inputs import MODALITIES
 
+pytestmark = pytest.mark.representatives
+
 NEAR = {"rel": 1e-4, "abs": 1e-12}
 
 

@@ -18,6 +18,8 @@ from vlmcompress.models import VLM, Expert, decoder_blocks
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.statistics.inputs import MODALITIES, NEEDS
 
+pytestmark = pytest.mark.representatives
+
 Rows = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]  # linear layer -> for each sample, its input and modalities
 
 

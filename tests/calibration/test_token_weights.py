@@ -16,6 +16,8 @@ from vlmcompress.data import Sample, encode
 from vlmcompress.models import VLM, decoder_blocks, decoder_layers
 from vlmcompress.numerics import round_to_nearest
 
+pytestmark = pytest.mark.representatives
+
 GPTQ = quantizers.REGISTRY.get("gptq")
 METHOD = Method(GPTQ, GPTQ.Options(bits=3, group_size=64, tokens="vlmq"))
 

@@ -17,6 +17,8 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import tensor_headers
 from vlmcompress.recipe import resolve
 
+pytestmark = pytest.mark.representatives
+
 
 def bytes_on_disk(folder) -> int:
     return weights.stored_bytes(

@@ -21,6 +21,8 @@ from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.diagnosis.files import diagnose
 from vlmcompress.errors import UserError
 
+pytestmark = pytest.mark.representatives
+
 NVFP4 = ("llava", "nvfp4"), ("qwen2-5-vl", "nvfp4a16")
 SCHEMES = {"awq": "w4-asymmetric", "gptq": "w4-symmetric", "gptq-v2": "w4-asymmetric", "modelopt": "fp8"}
 # Families that differ in what a format says of them: prefixes of names, layers kept beside others with a head, experts.

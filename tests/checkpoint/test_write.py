@@ -21,6 +21,8 @@ from vlmcompress.common import tensor_files
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 
+pytestmark = pytest.mark.representatives
+
 W4 = rtn.SCHEMES["w4-symmetric"]
 
 

@@ -19,6 +19,8 @@ from vlmcompress.reduction import capture
 from vlmcompress.reduction.picture import Counts
 from vlmcompress.reduction.pixels import signals
 
+pytestmark = pytest.mark.representatives
+
 
 def noise(*size: int) -> Image.Image:
     """Of one seed for each size."""

@@ -14,6 +14,8 @@ from vlmcompress.data.provenance import provenance
 from vlmcompress.data.samples import Sample
 from vlmcompress.models import VLM
 
+pytestmark = pytest.mark.representatives
+
 PAIR = (picture(90, 60), picture(50, 70))
 PART = {"type": "image"}
 

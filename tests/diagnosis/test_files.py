@@ -17,6 +17,8 @@ from vlmcompress.checkpoint import manifest
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 
+pytestmark = pytest.mark.representatives
+
 LAYER = "language_model.model.layers.0.self_attn.q_proj"
 
 

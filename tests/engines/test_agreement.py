@@ -154,6 +154,7 @@ def held() -> Iterator[tuple[subprocess.Popen, str, str, int]]:
         holder.wait()
 
 
+@pytest.mark.slow
 def test_a_served_model_answers_as_transformers_does(asked, transformers: Run, held) -> None:
     """Then the holder of the server is killed with `kill -9`, and nothing of the server is left."""
     holder, url, name, pid = held

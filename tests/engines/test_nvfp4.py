@@ -76,6 +76,7 @@ def test_mixed_answers_like_transformers(tmp_path):
         assert vllm_answers.gap(model, batch, answer) < 0.1
 
 
+@pytest.mark.slow
 def test_pure_answers_like_transformers(tmp_path, monkeypatch, quick_engines):
     """As `vlmcompress eval` asks. Inputs of 4 bits: two orders of additions tip over some that were unsure."""
     monkeypatch.setenv("VLMCOMPRESS_EMULATE_NVFP4", "1")

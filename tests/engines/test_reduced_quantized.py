@@ -52,9 +52,7 @@ SERVED = [
 ]
 FEW = [
     ("llava", "visionzip:0.5", "fp8"),
-    ("llava", "litevlm:0.5", "fp8"),
     ("qwen2-5-vl", "dart:0.5", "int8"),
-    ("qwen2-5-vl", "uniform:0.5", "awq"),
 ]
 REST = [(*pair, scheme) for pair, scheme in itertools.product(SERVED, SCHEMES) if (*pair, scheme) not in FEW]
 

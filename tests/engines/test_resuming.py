@@ -9,14 +9,14 @@ from tests.kit import reduced_cases as cases
 from tests.kit.engine import asked
 from tests.kit.places import DEMO_LLAVA
 
-TOKENS = 380
+TOKENS = 130
 QUESTION = "what is it " * 6
 # The answers of two requests fill the blocks that one of them may have, and a step has room for one image.
 TIGHT = {
     "enable_prefix_caching": True,
     "block_size": 32,
-    "num_gpu_blocks_override": 17,
-    "max_model_len": 512,
+    "num_gpu_blocks_override": 9,
+    "max_model_len": 256,
     "max_num_batched_tokens": 40,
     "max_num_seqs": 2,
     "disable_log_stats": False,

@@ -21,6 +21,8 @@ from PIL import Image
 from tests.kit.processes import session_ends
 from tests.kit.tiny import build
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.engines import get
+from vlmcompress.engines.base import Request, Settings
 from vlmcompress.engines.vllm.serve import example, flags, remarks, serve
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
@@ -157,8 +159,8 @@ def wait_until_up(process: subprocess.Popen, port: int, log: Path, seconds: floa
 
 @pytest.mark.engine
 def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
-    """An OpenAI client, with a question for the reducer, too; the printed curl command; then a clean stop that leaves no
-    process of the session."""
+    """An OpenAI client, with a question for the reducer, too; the engine `openai:`; the printed curl command; then a clean stop
+    that leaves no process of the session."""
     import openai
 
     process, port, folder, log = server
@@ -182,6 +184,14 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     asked = ask(image, text, mm_processor_kwargs={"query": "where"})
     assert asked.usage.prompt_tokens == with_image.usage.prompt_tokens
     assert "only with --trust-request-mm-kwargs" in log.read_text()
+
+    request = Request("plain", [{"role": "user", "content": [text]}])
+    run = get(f"openai:http://127.0.0.1:{port}/v1").answer(
+        "tiny-llava", [request], media=folder.parent, settings=Settings(max_tokens=4, logprobs=5)
+    )
+    answer = run.answers["plain"]
+    assert answer.text == without.choices[0].message.content and answer.prompt_tokens == without.usage.prompt_tokens
+    assert answer.first and all(logprob <= 0 for logprob in answer.first.values())
 
     shell = example(folder, "127.0.0.1", port).split("\n", 1)[1]
     reply = subprocess.run(["bash", "-c", shell], cwd=folder.parent, capture_output=True, text=True, timeout=60)

@@ -90,7 +90,7 @@ def test_the_engine_is_asked_what_it_has():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", ["quantized", "reduced"])
+@pytest.mark.parametrize("kind", [pytest.param("quantized", marks=pytest.mark.slow), "reduced"])
 def test_greedy_answers_stay_the_same(plain, kind, tmp_path):
     """Token by token in float32, with drafts of which some are accepted and some are not."""
     given = {"quantized": {"scheme": "fp8"}, "reduced": {"scheme": "none", "reduce": "uniform:0.5"}}[kind]

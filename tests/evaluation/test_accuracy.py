@@ -92,7 +92,8 @@ def test_missing_image_is_named(folder: Path) -> None:
 
 
 @pytest.mark.engine
-def test_evaluation_in_the_real_engine(tmp_path: Path, quick_engines) -> None:
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines) -> None:
     """Baseline: a tiny random model. Candidate: the same with its LM head's rows shifted, so that it says other things.
 
     The expected answers are what the baseline says (found in a first evaluation of it against its twin), so it must be right
@@ -111,7 +112,7 @@ def test_evaluation_in_the_real_engine(tmp_path: Path, quick_engines) -> None:
              "answer": "?", "family": ("one", "two", "none")[i % 3]} for i in range(12)]  # fmt: skip
 
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    how = replace(VLLM, journal=tmp_path / "report" / "answers.jsonl")
+    how = Ask(engines.get(engine), engines.get(engine), journal=tmp_path / "report" / "answers.jsonl")
     first = evaluate(twin, baseline, [data], None, how)
     (suite,) = first.suites
     assert suite.agreement == 1.0 and suite.overall.neither == 12 and not first.pictures
@@ -123,7 +124,7 @@ def test_evaluation_in_the_real_engine(tmp_path: Path, quick_engines) -> None:
     wanted = {identity: text.upper() + "."[: 32 - len(text)] for identity, text in said.items()}
     rows = [row | {"answer": wanted[row["id"]]} for row in rows if normalise(said[row["id"]])]
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    second = evaluate(candidate, baseline, [data], None, replace(how, baseline_engine=Dead()))
+    second = evaluate(candidate, baseline, [data], None, replace(how, baseline_engine=Dead(engine)))
     (suite,) = second.suites
     assert suite.overall.baseline == 1.0 and suite.overall.candidate == 0.0
     assert suite.overall.high < 0 and suite.overall.verdict == "fail"
@@ -134,17 +135,20 @@ def test_evaluation_in_the_real_engine(tmp_path: Path, quick_engines) -> None:
 
     # The report of an evaluation is a baseline, too; its journal has the candidate's answers, so that no engine starts.
     write(second, tmp_path / "report")
-    third = evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead()))
+    third = evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead(engine)))
     assert third.suites[0].overall == suite.overall and third.samples == without_divergence(second)
     write_rows(data, *rows[1:])
     with pytest.raises(UserError, match="answered different samples"):
-        evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead()))
+        evaluate(candidate, tmp_path / "report", [data], None, replace(how, engine=Dead(engine)))
 
 
 class Dead:
     """An engine that must not be needed."""
 
-    name, local = "vllm", True
+    local = True
+
+    def __init__(self, name: str):
+        self.name = name
 
     def answer(self, *_args, **_kwargs):
         raise AssertionError("everything is in the journal")

@@ -10,6 +10,8 @@ from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.diagnosis import files as doctor
 
+pytestmark = pytest.mark.representatives
+
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reloads_in_transformers_and_answers_alike(family, recipe, quantized, checkpoint, loaded):

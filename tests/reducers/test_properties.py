@@ -126,14 +126,10 @@ def test_an_image_too_small_is_kept_whole(name):
 
 
 @pytest.mark.parametrize("name", KEEP)
-@pytest.mark.parametrize("keep", [0, -0.5, 1.5, True, "half", None, math.nan])
-def test_a_keep_that_is_no_share_is_refused(name, keep):
-    with pytest.raises(ValueError, match="keep must be"):
-        REGISTRY.get(name).Options(keep=keep)
-
-
-@pytest.mark.parametrize("name", KEEP)
-def test_a_keep_too_small_for_any_image_is_refused(name):
+def test_a_keep_that_is_no_share_or_leaves_no_token_is_refused(name):
+    for keep in (0, -0.5, 1.5, True, "half", None, math.nan):
+        with pytest.raises(ValueError, match="keep must be"):
+            REGISTRY.get(name).Options(keep=keep)
     for keep in (1e-300, 5e-324, 9e-7):
         with pytest.raises(ValueError, match="keep must be at least 1e-06, got .*, which leaves no token of any image"):
             REGISTRY.get(name).Options(keep=keep)

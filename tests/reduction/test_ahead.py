@@ -9,6 +9,8 @@ from tests.kit.attached_cases import DENSE, recorded
 from tests.kit.reduction_data import ONE, encode, tiny
 from vlmcompress.reduction import attach, refusal
 
+pytestmark = pytest.mark.representatives
+
 FAMILIES = [
     spec.family for spec in DENSE if spec.visual_grid in ("patches", "thw") and refusal(spec, "surrogate") is None
 ]

@@ -14,6 +14,8 @@ from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import attach
 from vlmcompress.reduction.support import listens
 
+pytestmark = pytest.mark.representatives
+
 
 def eager(vlm, inputs, part: str):
     """Attention maps `[b, heads, s, s]` of each layer of the tower or the language model."""

@@ -18,6 +18,8 @@ from vlmcompress.models import VLM
 from vlmcompress.recipe import reducer as chosen
 from vlmcompress.reduction import attach, learning, threshold_file
 
+pytestmark = pytest.mark.representatives
+
 FAMILIES = ["internvl", "idefics3", "gemma3"]
 CASES = [("tome", {"keep": 0.4}), ("dymu", {"thresholds": (0.2, 0.25)})]
 SIDE, BLOCKS = 2, 4  # patches along a block, blocks along a picture

@@ -11,6 +11,8 @@ from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.errors import UserError
 from vlmcompress.reduction import attach
 
+pytestmark = pytest.mark.representatives
+
 # One method of each way of applying, for every family that has it.
 DECODING = [case for case in CASES if case[1] in ("random", "relevance", "vscan", "fastv", "dart-llm", "pyramiddrop")]
 

@@ -18,6 +18,8 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import VLM
 from vlmcompress.reduction import attach
 
+pytestmark = pytest.mark.representatives
+
 CASES = [
     ("llava", "tome", {"keep": 0.4}),
     ("llava", "dymu", {"thresholds": (0.3, 0.4)}),

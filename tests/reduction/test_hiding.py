@@ -13,6 +13,8 @@ from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reducers import REGISTRY
 from vlmcompress.reduction import attach
 
+pytestmark = pytest.mark.representatives
+
 
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_equals_hiding_the_dropped_tokens(family, method):

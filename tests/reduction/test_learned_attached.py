@@ -12,6 +12,8 @@ from vlmcompress.reducers import REGISTRY, Signals, learned
 from vlmcompress.reduction import attach
 from vlmcompress.reduction.gated import Gated
 
+pytestmark = pytest.mark.representatives
+
 FAMILIES = [spec.family for spec in DENSE]
 KEEP = 0.4
 

@@ -19,6 +19,8 @@ from vlmcompress.models import VLM
 from vlmcompress.recipe.resize import Resize
 from vlmcompress.reduction import resizing
 
+pytestmark = pytest.mark.representatives
+
 FIXED = ("gemma3", "llava")
 SIZES = [(300, 300), (400, 180), (150, 390), (90, 70)]
 

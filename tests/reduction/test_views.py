@@ -14,6 +14,8 @@ from vlmcompress.models import VLM
 from vlmcompress.reducers import Signals, litevlm
 from vlmcompress.reduction import attach, refusal
 
+pytestmark = pytest.mark.representatives
+
 FAMILIES = [spec.family for spec in DENSE if refusal(spec, "litevlm") is None]
 Prompt = tuple[list[tuple[str, Image.Image]], str]
 CAMERAS: Prompt = (

@@ -18,6 +18,8 @@ from vlmcompress.errors import UserError
 from vlmcompress.models import Source
 from vlmcompress.reducers import Signals
 
+pytestmark = pytest.mark.representatives
+
 REFUSED = {
     "gemma3": r"norms compute x \* \(1 \+ weight\)",
     "gemma4": "post_attention_layernorm normalizes what a branch puts out",

@@ -47,7 +47,7 @@ def space(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def call(space, tmp_path_factory):
+def call(space, tmp_path_factory, quick_engines):
     """The arguments of a search, confirmed on a part of the test split, and its folder."""
     folder = tmp_path_factory.mktemp("search")
     table = pq.read_table(data("test"))
@@ -214,6 +214,7 @@ def test_a_budget_that_is_gone(found, call, capsys):
     assert code == 2 and "--max-time is spent: asking the original took" in err, err
 
 
+@pytest.mark.slow
 def test_two_nodes_find_what_one_process_finds(found, call, tmp_path, capfd):
     """The same candidates, questions and answers from the workers of two nodes, which share nothing but the model."""
     arguments = list(call[0])
