@@ -40,7 +40,8 @@ def make_plan(**changes) -> serving.Plan:
 def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch) -> None:
     """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the
     server's counts of tokens are right."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process for the worker, which would import vLLM again
+    # No process for the worker, which would import vLLM again.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     plan = make_plan()
     flags = [*serving.FLAGS["warm"], *serving.ALWAYS]
     with server(MODEL, flags=flags, images=1, speculative=json.dumps(NGRAM)) as running:
