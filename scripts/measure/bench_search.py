@@ -178,16 +178,18 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
     rows = json.loads((work / f"{model}-validation.json").read_text())
     gains, factors, names = modelled(model, work), space(model), sorted(rows[Candidate().name]["scores"])
     suite, candidates = len(names), len(gains) - 1
+    asked = Recorded(rows, gains, names).evidence(Candidate().name, suite)
+    images = confirming * asked.mean.images / suite  # if the other questions share images as these do
     to_the_end = {"first": suite, "joint": candidates, "finalists": candidates}
     found = []
     for floor in floors:
-        full = Race(factors, Recorded(rows, gains, names), Rules(floor, suite, confirming, **to_the_end))
+        full = Race(factors, Recorded(rows, gains, names), Rules(floor, suite, images, **to_the_end))
         best = full.run()
         searches = []
         for seed in range(SEEDS):
             order = list(names)
             random.Random(seed).shuffle(order)
-            race = Race(factors, Recorded(rows, gains, order), Rules(floor, suite, confirming))
+            race = Race(factors, Recorded(rows, gains, order), Rules(floor, suite, images))
             winner = race.run()
             searches.append(
                 {

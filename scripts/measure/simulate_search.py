@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.score import NORMAL
+from vlmcompress.evaluation.bounds import NORMAL
 from vlmcompress.search.belief import ERROR, Belief, Evidence, beliefs, worth
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
 from vlmcompress.search.race import Race, Rules, Standing, Trial
@@ -126,7 +126,7 @@ class World:
     def confirmed(self, candidate: Candidate, floor: float) -> str:
         """The verdict of `vlmcompress eval` on questions of their own."""
         answers = self.final.answers(candidate, self.losses[candidate.name])[0]
-        return noninferiority.verdict(Evidence(answers, self.final.images, None).score, floor, 1 - 2 * ERROR)
+        return noninferiority.verdict(Evidence(answers, self.final.images, None).mean, floor, 1 - 2 * ERROR)
 
 
 @dataclass
@@ -221,7 +221,7 @@ def outcome(world: World, floor: float, winner: Standing | None, asked: int) -> 
 
 def searches(world: World, floor: float, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Outcome]:
     """Search a world by each method."""
-    rules = Rules(floor, QUESTIONS, CONFIRMING)
+    rules = Rules(floor, QUESTIONS, CONFIRMING / SHARED)
     found: dict[str, Outcome] = {}
     for method in methods:
         race = Race(FACTORS, Blind(world) if method == "no divergence" else world, rules)

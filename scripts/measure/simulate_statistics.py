@@ -1,14 +1,20 @@
 #!/usr/bin/env python
 """Check by simulated compressions, whose true drop is known, that verdicts are wrong no more often than they may be.
 
-    scripts/measure/simulate_statistics.py            all settings, about ten minutes
+    scripts/measure/simulate_statistics.py            all settings, about six minutes
     scripts/measure/simulate_statistics.py --quick    a few, for CI
 
 For every setting (kind of score, samples, images, share of answers that change both ways) and true drop: how often the
 verdict at a margin of one point is wrong, and how often the 95% interval holds the truth. A pass is wrong where the drop is
-at the margin or beyond it, a fail where it's at the margin or below; both may happen in 2.5%. Then: power at the
-`detectable` drop and with the `needed` samples (80% each), and false verdicts over ten families (2.5%). The bootstrap's
-false passes stand beside ours. The last stdout line is one JSON object.
+at the margin or beyond it, a fail where it's at the margin or below; both may happen in 2.5%. The bootstrap's false passes
+stand beside ours. Then:
+
+- few images, at margins that so many can just confirm, losing one answer here and there or all answers of an image;
+- power at the `detectable` drop and with the `needed` samples (80% each), and false verdicts over ten families (2.5%);
+- how many images a verdict takes: from the number on at which a candidate that changes nothing passes, and where one that
+  loses and wins some answers passes in four of five evaluations.
+
+The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,14 +31,16 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vlmcompress.evaluation import noninferiority, paired
+from vlmcompress.evaluation import noninferiority
+from vlmcompress.evaluation.bounds import MeanDifference
 from vlmcompress.evaluation.compare import families
-from vlmcompress.evaluation.score import Score
 
 MARGIN, LEVEL = 0.01, 0.95
 QUANTILE = 1.959963985
 DROPS = (0.0, 0.005, 0.01, 0.03)
 NOMINAL = 0.025
+FEW = ((12, 9, 0.15), (12, 9, 0.3), (36, 2, 0.1), (100, 4, 0.05), (300, 4, 0.0125))  # images, questions of each, margin
+MARGINS = (0.01, 0.02, 0.05, 0.1, 0.15)
 RESAMPLED = 100  # evaluations that the bootstrap judges too, of each setting
 Data = tuple[np.ndarray, np.ndarray]  # differences and images of n samples
 
@@ -69,12 +77,6 @@ def draw(rng: np.random.Generator, s: Setting, drop: float, n: int | None = None
     return np.where(fate[0] < lost, -size, np.where(fate[0] < lost + s.churn, size, 0.0)), images
 
 
-def scored(data: Data) -> tuple[Score, float]:
-    """Compute the statistic and the design effect."""
-    effect = paired.design_effect(*data)
-    return Score(data[0], effect), effect
-
-
 def bootstrap_passes(rng: np.random.Generator, data: Data, draws: int = 300) -> bool:
     """Whether the usual paired bootstrap over images (BCa; Efron and Tibshirani, 1993, section 14.3) would pass."""
     sums = np.bincount(data[1], data[0])
@@ -99,11 +101,14 @@ def verdicts(rng: np.random.Generator, setting: Setting, drop: float, runs: int)
     passes = fails = covered = resampled = 0
     for run in range(runs):
         data = draw(rng, setting, drop)
-        score, _ = scored(data)
-        found = noninferiority.verdict(score, MARGIN, LEVEL)
+        mean = MeanDifference(*data)
+        found = noninferiority.verdict(mean, MARGIN, LEVEL)
         passes += found == "pass"
         fails += found == "fail"
-        covered += abs(score.z(-drop)) < QUANTILE
+        if drop == MARGIN:
+            covered += found == "inconclusive"
+        else:
+            covered += (mean.p_at_most(-drop) if mean.mean > -drop else mean.p_at_least(-drop)) >= NOMINAL
         if drop == MARGIN and run < RESAMPLED:
             resampled += bootstrap_passes(rng, data)
     rates = {
@@ -120,8 +125,8 @@ def power_at_detectable(rng: np.random.Generator, setting: Setting, runs: int) -
     """Share of evaluations that show a drop as large as an evaluation of a lossless candidate said was detectable."""
     shown = 0
     for _ in range(runs):
-        drop = noninferiority.detectable(scored(draw(rng, setting, 0.0))[0], LEVEL)
-        shown += scored(draw(rng, setting, drop))[0].z(0.0) < -QUANTILE
+        drop = noninferiority.detectable(MeanDifference(*draw(rng, setting, 0.0)), LEVEL)
+        shown += MeanDifference(*draw(rng, setting, drop)).p_at_least(0.0) < NOMINAL
     return shown / runs
 
 
@@ -135,19 +140,56 @@ def decided_with_needed(rng: np.random.Generator, setting: Setting, runs: int) -
         if done == runs:
             break
         data = draw(rng, setting, rng.choice([0.0, 0.03]))
-        score, effect = scored(data)
-        needed = noninferiority.needed(score, MARGIN, LEVEL, effect)
-        if noninferiority.verdict(score, MARGIN, LEVEL) != "inconclusive" or not needed or needed > 20_000:
+        mean = MeanDifference(*data)
+        if noninferiority.verdict(mean, MARGIN, LEVEL) != "inconclusive":
+            continue
+        needed = noninferiority.needed(mean, MARGIN, LEVEL)
+        if not needed or needed > 20_000:
             continue
         done += 1
-        right = "pass" if score.mean > -MARGIN else "fail"
+        right = "pass" if mean.mean > -MARGIN else "fail"
         starts = np.flatnonzero(np.diff(data[1], prepend=-1))
         blocks = np.split(data[0], starts[1:])
         mean_size = len(data[0]) / len(blocks)
         picked = [blocks[i] for i in rng.integers(0, len(blocks), math.ceil(needed / mean_size))]
         again = np.concatenate(picked), np.repeat(np.arange(len(picked)), [len(b) for b in picked])
-        decided += noninferiority.verdict(scored(again)[0], MARGIN, LEVEL) == right
+        decided += noninferiority.verdict(MeanDifference(*again), MARGIN, LEVEL) == right
     return decided / done if done >= runs / 4 else None
+
+
+def few_images(rng: np.random.Generator, runs: int, images: int, questions: int, margin: float) -> dict:
+    """Rates of wrong verdicts on few images if the drop is the margin, by what is lost: answers here and there, or all of an
+    image, each without other changes and with as many wins and losses more in 2% of the answers."""
+    names = np.repeat(np.arange(images), questions)
+    worst = {"pass": 0.0, "fail": 0.0}
+    for whole, churn in product((False, True), (0.0, 0.02)):
+        found = []
+        for _ in range(runs):
+            fate, change = rng.random((2, len(names)))
+            lost = (rng.random(images)[names] if whole else fate) < margin
+            d = np.where(lost, -1.0, np.where(change < churn, -1.0, np.where(change < 2 * churn, 1.0, 0.0)))
+            found.append(noninferiority.verdict(MeanDifference(d, names), margin, LEVEL))
+        worst = {name: max(rate, found.count(name) / runs) for name, rate in worst.items()}
+    lossless = noninferiority.verdict(MeanDifference(np.zeros(len(names)), names), margin, LEVEL)
+    low = MeanDifference(np.zeros(len(names)), names).limits(LEVEL)[0]
+    return {
+        "images": images,
+        "questions": questions,
+        "margin": margin,
+        **worst,
+        "lossless": lossless,
+        "rules_out": -low,
+    }
+
+
+def images_needed(rng: np.random.Generator, margin: float, questions: int) -> int | None:
+    """Images with which a candidate passes in four of five evaluations if it loses a quarter of the margin, and half a margin
+    more of its answers get better and as many get worse, one by one: what `needed` says of 20,000 images."""
+    names = np.repeat(np.arange(20_000), questions)
+    fate = rng.permutation(len(names)) / len(names)
+    d = np.where(fate < 0.75 * margin, -1.0, np.where(fate < 1.25 * margin, 1.0, 0.0))
+    needed = noninferiority.needed(MeanDifference(d, names), margin, LEVEL)
+    return needed and math.ceil(needed / questions)
 
 
 def false_families(rng: np.random.Generator, runs: int, count: int = 10, margin: float = 0.05) -> dict[str, float]:
@@ -220,6 +262,30 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def tables(rng: np.random.Generator, runs: int) -> tuple[list[dict], dict[str, list[int | None]]]:
+    """Simulate few images and the images that a verdict takes, and print both as the docs' tables."""
+    few = [few_images(rng, runs, *case) for case in FEW]
+    print(
+        "| images, questions of each | margin, points | wrong passes | wrong fails | no answer changed |\n|---|---|---|---|---|"
+    )
+    for row in few:
+        verdict = "pass" if row["lossless"] == "pass" else "can't tell"
+        print(
+            f"| {row['images']}, {row['questions']} | {100 * row['margin']:g} | {row['pass']:.1%} | {row['fail']:.1%} "
+            f"| {verdict}: a loss of {100 * row['rules_out']:.1f} points is ruled out |"
+        )
+    needed = {
+        f"{100 * margin:g}": [images_needed(rng, margin, each, runs // 5) for each in (1, 4)] for margin in MARGINS
+    }
+    print(
+        "\n| margin, points | nothing changed | some changed, 1 question an image | 4 questions an image |\n|---|---|---|---|"
+    )
+    for margin, (least, alone, shared) in needed.items():
+        print(f"| {margin} | {least:,} | about {alone:,} | about {shared:,} |")
+    print(flush=True)
+    return few, needed
+
+
 def main() -> None:
     """Simulate and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -238,6 +304,7 @@ def main() -> None:
             rates = f"{row['pass']:6.1%} {row['fail']:6.1%} {row['coverage']:7.1%} {resampled}"
             print(f"{row['setting']:64} {100 * drop:5.1f} {rates}".rstrip(), flush=True)
     print(f"\n{markdown(rows)}\n", flush=True)
+    few, images = tables(rng, runs)
     for setting in [s for s in settings(args.quick) if s.n < 3000]:
         both = power_at_detectable(rng, setting, runs // 2), decided_with_needed(rng, setting, runs // 5)
         power[str(setting)] = both
@@ -248,11 +315,10 @@ def main() -> None:
     detectable = [shown for shown, _ in power.values()]
     needed = [decided for _, decided in power.values() if decided is not None]
     summary: dict = {"runs": runs, "evaluations": runs * len(rows), "nominal": NOMINAL, **summarise(rows)}
+    summary |= {"few_images": few, "images_needed": images}
     summary |= {"power_at_detectable": [min(detectable), float(np.mean(detectable)), max(detectable)]}
     summary |= {"decided_with_needed": [min(needed), float(np.mean(needed)), max(needed)], "families": by_family}
-    print(
-        json.dumps({key: np.round(v, 4).tolist() if isinstance(v, float | list) else v for key, v in summary.items()})
-    )
+    print(json.dumps(json.loads(json.dumps(summary), parse_float=lambda text: round(float(text), 4))))
 
 
 if __name__ == "__main__":

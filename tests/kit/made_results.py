@@ -55,7 +55,7 @@ def comparison(name: str, **changes: Any) -> Comparison:
         "low": low,
         "high": high,
         "level": 0.95,
-        "method": "tango",
+        "method": "gaffke",
         "p": p,
         "both": both,
         "baseline_only": lost,

@@ -33,9 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "graded scores": {
         "suites": [
             make_suite(
-                overall=comparison(
-                    "awq", method="likelihood", both=None, baseline_only=None, candidate_only=None, neither=None
-                ),
+                overall=comparison("awq", both=None, baseline_only=None, candidate_only=None, neither=None),
                 divergence=None,
                 families={},
             )

@@ -68,7 +68,8 @@ def test_metric(name: str, known: str) -> None:
         (
             "small",
             "Can't tell if 1 point or more was lost: -0.2 points (95% interval -1.6 to +0.9); 2 answers lost, 1 won. "
-            "About 1,045 samples would decide it, 400 were asked.",
+            "About 420 more images would decide it; 400 samples about 260 images were asked, and samples of an image may be "
+            "lost together (design effect 1.0).",
         ),
     ],
 )
@@ -91,9 +92,9 @@ def test_verdict(known: str, sentence: str) -> None:
             "A loss of 5 points or more is ruled out: -0.9 points (95% interval -2.1 to +0.1); 4 answers lost, none won.",
         ),
         (
-            {"margin": 0.005, "verdict": "inconclusive", "baseline_only": 1, "needed": 5000},
+            {"margin": 0.005, "verdict": "inconclusive", "baseline_only": 1, "needed": 5000, "clusters": 900},
             "Can't tell if 0.5 points or more were lost: -0.2 points (95% interval -0.9 to +0.3); 1 answer lost, 1 won. "
-            "About 5,000 samples would decide it, 900 were asked.",
+            "About 4,100 more samples would decide it; 900 were asked.",
         ),
         (
             {"low": -0.0088, "high": -0.0001},
@@ -101,7 +102,7 @@ def test_verdict(known: str, sentence: str) -> None:
             "3 answers lost, 1 won.",
         ),
         (
-            {"method": "likelihood", "both": None, "baseline_only": None, "candidate_only": None, "neither": None},
+            {"both": None, "baseline_only": None, "candidate_only": None, "neither": None},
             "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3).",
         ),
     ],

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from vlmcompress.evaluation import compare, paired
-from vlmcompress.evaluation.score import Score
+from vlmcompress.evaluation import compare
 from vlmcompress.search import belief
 from vlmcompress.search.belief import Belief, Evidence, assurance, beliefs, refuted, worth
 
@@ -29,12 +28,20 @@ FOUND = {
 }
 
 
+def plain_noise(differences) -> float:
+    """Variance of a mean over images of their own: of a mixture with lost ones that has its mean at the margin."""
+    d = np.array(differences)
+    lost = max((d.mean() + MARGIN) / (1 + d.mean()), 0.0)
+    values, weights = np.append(d, -1.0), np.append((1 - lost) * np.full(len(d), 1 / len(d)), lost)
+    mean = weights @ values
+    return float(weights @ (values - mean) ** 2) / len(d)
+
+
 def plain_slope(found: dict[str, Evidence]) -> tuple[float, float, float]:
     """DerSimonian and Laird's estimate as their paper has it: fixed weights, Q, tau^2, random weights."""
     k = np.array([one.divergence for one in found.values()])
-    score = [Score(one.differences, paired.design_effect(one.differences, one.images)) for one in found.values()]
-    slopes = -np.array([one.mean for one in score]) / k
-    w = k**2 / np.array([max(one.moments(-MARGIN)[0], one.variance) / one.n for one in score])
+    slopes = -np.array([np.mean(one.differences) for one in found.values()]) / k
+    w = k**2 / np.array([plain_noise(one.differences) for one in found.values()])
     fixed = np.average(slopes, weights=w)
     q = (w * (slopes - fixed) ** 2).sum()
     tau2 = (q - (len(k) - 1)) / (w.sum() - (w**2).sum() / w.sum())
@@ -52,11 +59,10 @@ def test_posterior_is_bayes(losses) -> None:
     grid = np.linspace(-0.6, 0.3, 400_001)
     for name, believed in beliefs(found, MARGIN).items():
         one = found[name]
-        n, k = one.score.n, one.divergence
+        n, k = len(one.differences), one.divergence
         nats = slope**2 * 4.0 * (k + 0.2 / n) / n
         prior = norm.pdf(grid, -slope * k, math.sqrt(k**2 * (tau2 + doubt) + nats + 1e-6))
-        noise = max(one.score.moments(-MARGIN)[0], one.score.variance) / n
-        density = prior * norm.pdf(one.score.mean, grid, math.sqrt(noise))
+        density = prior * norm.pdf(np.mean(one.differences), grid, math.sqrt(plain_noise(one.differences)))
         density /= density.sum()
         mean = (density * grid).sum()
         assert believed.mean == pytest.approx(mean, abs=1e-6)
@@ -81,9 +87,8 @@ def test_a_candidate_that_lost_nothing_is_not_believed_perfect() -> None:
 def test_fewer_than_three_candidates_say_nothing_of_slopes(names) -> None:
     found = {name: FOUND[name] for name in names}
     for name, believed in beliefs(found, MARGIN).items():
-        score = found[name].score
-        assert believed.mean == score.mean
-        assert believed.variance == max(score.moments(-MARGIN)[0], score.variance) / score.n
+        assert believed.mean == pytest.approx(np.mean(found[name].differences))
+        assert believed.variance == pytest.approx(plain_noise(found[name].differences))
 
 
 def test_without_a_divergence_the_answers_alone_count() -> None:
@@ -137,7 +142,7 @@ def test_assurance_foretells_real_verdicts() -> None:
     verdicts = []
     for _ in range(300):
         after = (rng.random(2000) >= loss).astype(float)
-        found = Score(after - 1, paired.design_effect(after - 1, range(2000)))
+        found = Evidence(after - 1, range(2000), None).mean
         verdicts.append(belief.noninferiority.verdict(found, MARGIN, 0.95) == "pass")
     told = assurance(Belief(-loss, 0.0), MARGIN, 2000, MARGIN)
     assert told == pytest.approx(np.mean(verdicts), abs=0.1)

@@ -34,8 +34,9 @@ def options(parser: Parser) -> None:
     search.judged(parser)
     parser.epilog = (
         "There are no right answers here: the original's own answers to short prompts are the reference. A quarter of\n"
-        "the images calibrates, a quarter searches, and on the other half the winner's agreement is confirmed. Where you\n"
-        "have questions and answers, `vlmcompress search` holds accuracy to a floor instead."
+        "the images calibrates, a quarter searches, and on the other half, at least 36 at the default floor, the winner's\n"
+        "agreement is confirmed; so it takes 64 images. Where you have questions and answers, `vlmcompress search` holds\n"
+        "accuracy to a floor instead."
     )
 
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.search import own_answers
     from vlmcompress.search.whole import QUESTIONS, setup_of
 
-    parts = own_answers.split(args.images, args.most)
+    parts = own_answers.split(args.images, args.most, args.max_drop)
     setup = setup_of(asked)
     with closing(ProgressBar()) as progress:
         files = own_answers.written(parts, prompts, asked.out / QUESTIONS, setup, progress)

@@ -186,11 +186,13 @@ def _confirmed(asked: Request, winner: Path, progress: ProgressBar) -> tuple[int
     return EXIT[found.verdict], {
         "verdict": found.verdict,
         "questions": found.n,
+        "images": found.clusters,
         "original": found.baseline,
         "winner": found.candidate,
         "difference": found.difference,
         "low": found.low,
         "high": found.high,
-        "needed": found.needed,
+        "missing": found.missing,
+        "unit": found.unit,
         "report": f"{CONFIRMATION}/report.html",
     }

@@ -4,8 +4,8 @@
     found.verdict, found.needed                                  # "inconclusive", 1840
     by_family = families({"chart": (before, after, images), ...}, margin=0.05)
 
-- **Interval and verdict**: the corrected score statistic of `score`, with the design effect of `paired` for questions
-  that share an image, and the two one-sided tests of `noninferiority`.
+- **Interval and verdict**: the bounds of `bounds`, whose observations are images, as questions about one may change
+  together, and the two one-sided tests of `noninferiority`.
 - **p** of no difference: signs of the images' sums are flipped; exact for right/wrong scores, else 20,000 random draws
   with a fixed seed. Without shared images the exact one is McNemar's test.
 - **Families**: p-values are adjusted by Holm's method (Scand. J. Statist. 6, 1979). A family *fails* if its one-sided test
@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from vlmcompress.evaluation import noninferiority, paired
+from vlmcompress.evaluation.bounds import MeanDifference
 from vlmcompress.evaluation.questions import WITHOUT_FAMILY
-from vlmcompress.evaluation.score import Score
 from vlmcompress.results import Comparison, Scored
 
 MARGIN = 0.01
@@ -100,14 +100,12 @@ def _compare(given: Pairs, margin: float, level: float) -> tuple[Comparison, flo
     baseline, candidate, clusters = given
     clusters = _checked(given, margin, level)
     n, differences = len(baseline), [float(c) - float(b) for b, c in zip(baseline, candidate, strict=True)]
-    effect = paired.design_effect(differences, clusters)
-    score = Score(differences, effect)
-    low, high = score.limits(level)
-    changes = paired.sums(differences, clusters)
+    difference = MeanDifference(differences, clusters)
+    low, high = difference.limits(level)
+    changes = paired.by_image(differences, clusters)[0].tolist()
     binary = {*map(float, baseline), *map(float, candidate)} <= {0.0, 1.0}
     counts = Counter(zip(map(bool, baseline), map(bool, candidate), strict=True)) if binary else {}
-    verdict = noninferiority.verdict(score, margin, level)
-    open_ = verdict == "inconclusive"
+    verdict = noninferiority.verdict(difference, margin, level)
     comparison = Comparison(
         n=n,
         clusters=len(changes),
@@ -117,19 +115,19 @@ def _compare(given: Pairs, margin: float, level: float) -> tuple[Comparison, flo
         low=low,
         high=high,
         level=level,
-        method="tango" if binary else "likelihood",
+        method="gaffke",
         p=paired.sign_flip_p([round(s) for s in changes]) if binary else paired.monte_carlo_p(changes),
-        design_effect=effect,
+        design_effect=difference.design_effect,
         both=counts.get((True, True), 0) if binary else None,
         baseline_only=counts.get((True, False), 0) if binary else None,
         candidate_only=counts.get((False, True), 0) if binary else None,
         neither=counts.get((False, False), 0) if binary else None,
-        detectable=noninferiority.detectable(score, level),
+        detectable=noninferiority.detectable(difference, level),
         margin=margin,
         verdict=verdict,
-        needed=noninferiority.needed(score, margin, level, effect) if open_ else None,
+        needed=noninferiority.needed(difference, margin, level) if verdict == "inconclusive" else None,
     )
-    return comparison, noninferiority.p_within(score, margin)
+    return comparison, noninferiority.p_within(difference, margin)
 
 
 def _checked(given: Pairs, margin: float, level: float) -> Sequence[Hashable]:

@@ -245,9 +245,9 @@ def _drop(suite: str, family: str | None, found: Comparison) -> Rule:
     value = f"{points(found.difference)} points ({points(found.low)} to {points(found.high)})"
     reason = ""
     if found.verdict == "inconclusive":
-        reason = f"{found.n:,} samples can't tell"
-        if found.needed and found.needed > found.n:
-            reason += f"; about {found.needed:,} would, if the difference stays the same"
+        reason = f"{found.clusters:,} {found.unit} can't tell"
+        if found.missing:
+            reason += f"; about {found.missing:,} more would, if the difference stays the same"
     return Rule(
         name=f"{suite}: {'accuracy' if family is None else family}",
         verdict=found.verdict,

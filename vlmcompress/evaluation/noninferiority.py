@@ -6,44 +6,54 @@ Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 as
 - **fail**: a loss of `margin` or less is refuted, so its upper limit is below -margin. Wrong with at most 2.5%.
 - **inconclusive** otherwise. A drop can be significant and yet inconclusive: it's there, but perhaps within the margin.
 
-Sample sizes follow the normal approximation with the variance under the hypothesis and under the assumed truth (Nam,
-Biometrics 53, 1997, 1422-1430, for right/wrong scores), the continuity and skewness corrections of `score` included.
+By the bounds of `bounds`, a candidate that loses less never has the worse verdict of two.
 """
 
 from __future__ import annotations
 
 import math
 
-from vlmcompress.evaluation.score import NORMAL, Score
+from vlmcompress.evaluation.bounds import NORMAL, MeanDifference
 from vlmcompress.results import Verdict
 
 POWER = 0.8
+_MOST = 1e6  # times the samples, beyond which `needed` gives up
 
 
-def verdict(score: Score, margin: float, level: float) -> Verdict:
+def verdict(difference: MeanDifference, margin: float, level: float) -> Verdict:
     """The verdict of the two one-sided tests: pass, fail or inconclusive."""
-    quantile, z = NORMAL.inv_cdf(0.5 + level / 2), score.z(-margin)
-    return "pass" if z > quantile else "fail" if z < -quantile else "inconclusive"
+    error = (1 - level) / 2
+    if (
+        difference.mean > -margin
+    ):  # then p_within is at least 1/e, as sums of exponentials are log-concave (Gruenbaum, 1960)
+        return "pass" if difference.p_at_most(-margin) < error else "inconclusive"
+    return "fail" if p_within(difference, margin) < error else "inconclusive"
 
 
-def p_within(score: Score, margin: float) -> float:
+def p_within(difference: MeanDifference, margin: float) -> float:
     """One-sided p-value of "the loss is at most `margin`"; small means that the candidate fails."""
-    return NORMAL.cdf(score.z(-margin))
+    return difference.p_at_least(-margin)
 
 
-def detectable(score: Score, level: float, power: float = POWER) -> float:
+def fewest(margin: float, level: float) -> int:
+    """Number of images from which a candidate passes that changes no answer; with fewer no candidate can."""
+    return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
+
+
+def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    Answers are assumed to change in both directions as often as observed and once more, as few changes tell little of their
-    rate, and the drop to come on top of that.
+    Images are assumed to change in both directions as often as observed and once more, as few changes tell little of their
+    rate, and the drop to come on top of that. It follows the normal approximation.
     """
     alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
-    both_ways = max(score.variance + score.mean**2 - abs(score.mean) * score.size, 0.0) + score.size**2 / score.n
+    images, size, mean = difference.images, difference.size, difference.mean
+    both_ways = max(difference.variance() + mean**2 - abs(mean) * size, 0.0) + size**2 / images
 
     def shown(drop: float) -> bool:
-        spread = both_ways + drop * score.size
-        signal = drop * score.n - score.continuity
-        return signal >= math.sqrt(score.n) * (alpha * math.sqrt(spread) + beta * math.sqrt(max(spread - drop**2, 0.0)))
+        spread = both_ways + drop * size
+        signal = drop * images - 0.5 * size  # half a change, as changes are counted
+        return signal >= math.sqrt(images) * (alpha * math.sqrt(spread) + beta * math.sqrt(max(spread - drop**2, 0.0)))
 
     low, high = 0.0, 1.0
     for _ in range(40):
@@ -52,19 +62,32 @@ def detectable(score: Score, level: float, power: float = POWER) -> float:
     return high
 
 
-def needed(score: Score, margin: float, level: float, effect: float, power: float = POWER) -> int | None:
-    """Number of samples that reach a verdict with probability `power`, if the true difference is the observed one.
+def needed(difference: MeanDifference, margin: float, level: float, power: float = POWER) -> int | None:
+    """Number of samples, images as large as these, that reach a verdict with probability `power`, if the true difference is
+    the observed one.
 
-    None if the observed difference is right at the margin, where no number of samples decides.
+    The test is made as if what was observed had been seen more often, its mean off by what `power` asks for (Lachin,
+    Controlled Clinical Trials 2, 1981). None if the observed difference is right at the margin, where no number decides.
     """
-    gap = score.mean + margin
+    gap, error = difference.mean + margin, (1 - level) / 2
     if abs(gap) < 1e-6:
         return None
-    alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
-    variance, third = score.moments(-margin)
-    noise = alpha * math.sqrt(variance) + beta * math.sqrt(score.variance)
-    skewness = third / (6 * variance) * (alpha**2 - 1)
-    offset = score.continuity + math.copysign(1.0, gap) * skewness
-    # |gap| n - noise sqrt(n) - offset = 0
-    root = (noise + math.sqrt(max(noise**2 + 4 * abs(gap) * offset, 0.0))) / (2 * abs(gap))
-    return math.ceil(root**2 * effect)
+    unlucky = NORMAL.inv_cdf(power) * math.sqrt(difference.variance() / difference.images)
+
+    def decided(times: float) -> bool:
+        off = unlucky / math.sqrt(times)
+        if off >= abs(gap):
+            return False
+        if gap > 0:
+            return difference.p_at_most(off - margin, times) < error
+        return difference.p_at_least(-off - margin, times) < error
+
+    low, high = 0.0, 2.0
+    while not decided(high):
+        low, high = high, 2 * high
+        if high > _MOST:
+            return None
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if decided(middle) else (middle, high)
+    return math.ceil(difference.n * high)

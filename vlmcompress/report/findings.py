@@ -94,8 +94,8 @@ def verdict(c: Comparison) -> str:
         return f"A loss of more than {limit} is shown: {change}{lost}."
     if c.verdict == "inconclusive":
         unclear = f"Can't tell if {limit} or more {'was' if limit == '1 point' else 'were'} lost: {change}{lost}."
-        if c.needed:
-            return f"{unclear} About {c.needed:,} samples would decide it, {c.n:,} were asked."
+        if c.missing:
+            return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {_asked(c)}."
         return f"{unclear} {c.n:,} samples show a drop of {100 * c.detectable:.1f} points four times in five."
     ruled = f"a loss of {limit} or more is ruled out"
     if c.high < 0:
@@ -103,6 +103,16 @@ def verdict(c: Comparison) -> str:
     if c.low > 0:
         return f"Accuracy rose: {change}{lost}."
     return f"{ruled.capitalize()}: {change}{lost}."
+
+
+def _asked(c: Comparison) -> str:
+    """Write how much was asked, and why samples that share images count for less."""
+    if c.clusters == c.n:
+        return f"{c.n:,} were asked"
+    return (
+        f"{c.n:,} samples about {c.clusters:,} images were asked, and samples of an image may be lost together "
+        f"(design effect {c.design_effect:.1f})"
+    )
 
 
 def _points(margin: float) -> str:
@@ -248,14 +258,19 @@ def method(results: Results) -> list[str]:
 def _accuracy_method(suite: Suite) -> str:
     c = suite.overall
     asked = f"{suite.samples:,}" + f" of {suite.available:,}" * (suite.samples < suite.available)
-    how = {"tango": "Tango's score interval", "likelihood": "an empirical-likelihood score interval"}[c.method]
+    how = {
+        "gaffke": "Gaffke's bounds",
+        "tango": "Tango's score interval",
+        "likelihood": "an empirical-likelihood score interval",
+    }[c.method]
     sentences = [
         f"{suite.name}: both sides answered the same {asked} samples about {c.clusters:,} images (seed {suite.seed}), "
         f"at most {suite.max_tokens} tokens each; metric {suite.metric}",
         suite.scoring.rstrip("."),
         "Samples without an id go by a hash of their content" * suite.derived_ids,
         f"Intervals of the paired difference are by {how}"
-        + f", widened for samples that share an image (design effect {c.design_effect:.2f})" * (c.design_effect > 1.005)
+        + f", with images as observations, as samples of an image may be lost together (design effect {c.design_effect:.2f})"
+        * (c.clusters < c.n)
         + f"; p = {c.p:.3g}",
         "A family counts as failed only after correction for the number of families (Holm)"
         * any(f.adjusted_p is not None for f in suite.families.values()),

@@ -86,6 +86,7 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
     if found is None:
         return ["Not confirmed: the questions of a search flatter its winner. Give --confirm other questions."]
     said = {"pass": "Confirmed", "fail": "Refuted", "inconclusive": "Can't tell"}[found["verdict"]]
-    more = f"; about {found['needed']:,} questions would decide" if found["needed"] else ""
+    more = f"; about {found['missing']:,} more {found['unit']} would decide" if found["missing"] else ""
     change = f"{points(found['difference'])} points ({points(found['low'])} to {points(found['high'])})"
-    return [f"{said} on {found['questions']:,} other questions: {change}{more}."]
+    shared = f" about {found['images']:,} images" if found["images"] < found["questions"] else ""
+    return [f"{said} on {found['questions']:,} other questions{shared}: {change}{more}."]

@@ -7,6 +7,7 @@ sizes are bytes.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -137,13 +138,15 @@ class Comparison(_Record):
     """Paired scores of n samples in `clusters` images.
 
     Attributes:
-        low, high: limits of the confidence interval of `difference` at `level`: Tango's score interval, or for graded
-            scores the empirical-likelihood one.
+        low, high: limits of the confidence interval of `difference` at `level`.
+        method: of the interval: Gaffke's bounds with images as observations. Earlier versions: Tango's score interval, or
+            for graded scores the empirical-likelihood one.
         p: two-sided p-value of no difference; `adjusted_p`: corrected for the number of families.
         both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
         detectable: the smallest true drop that n samples like these would show with 80% power.
         margin, verdict: the allowed drop, and whether the candidate is shown to stay within it.
-        needed: number of samples that would decide an inconclusive verdict, if the true difference is the observed one.
+        needed: number of samples, in images as large, that would decide an inconclusive verdict, if the true difference is
+            the observed one.
     """
 
     n: Count
@@ -154,7 +157,7 @@ class Comparison(_Record):
     low: float
     high: float
     level: Share
-    method: Literal["tango", "likelihood"]
+    method: Literal["gaffke", "tango", "likelihood"]
     p: Share
     adjusted_p: Share | None = None
     design_effect: float = 1.0
@@ -166,6 +169,18 @@ class Comparison(_Record):
     margin: float
     verdict: Verdict
     needed: Count | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the interval counts: images, or samples where no two are about the same image."""
+        return "images" if self.clusters < self.n else "samples"
+
+    @property
+    def missing(self) -> int | None:
+        """How many more images (or samples, see `unit`) would decide an inconclusive verdict; None where no number would."""
+        if self.needed is None:
+            return None
+        return max(math.ceil(self.needed * self.clusters / self.n) - self.clusters, 1)
 
 
 class Divergence(_Record):

@@ -8,10 +8,10 @@ common one:
     d_c = -a_c k_c,   a_c ~ N(a, sigma^2),   observed x_c ~ N(d_c, v_c) and K_c ~ N(k_c, u_c)
 
 a and sigma come from all candidates (weighted least squares; sigma by the method of moments, DerSimonian and Laird, Controlled
-Clinical Trials 7, 1986), and the belief about a candidate is the posterior: empirical Bayes. v_c is the variance of the score
-statistic at the margin (`evaluation.score`), so that a candidate that lost none of 40 questions is not thought to be perfect.
-u_c is large: most of a mean divergence comes from the few questions whose answers change, each with some nats, so it is known
-no better than a count of these (`_NATS`).
+Clinical Trials 7, 1986), and the belief about a candidate is the posterior: empirical Bayes. v_c is the variance of the mean if
+images that lose everything made the loss the margin (`evaluation.bounds`), so that a candidate that lost none of 40 questions
+is not thought to be perfect. u_c is large: most of a mean divergence comes from the few questions whose answers change, each
+with some nats, so it is known no better than a count of these (`_NATS`).
 
 What a candidate is worth: its gain times the chance that a test on data of their own will confirm it, and the original's
 otherwise. That chance, with the belief's uncertainty in it, is the test's *assurance* (O'Hagan, Stevens and Campbell,
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from vlmcompress.evaluation import noninferiority, paired
-from vlmcompress.evaluation.score import NORMAL, Score
+from vlmcompress.evaluation import noninferiority
+from vlmcompress.evaluation.bounds import NORMAL, MeanDifference
 
 ERROR = 0.025
 """One-sided error of every verdict, as `vlmcompress eval` has it."""
@@ -54,23 +54,11 @@ class Evidence:
     differences: Sequence[float]
     images: Sequence[Hashable]
     divergence: float | None
-    _variances: dict[float, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
-    def effect(self) -> float:
-        """The design effect of questions that share images."""
-        return paired.design_effect(self.differences, self.images)
-
-    @cached_property
-    def score(self) -> Score:
-        """The score statistic of the differences."""
-        return Score(self.differences, self.effect)
-
-    def variance(self, margin: float) -> float:
-        """The variance of a single difference, were the loss `margin`."""
-        if margin not in self._variances:
-            self._variances[margin] = self.score.moments(-margin)[0]
-        return self._variances[margin]
+    def mean(self) -> MeanDifference:
+        """The mean of the differences, to be tested."""
+        return MeanDifference(self.differences, self.images)
 
 
 def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
@@ -83,7 +71,7 @@ def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
         if name not in known or math.isinf(spread):
             believed[name] = Belief(mean, variance)
             continue
-        k, n = known[name], found[name].score.n
+        k, n = known[name], found[name].mean.images
         before = k**2 * (spread + doubt) + slope**2 * _NATS * (k + _UNSEEN / n) / n + _LEAST
         share = before / (before + variance)
         believed[name] = Belief(share * mean - (1 - share) * slope * k, share * variance)
@@ -92,8 +80,8 @@ def beliefs(found: Mapping[str, Evidence], margin: float) -> dict[str, Belief]:
 
 def _observed(one: Evidence, margin: float) -> tuple[float, float]:
     """Mean and variance of a mean difference."""
-    score = one.score
-    return score.mean, max(one.variance(margin), score.variance) / score.n
+    mean = one.mean
+    return mean.mean, mean.variance(-margin) / mean.images
 
 
 def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
@@ -118,16 +106,16 @@ def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, fl
     return slope, spread, 1 / weight
 
 
-def assurance(belief: Belief, margin: float, questions: float | None, variance: float) -> float:
-    """The chance that a test with `questions` will confirm a loss of at most `margin`.
+def assurance(belief: Belief, margin: float, images: float | None, variance: float) -> float:
+    """The chance that a test on `images` will confirm a loss of at most `margin`.
 
     Args:
-        questions: their effective number; None: no test follows, and it is the chance that the loss is at most `margin`.
-        variance: variance of a single difference.
+        images: their effective number; None: no test follows, and it is the chance that the loss is at most `margin`.
+        variance: variance of an image's mean difference.
     """
     gap, unsure = belief.mean + margin, belief.variance
-    if questions is not None:
-        noise = variance / questions
+    if images is not None:
+        noise = variance / images
         gap -= NORMAL.inv_cdf(1 - ERROR) * math.sqrt(noise)
         unsure += noise
     return NORMAL.cdf(gap / math.sqrt(max(unsure, 1e-12)))
@@ -144,4 +132,4 @@ def refuted(one: Evidence, margin: float, looks: int) -> bool:
     The same candidate is looked at up to `looks` times, each time with an error of 0.025 / looks (Bonferroni), so that one
     that keeps the floor is thrown out at any time with a probability of 0.025 at most.
     """
-    return noninferiority.verdict(one.score, margin, 1 - 2 * ERROR / looks) == "fail"
+    return one.mean.mean < -margin and noninferiority.p_within(one.mean, margin) < ERROR / looks

@@ -48,13 +48,13 @@ def plain(
 def row(one: Standing, winner: bool = False, rough: bool = False) -> dict[str, Any]:
     """Describe a candidate; differences are shares, negative for a loss. `rough`: modelled where others were measured."""
     evidence = one.trial.evidence if one.trial else None
-    low, high = evidence.score.limits(0.95) if evidence else (None, None)
+    low, high = evidence.mean.limits(0.95) if evidence else (None, None)
     return {
         **one.candidate.plain(),
         "gain": round(one.gain, 4),
         "rough": rough,
         "questions": one.questions,
-        "difference": round(evidence.score.mean, 5) if evidence else None,
+        "difference": round(evidence.mean.mean, 5) if evidence else None,
         "low": low,
         "high": high,
         "divergence": evidence.divergence if evidence else None,

@@ -17,6 +17,8 @@ from vlmcompress.common.folders import save
 from vlmcompress.common.progress import Progress
 from vlmcompress.data.images import SUFFIXES
 from vlmcompress.errors import UserError
+from vlmcompress.evaluation import noninferiority
+from vlmcompress.evaluation.compare import LEVEL
 from vlmcompress.search.candidate import Candidate
 from vlmcompress.search.trial import Setup, attempt
 
@@ -33,6 +35,7 @@ EACH = 2
 CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
 FEWEST = 64
 """Images without which there is nothing to search with."""
+_SEARCH, _OTHERS = 15, 28  # fewest images to search on, 30 questions, and fewest to search and calibrate with
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ class Parts:
     confirm: list[Path]
 
 
-def split(folder: str | Path, most: int) -> Parts:
-    """Split a folder's images by their content, so that copies stay together: a quarter, a quarter, and half to confirm on.
+def split(folder: str | Path, most: int, margin: float) -> Parts:
+    """Split a folder's images by their content, so that copies stay together: half to confirm on, or as many as a loss of at
+    most `margin` cannot be confirmed without, and the others to calibrate and to search with.
 
     Raises:
         UserError: there is no such folder, or it has too few images.
@@ -57,10 +61,15 @@ def split(folder: str | Path, most: int) -> Parts:
     for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
         by_content.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
     images = [by_content[name] for name in sorted(by_content)][:most]
-    if len(images) < FEWEST:
-        raise UserError(f"--images {root} has {len(images)} different images; give at least {FEWEST}, better hundreds")
-    quarter = len(images) // 4
-    return Parts(images[:quarter], images[quarter : 2 * quarter], images[2 * quarter :])
+    confirm = noninferiority.fewest(margin, LEVEL)
+    if len(images) < (least := max(FEWEST, confirm + _OTHERS)):
+        raise UserError(
+            f"--images {root} has {len(images)} different images; give at least {least:,}, better hundreds: an agreement "
+            f"of {1 - margin:g} cannot be confirmed on less than {confirm:,}"
+        )
+    others = len(images) - max(confirm, len(images) - len(images) // 4 * 2)
+    calibration = min(others // 2, others - _SEARCH)
+    return Parts(images[:calibration], images[calibration:others], images[others:])
 
 
 def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress) -> dict[str, Path]:

@@ -41,12 +41,12 @@ class Rules:
     Attributes:
         margin: the allowed loss of accuracy, as a share.
         questions: how many there are to ask.
-        confirming: the number of questions that the winner will be confirmed on; None: it will not be.
+        confirming: the effective number of images that the winner will be confirmed on; None: it will not be.
     """
 
     margin: float
     questions: int
-    confirming: int | None = None
+    confirming: float | None = None
     first: int = FIRST
     joint: int = JOINT
     finalists: int = FINALISTS
@@ -186,11 +186,9 @@ class Race:
         """The chance that a candidate of such a belief is confirmed. `margin`: another than the race's."""
         margin = self.rules.margin if margin is None else margin
         spread = max(margin, -belief.mean) * (1 + max(margin, -belief.mean))  # of answers that change one way only
-        effect = 1.0
         if evidence is not None:
-            spread, effect = max(spread, evidence.variance(margin)), evidence.effect
-        count = None if self.rules.confirming is None else self.rules.confirming / effect
-        return assurance(belief, margin, count, spread)
+            spread = max(spread, evidence.mean.variance(-margin))
+        return assurance(belief, margin, self.rules.confirming, spread)
 
     def _joined(self) -> list[Standing]:
         """The candidates of the first rung: single changes and what is predicted for all combinations of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import duration
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority, tasks
-from vlmcompress.evaluation.score import Score
+from vlmcompress.evaluation.bounds import MeanDifference
+from vlmcompress.evaluation.compare import LEVEL
 from vlmcompress.search import outcome, space
 from vlmcompress.search.book import QUESTIONS, WORK, open_book
 from vlmcompress.search.candidate import Candidate
@@ -39,6 +41,7 @@ _LEAST = 30
 """Questions without which nothing can be said."""
 _CHANCE = 0.1
 """Share of questions without image, such as sums, that may be in both data by chance."""
+_TEXT = "text:"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def find(asked: Request, progress: Progress) -> Searched:
     base = setup.base
     gains = _gains(asked, setup)
     count = len(questions_of(setup, asked.limit))
-    confirming = _confirming(asked, setup, count)
+    confirming, images = _confirming(asked, setup, count)
     known = source_identity(setup.model)
     about = {
         "model": known,
@@ -120,9 +123,9 @@ def find(asked: Request, progress: Progress) -> Searched:
                     f"--max-time is spent: asking the original took {duration(book.spent)}; give a longer one, which goes on "
                     "from here, or fewer questions (--limit)"
                 )
-            reserve = 2.4 * (confirming or 0) * (book.note("seconds") or 0.0)  # the original, the winner, and some more
+            reserve = 2.4 * confirming * (book.note("seconds") or 0.0)  # the original, the winner, and some more
             live = Live(setup, crew, book, gains, before, progress, max(reserve, SHARE * (asked.budget or 0.0)))
-            found = search(where, live, Rules(asked.margin, count, confirming))
+            found = search(where, live, Rules(asked.margin, count, images))
         rate = gains.rate(found.winner.candidate) if found.winner else None
         data = outcome.plain(found, _described(asked, base, gains), where.left_out, rate)
         winner = _placed(asked, setup, found, progress)
@@ -187,48 +190,49 @@ def _gains(asked: Request, setup: Setup) -> Measured | Modelled:
     return Measured(modelled if known else Modelled(setup, asked.goal, asked.load, STAND_IN), asked.data)
 
 
-def _confirming(asked: Request, setup: Setup, count: int) -> int | None:
-    """The number of questions for the confirmation. UserError: too few of them, or some that the search asks, too."""
+def _confirming(asked: Request, setup: Setup, count: int) -> tuple[int, float | None]:
+    """Number of questions of the confirmation, and their effective number of images; 0 and None without a confirmation.
+
+    Raises:
+        UserError: too few of them to confirm anything, or some that the search asks, too.
+    """
     if count < _LEAST:
         raise UserError(f"{asked.data or 'the data'} has {count} questions; a search needs at least {_LEAST}")
     if asked.confirm is None:
-        return None
+        return 0, None
     model, file = setup.model, Path(asked.confirm)
     suite = tasks.load_suite(asked.suite, file, candidate=model, baseline=model)
-    if (least := _enough(asked.margin)) > len(suite):
+    subjects = _subjects(suite)
+    unchanged = MeanDifference([0.0] * len(subjects), subjects)
+    if noninferiority.verdict(unchanged, asked.margin, LEVEL) != "pass":
+        images = len(set(subjects))
+        least = math.ceil(images * (noninferiority.needed(unchanged, asked.margin, LEVEL) or 0) / len(subjects))
+        what = "questions" if images == len(subjects) else "images"
         raise UserError(
-            f"{asked.confirm} has {len(suite):,} questions, and a floor of {100 * asked.margin:g} points cannot be "
-            f"confirmed with less than {least:,}, even if no answer changes; give more, or a larger --max-drop"
+            f"{asked.confirm} has {len(subjects):,} questions about {images:,} images, and a floor of "
+            f"{100 * asked.margin:g} points cannot be confirmed with less than {least:,} {what}, even if no answer "
+            "changes; give more, or a larger --max-drop"
         )
-    images, texts = (
-        one & other for one, other in zip(_contents(questions_of(setup, None)), _contents(suite), strict=True)
-    )
-    if images or len(texts) > len(suite) * _CHANCE:
-        what = f"{len(images)} images" if images else f"{len(texts)} questions"
+    both = {name for subject in _subjects(questions_of(setup, None)) for name in subject}
+    both &= {name for subject in subjects for name in subject}
+    texts = sum(name.startswith(_TEXT) for name in both)
+    if len(both) > texts or texts > len(subjects) * _CHANCE:
+        what = f"{len(both) - texts} images" if len(both) > texts else f"{texts} questions"
         raise UserError(
             f"{asked.confirm} has {what} that {asked.data} has, too; confirm on images that the search never sees"
         )
-    return len(suite)
+    return len(subjects), unchanged.images
 
 
-def _enough(margin: float) -> int:
-    """The least number of questions with which a candidate that changes no answer is confirmed."""
-    count = _LEAST
-    while noninferiority.verdict(Score([0.0] * count), margin, 0.95) != "pass":
-        count += max(1, count // 50)
-    return count
-
-
-def _contents(suite: tasks.LoadedSuite) -> tuple[set[str], set[str]]:
-    """Hashes of a suite's images, as they are when decoded, and of its questions that have none."""
-    images, texts = set(), set()
+def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
+    """What each question of a suite is about: hashes of its images as they are when decoded, or of its text if it has none."""
+    subjects = []
     for task in suite.tasks.values():
         for document in task.eval_docs:
-            shown = {hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ()}
-            images |= shown
-            if not shown:
-                texts.add(hashlib.sha256(str(task.doc_to_text(document)).encode()).hexdigest())
-    return images, texts
+            shown = tuple(hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ())
+            text = hashlib.sha256(str(task.doc_to_text(document)).encode()).hexdigest()
+            subjects.append(shown or (f"{_TEXT}{text}",))
+    return subjects
 
 
 def _placed(asked: Request, setup: Setup, found: Found, progress: Progress) -> Path | None:

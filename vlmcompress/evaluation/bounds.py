@@ -1,0 +1,168 @@
+"""Confidence bounds of a mean paired difference whose samples share images; an image may lose all of its questions at once.
+
+Image i has m_i questions, whose differences sum to S_i; the mean difference is sum S_i / sum m_i. The p-value of "the true
+mean is at most D" is Gaffke's (Math. Methods Statist. 14, 2005, 451-467; Learned-Miller and Thomas, arXiv:1905.06208), with
+images as the observations and one image more that loses everything:
+
+    P(sum_i E_i (S_i - D m_i) - E_0 M (1 + D) <= 0),   E_i independent standard exponentials,   M = sum m_i^2 / sum m_i
+
+M is the size of the image of a random question, and sum m_i / M Kish's effective number of images (Survey Sampling, 1965).
+
+- **Nothing has to be known of correlations.** Where questions of an image change together, the sums S_i are large. Where none
+  changed, nothing tells whether they would, and the image more stands for what was not seen: k images without a change bound
+  the share of images that lose everything by 1 - 0.025^(1/k), about 3.7 / k. No test with that error does better: were the
+  share larger, k images without a loss would be seen too often, however many questions each has.
+- **A lost answer less never makes the p-value larger**, as it only raises an S_i.
+- **Special cases**, one question an image: without a win it is the exact binomial test (Clopper and Pearson, 1934), at D = 0
+  the exact McNemar test.
+
+That the error is at most the level is proven for two outcomes and a conjecture otherwise, for which no counterexample is known;
+`scripts/measure/simulate_statistics.py` counts. The bootstrap has no width when no answer differs, and too little when few do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlmcompress.evaluation import paired
+
+NORMAL = NormalDist()
+_STEP, _NODES, _BEND = (
+    0.1,
+    121,
+    0.5,
+)  # of the trapezoidal rule and its hyperbola: relative errors below 1e-9, see the test
+_SINH, _COSH = np.sinh(_STEP * np.arange(_NODES)), np.cosh(_STEP * np.arange(_NODES))
+_EXACT = 1e-9  # in normal deviates and in means, how exact limits are
+
+
+class MeanDifference:
+    """Paired differences in [-1, 1] of questions about images, ready to be tested against any mean.
+
+    Attributes:
+        n: number of questions.
+        mean: their mean difference.
+        images: effective number of images: those of equal sizes that say as much.
+        size: typical size of an image's mean difference that is not zero; 1 if all are zero.
+        design_effect: variance of the mean with images as clusters, over that of as many questions about different images,
+            both with the further image that loses everything; at least 1.
+    """
+
+    def __init__(self, differences: Sequence[float], images: Iterable[Hashable] | None = None) -> None:
+        values = np.asarray(differences, dtype=float)
+        sums, sizes = paired.by_image(values, range(len(values)) if images is None else images)
+        self.n = len(values)
+        self.mean = float(values.mean())
+        self._whole = float((sizes**2).sum() / self.n)
+        self.images = self.n / self._whole
+        rows, self._counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+        self._sums, self._sizes = rows
+        spread = float(((sums - self.mean * sizes) ** 2).sum())
+        alone = float(((values - self.mean) ** 2).sum())
+        self._variance = spread / (self.n * self._whole)
+        self.design_effect = max((spread + self._whole**2) / (alone + self._whole), 1.0)
+        absolute = float(np.abs(sums).sum())
+        self.size = float((sums**2).sum()) / (self._whole * absolute) if absolute else 1.0
+
+    def variance(self, mean: float | None = None) -> float:
+        """Variance of an image's mean difference; that of the mean of all is `images` times smaller.
+
+        `mean`: what it would be if the true mean were so low because more images lose everything; None: as observed.
+        """
+        if mean is None or mean >= self.mean:
+            return self._variance
+        lost = (self.mean - mean) / (
+            1 + self.mean
+        )  # share of images that lose everything, in a mixture with what was seen
+        return (1 - lost) * (self._variance + (self.mean - mean) ** 2) + lost * (1 + mean) ** 2
+
+    def p_at_most(self, mean: float, times: float = 1.0) -> float:
+        """One-sided p-value of "the true mean is at most `mean`". `times`: as if everything had been seen so many times."""
+        return self._tail(mean, -1.0, times)
+
+    def p_at_least(self, mean: float, times: float = 1.0) -> float:
+        """One-sided p-value of "the true mean is at least `mean`"."""
+        return self._tail(mean, 1.0, times)
+
+    def _tail(self, mean: float, end: float, times: float) -> float:
+        gaps = np.append(self._sums - mean * self._sizes, (end - mean) * self._whole)
+        return below_zero(-end * gaps, np.append(times * self._counts, 1.0))
+
+    def limits(self, level: float) -> tuple[float, float]:
+        """The two-sided confidence interval of the mean; each limit errs with (1 - level) / 2."""
+        tail = (1 - level) / 2
+        width = (
+            4 * math.sqrt(self._variance / self.images) + 5 / self.images
+        )  # of a bracket that mostly holds the limit
+        return _root(self.p_at_most, self.mean, width, -1.0, tail), _root(self.p_at_least, self.mean, width, 1.0, tail)
+
+
+def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> float:
+    """P(sum_j a_j G_j <= 0) of independent gamma variables G_j of the given shapes and scale 1.
+
+    The inverse Laplace transform along a hyperbola through the integrand's saddle point, by the trapezoidal rule, which
+    converges exponentially (Rice, SIAM J. Sci. Stat. Comput. 1, 1980, for quadratic forms; Weideman and Trefethen, Math. Comp.
+    76, 2007, for hyperbolas).
+
+    Args:
+        scales, shapes: a_j of any sign, shapes above 0.
+    """
+    used = scales != 0
+    a, w = scales[used], shapes[used]
+    if not len(a) or a.max() <= 0:
+        return 1.0
+    if a.min() >= 0:
+        return 0.0
+    if float(w @ a) < 0:
+        return 1.0 - below_zero(-a, w)
+    low, high = 1 / float(a.min()), 0.0  # the integrand exp(K(s)) / -s, K(s) = -sum w log(1 - a s), is convex on it
+    for _ in range(30):
+        saddle = (low + high) / 2
+        low, high = (low, saddle) if w @ (a / (1 - a * saddle)) > 1 / saddle else (saddle, high)
+    width = 1 / math.sqrt(w @ (a / (1 - a * saddle)) ** 2 + 1 / saddle**2)
+
+    def integrand(bend: float, step: int = 1) -> NDArray[np.complex128]:
+        s = saddle + width * (1j * _SINH[::step] + bend * (_COSH[::step] - 1))
+        slope = width * (1j * _COSH[::step] + bend * _SINH[::step])
+        return np.exp(-(w @ np.log(1 - np.multiply.outer(a, s))) - np.log(-s)) * slope
+
+    # All singularities are on the real axis, so either side will do; on the wrong one the integrand swells and cancels.
+    with np.errstate(over="ignore", invalid="ignore"):
+        swollen = [np.nan_to_num(np.abs(integrand(bend, 5)), nan=np.inf).sum() for bend in (-_BEND, _BEND)]
+    values = integrand(_BEND if swollen[1] < swollen[0] else -_BEND).imag
+    return min(max(float(_STEP * (values.sum() - values[0] / 2) / math.pi), 0.0), 1.0)
+
+
+def _root(p_value: Callable[[float], float], inner: float, width: float, end: float, tail: float) -> float:
+    """The mean between `inner` and `end` at which a p-value falls to `tail`; it's looked for within `width` first.
+
+    Regula falsi (the Illinois algorithm; Dowell and Jarratt, BIT 11, 1971) on normal deviates, which are nearly linear.
+    """
+
+    def deviate(mean: float) -> float:
+        return NORMAL.inv_cdf(min(max(p_value(mean), 1e-300), 1 - 1e-15)) - NORMAL.inv_cdf(tail)
+
+    outer = end * min(end * inner + width, 1.0)
+    at_inner, at_outer = deviate(inner), deviate(outer)
+    if at_outer > 0:
+        outer, at_outer = end, deviate(end)
+    if at_outer >= 0 or at_inner <= 0:
+        return outer if at_outer >= 0 else inner
+    middle, last = inner, 0
+    for _ in range(60):
+        middle = (inner * at_outer - outer * at_inner) / (at_outer - at_inner)
+        at_middle = deviate(middle)
+        if abs(at_middle) < _EXACT or abs(outer - inner) < _EXACT:
+            break
+        if at_middle > 0:
+            inner, at_inner = middle, at_middle
+            at_outer, last = (at_outer / 2 if last > 0 else at_outer), 1
+        else:
+            outer, at_outer = middle, at_middle
+            at_inner, last = (at_inner / 2 if last < 0 else at_inner), -1
+    return middle
