@@ -25,19 +25,25 @@ def images(tmp_path_factory):
 
 
 def test_parts_share_no_image(images):
-    parts = own_answers.split(images, 1000)
+    parts = own_answers.split(images, 1000, 0.5)
     names = [path.read_bytes() for part in (parts.calibration, parts.search, parts.confirm) for path in part]
     assert len(names) == len(set(names)) == 64, "the copy counts once"
     assert (len(parts.calibration), len(parts.search), len(parts.confirm)) == (16, 16, 32)
-    assert own_answers.split(images, 1000) == parts, "the same each time"
+    assert own_answers.split(images, 1000, 0.5) == parts, "the same each time"
+    parts = own_answers.split(images, 1000, 0.1)
+    assert (len(parts.calibration), len(parts.search), len(parts.confirm)) == (13, 15, 36), "fewer confirm nothing"
 
 
 def test_too_few_images(images, tmp_path):
     shutil.copy(images / "00.png", tmp_path / "one.png")
     with pytest.raises(UserError, match="1 different images; give at least 64"):
-        own_answers.split(tmp_path, 1000)
+        own_answers.split(tmp_path, 1000, 0.1)
+    with pytest.raises(
+        UserError, match="64 different images; give at least 100, better hundreds: an agreement of 0.95"
+    ):
+        own_answers.split(images, 1000, 0.05)
     with pytest.raises(UserError, match="is no folder"):
-        own_answers.split(tmp_path / "absent", 1000)
+        own_answers.split(tmp_path / "absent", 1000, 0.1)
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import pytest
 from scipy.stats import norm
 
 from vlmcompress.evaluation import compare
+from vlmcompress.evaluation.noninferiority import fewest
 from vlmcompress.search import belief
 from vlmcompress.search.belief import Belief, Evidence, assurance, beliefs, refuted, worth
+from vlmcompress.search.race import LIKELY, Race, Rules
 
 MARGIN = 0.02
 
@@ -149,6 +151,25 @@ def test_assurance_foretells_real_verdicts() -> None:
     assert compare.compare([1.0] * 2000, after.tolist(), margin=MARGIN).verdict == (
         "pass" if verdicts[-1] else "inconclusive"
     )
+
+
+@pytest.mark.parametrize("images, each, margin", [(12, 9, 0.2), (18, 2, 0.1), (300, 1, 0.01)])
+def test_who_changes_no_answer_is_likeliest_to_be_confirmed(images, each, margin) -> None:
+    """A search threw lossless candidates out (chance 25%) for one that lost 5 and won 3 (83%), as questions shared images. Here
+    with no confirmation, with the fewest images that can confirm, and with more; up to eight answers lost, some of them won."""
+    place = np.random.default_rng(0).permutation(images * each)
+    for confirming in (None, fewest(margin, 0.95), 3 * fewest(margin, 0.95)):
+        race = Race([], None, Rules(margin, 900, confirming))
+
+        def chance(lost: int, won: int, race: Race = race) -> float:
+            differences = np.zeros(images * each)
+            differences[place[:lost]], differences[place[lost : lost + won]] = -1, 1
+            answers = Evidence(differences, [i % images for i in range(images * each)], None)
+            return race.chance(beliefs({"": answers}, margin)[""], answers)
+
+        assert chance(0, 0) >= LIKELY
+        for lost in range(1, 9):
+            assert all(chance(lost, won) < chance(0, 0) for won in range(lost))
 
 
 def test_worth_is_what_to_expect() -> None:
