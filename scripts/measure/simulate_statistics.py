@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Check by simulated compressions, whose true drop is known, that verdicts are wrong no more often than they may be.
 
-    scripts/measure/simulate_statistics.py            all settings, about six minutes
+    scripts/measure/simulate_statistics.py            all settings, about ten minutes
     scripts/measure/simulate_statistics.py --quick    a few, for CI
 
 For every setting (kind of score, samples, images, share of answers that change both ways) and true drop: how often the
@@ -281,7 +281,9 @@ def tables(rng: np.random.Generator, runs: int) -> tuple[list[dict], dict[str, l
         ]
         for margin in MARGINS
     }
-    print("\n| margin, points | nothing changed | some changed, 1 question an image | 4 questions an image |")
+    print(
+        "\n| margin, points | nothing changed | some changed, 1 question an image | some changed, 4 questions an image |"
+    )
     print("|---|---|---|---|")
     for margin, (least, alone, shared) in needed.items():
         print(f"| {margin} | {least:,} | about {alone:,} | about {shared:,} |")
