@@ -174,8 +174,9 @@ def test_the_page_of_a_search_says_its_verdict_in_a_badge() -> None:
     counts = {"questions": {"search": 900, "asked": 900, "full_grid": 9000}, "seconds": 60.0, "left_out": {}}
     rest = {"ended_by_budget": False, "one_more_point": None, "nearest": None, "rate": None}
     data = {**asked, **counts, **rest, "candidates": candidates(), "winner": {"name": "x"}}
-    text = search_page.page({**data, "confirmed": {**CONFIRMED, "needed": None}})
+    text = search_page.page({**data, "confirmed": {**CONFIRMED, "images": 500, "missing": 70, "unit": "images"}})
     assert 'class="pill inconclusive"' in text and 'class="verdict inconclusive"' in text
+    assert "on 1,500 other questions about 500 images" in text and "about 70 more images would decide" in text
     assert text.count("<svg") == 2 and "pill" not in search_page.page(data).partition("<main>")[2]
 
 

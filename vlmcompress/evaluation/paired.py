@@ -20,7 +20,7 @@ def by_image(
     """Sum of the differences of each image, and its number of questions, in the order in which images come first."""
     codes: dict[Hashable, int] = {}
     index = [codes.setdefault(image, len(codes)) for image in images]
-    return np.bincount(index, np.asarray(differences, dtype=float)), np.bincount(index).astype(float)
+    return np.bincount(index, np.asarray(differences, dtype=float)).astype(float), np.bincount(index).astype(float)
 
 
 def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> float:
