@@ -265,6 +265,6 @@ def test_statistics_for_what_will_read_them(world, tmp_path):
     assert needed(["gptq"]) == {"gram"} and needed(["error", "fp8"]) == {"gram"}
     assert needed(["gptq", "mbq", "luq"]) == {"gram", "absmean", "gradient", "entropy"}
     with pytest.raises(
-        UserError, match="--for gptq,qronos: the cross-Gram matrix hangs on the blocks quantized before"
+        UserError, match="--for gptq,qronos: the cross-Gram matrix depends on the blocks quantized before"
     ):
         needed(["gptq", "qronos"])

@@ -22,8 +22,8 @@ known, the paper's proxy for how much two neighbours have to be searched togethe
 over the 4-bit codes u, v that the same element of the same token has in both blocks, so at most 4 bits. An element belongs to
 all codes softly, by exp(-(x - q_m)^2 / step) normalized over the grid points q_m. The paper leaves three things open, which are
 ours: p(u, v) is the mean over elements of the product of both memberships; x is in units of the step (as printed the softness
-hangs on the unit of the activations); each channel's grid spans what occurs in it. The first block has none before it and gets
-the entropy of its own codes. The authors' code computes something else from normalized magnitudes, without that grid.
+depends on the unit of the activations); each channel's grid spans what occurs in it. The first block has none before it and
+gets the entropy of its own codes. The authors' code computes something else from normalized magnitudes, without that grid.
 """
 
 from __future__ import annotations

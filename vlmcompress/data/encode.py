@@ -9,7 +9,7 @@
        the one that ends it
 
 So an answer begins with the prompt's last token, from whose output its first token is read, and the token that ends it is
-text: nothing is read from it, and no engine ever runs it. With answers of a word or two this decides everything that hangs on
+text: nothing is read from it, and no engine ever runs it. With answers of a word or two this decides everything that depends on
 gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last token.
 
 A token is vision when its id is the one that the model's config names (`ModelSpec.image_token`), for that is where the model

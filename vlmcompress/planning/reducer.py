@@ -73,7 +73,7 @@ def tokens_text(reducer: ReducerChoice | None, example: Mapping[str, Any] | None
 
 
 def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
-    if resize and not resize.settled:  # which hangs on the calibration images
+    if resize and not resize.settled:  # which depends on the calibration images
         return None
     if reducer and chooses_images(reducer.module):  # of a single image nothing goes
         reducer = None

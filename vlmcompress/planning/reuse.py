@@ -59,7 +59,7 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
         found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
     if method.corrects:
         found.append(
-            f"statistics {known.folder} were collected without the cross-Gram matrix, which hangs on the blocks quantized "
+            f"statistics {known.folder} were collected without the cross-Gram matrix, which depends on the blocks quantized "
             "before; leave out the statistics and name --calib"
         )
     if lacking := sorted(method.needs - {CROSS} - set(known.facts["needs"])):

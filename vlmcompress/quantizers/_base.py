@@ -21,7 +21,7 @@ class QuantizerOptions:
 
     @property
     def needs(self) -> frozenset[str] | None:
-        """Statistics that are read with these options, where that hangs on them; None: the scheme's `NEEDS`."""
+        """Statistics that are read with these options, where that depends on them; None: the scheme's `NEEDS`."""
         return None
 
     @property

@@ -3,7 +3,7 @@
 A clip search that looks at one group of a row alone minimizes `d_g G_gg d_g^T` with the group's own block of G. The error of
 the row's output has products with all other groups' errors besides,
 
-    e(d) = d G d^T = d_g G_gg d_g^T + 2 d_g (sum over h != g of G_gh d_h) + what does not hang on d_g
+    e(d) = d G d^T = d_g G_gg d_g^T + 2 d_g (sum over h != g of G_gh d_h) + what does not depend on d_g
 
 and where input channels are correlated they are as large. Here each group in turn takes the range of least `e`, the others
 being as they are, so that one group's error makes up for another's. Ranges wider than the group's own are among those tried,

@@ -1,8 +1,8 @@
 """The book of a search: every trial, each on disk before the next begins, and the time that was spent.
 
-`search.jsonl` is a journal as `evaluation.journal` writes it, so a search that was killed goes on where it was. Trials hang on
-the model, the data, the seed and the engine, and on no floor and no objective: another search in the same folder, with another
-floor, takes up all that is known.
+`search.jsonl` is a journal as `evaluation.journal` writes it, so a search that was killed goes on where it was. Trials depend
+on the model, the data, the seed and the engine, and on no floor and no objective: another search in the same folder, with
+another floor, takes up all that is known.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_book(folder: Path, about: Mapping[str, Any], budget: float | None) -> I
     """Open the book of a search, or begin one.
 
     Args:
-        about: what trials hang on.
+        about: what trials depend on.
         budget: seconds that the search may take; None: no limit.
 
     Raises:

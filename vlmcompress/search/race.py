@@ -239,5 +239,5 @@ class Race:
 
 
 def _rank(one: Standing) -> tuple[float, float, str]:
-    """Sort by worth, then by gain; by name where both are equal, so that the order never hangs on chance."""
+    """Sort by worth, then by gain; by name where both are equal, so that the order never depends on chance."""
     return -one.worth, -one.gain, one.candidate.name

@@ -81,7 +81,7 @@ class Modelled:
     _model: Model | None = None
 
     def gain(self, candidate: Candidate) -> float | None:
-        """The gain; None where the target's rates are not known, or the count of tokens hangs on the image."""
+        """The gain; None where the target's rates are not known, or the count of tokens depends on the image."""
         before, after = self.figures(Candidate()), self.figures(candidate)
         if before is None or after is None:
             return None
@@ -111,7 +111,7 @@ class Modelled:
             capacity = plan(self._model, self._request(recipe), formats=[row])
         except UserError:
             return None
-        if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left hangs on what an image shows
+        if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
             return None
         served, load = capacity.rows[0].served.get(capacity.served), capacity.loads[capacity.served]
         loaded = weights.loaded_bytes(row, self._model.stored)

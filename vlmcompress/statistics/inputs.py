@@ -22,7 +22,7 @@ is ours. Where modality m holds the pooled maximum, the mean is at least `p_m` o
 Behind quantized blocks a layer is given other inputs than in the 16-bit model. Where X are those that it is given and
 `X'` those of the 16-bit model at the same tokens, the *cross-Gram matrix* `X^T X'` says what became of them. It is
 kept less the Gram matrix, `C = X^T (X' - X)`, as a small difference of two large sums would be lost in their
-rounding. It is weighed and rescaled as G is, has no symmetry, and is never stored, as it hangs on what the blocks
+rounding. It is weighed and rescaled as G is, has no symmetry, and is never stored, as it depends on what the blocks
 before were quantized to.
 """
 
@@ -92,7 +92,7 @@ class GroupStats:
         """
         if CROSS not in self.needs:
             raise ValueError(
-                "the statistics were collected without the cross-Gram matrix, which hangs on the quantized blocks before; "
+                "the statistics were collected without the cross-Gram matrix, which depends on the quantized blocks before; "
                 "leave them out and name calibration data"
             )
         (first, weight), *others = self._weighed(weights).items()

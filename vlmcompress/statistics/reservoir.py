@@ -9,7 +9,7 @@ from torch import Tensor
 class Reservoir:
     """A uniform sample of at most `size` of all rows that it is offered; memory holds these and one batch.
 
-    Each row gets a random number and the smallest stay. The numbers hang on `seed` and on how many rows came before, so that
+    Each row gets a random number and the smallest stay. The numbers depend on `seed` and on how many rows came before, so that
     reservoirs that see the same tokens in the same order keep the same ones, and rows need not be seen to be drawn.
     """
 

@@ -60,7 +60,7 @@ def splits(
 
     Args:
         masks: modality of each sample's tokens, `[tokens]` or `[1, tokens]`.
-        batches: the samples of each batch, where shorter ones are padded on the left. What is drawn does not hang on it.
+        batches: the samples of each batch, where shorter ones are padded on the left. What is drawn does not depend on it.
         seed: of the draw; the same numbers of tokens draw the same ones.
     """
     flat = [mask.reshape(-1).cpu() for mask in masks]
