@@ -27,8 +27,9 @@ INTRO = """\
 # Recipe keys
 
 A recipe says everything that decides what `vlmcompress quantize` writes. It is a YAML file, and each of its keys can
-also be given on the command line: `--set options.group_size=64` sets the key `group_size` below `options`, and the most
-used keys have a flag of their own (`--scheme`, `--target`, `--reduce`, ...). Where several places name a key, the first
+also be given on the command line: `--set options.damp=0.1` sets the key `damp` below `options`, and the most used keys
+have a flag of their own (`--scheme`, `--target`, `--reduce`, `--bits` and `--group-size`, which are `options.bits` and
+`options.group_size`, ...). Where several places name a key, the first
 of these wins: command line, recipe file, what the target decides, default. `--dry-run` shows every key with its value
 and where that came from. An unknown key or a value of the wrong type is refused in one line before anything is read.
 
@@ -76,7 +77,8 @@ def _options(registry: Any) -> str:
     found = []
     for name in registry.names():
         options = registry.get(name).Options
-        found += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.\n"]
+        also = ", ".join(f"`{alias}`" for alias in registry.aliases(name))
+        found += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{f' Also {also}.' if also else ''}\n"]
         if dataclasses.fields(options):
             found += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
             found.append(_table(options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -17,7 +18,25 @@ class GateError(Exception):
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest choice, or `; choose from a, b, c` when none is close."""
     choices = sorted(choices)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean '{close[0]}'?"
+    if close := closest(name, choices):
+        return f"; did you mean '{close}'?"
     return f"; choose from {', '.join(choices)}" if choices else ""
+
+
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.62) -> str | None:
+    """The choice that `name` is most likely meant to be: one that it goes on from (a100-80gb: a100), or one spelled alike."""
+    alike = [choice for choice in choices if _numbers_agree(name, choice)]
+    if begun := [choice for choice in alike if name.startswith(f"{choice}-")]:
+        return max(begun, key=len)
+    return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=cutoff)), None)
+
+
+def _numbers_agree(name: str, choice: str) -> bool:
+    """Whether each number in `choice` may be one of `name` with digits left out or doubled: int4 is no way to write int8."""
+    numbers = re.findall(r"\d+", name)
+
+    def within(part: str, whole: str) -> bool:
+        digits = iter(whole)
+        return all(digit in digits for digit in part)
+
+    return all(any(within(n, m) or within(m, n) for m in numbers) for n in re.findall(r"\d+", choice))

@@ -161,7 +161,7 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
         (("--video", "8x64"), "FRAMESxWIDTHxHEIGHT"),
         (("--images-per-request", "-1"), "--images-per-request -1"),
         (("--out-tokens", "0"), "--out-tokens 0"),
-        (("--kv-cache", "fp9"), "did you mean 'fp8'"),
+        (("--kv-cache", "fp-8"), "did you mean 'fp8'"),
         (("--memory", "lots"), "not a size"),
         (("--plot", "chart.png"), "should end in .svg"),
         (("--plot", "nowhere/chart.svg"), "does not exist"),

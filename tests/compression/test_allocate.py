@@ -250,7 +250,7 @@ def test_refusals_of_a_plan(world, bits, more, message):
             {"budget": 3, "among": [1]},
             "bits.among is .*it should have whole numbers from 2 to 8, fp8, int8, bf16, and has 1",
         ),
-        ({"budget": 3, "among": ["fp9"]}, "did you mean 'fp8'"),
+        ({"budget": 3, "among": ["fp-8"]}, "did you mean 'fp8'"),
         ({"budget": 3, "among": [4, 4]}, "should name each width once"),
         ({"budget": 3, "by": "eror"}, "did you mean 'error'"),
         ({"budget": 0}, "bits.budget is 0, it should be greater than 0"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from vlmcompress.errors import UserError
-from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.recipe import SCHEMES, Recipe, resolve
 from vlmcompress.recipe.layers import assign, bundled, merge
 
 BASE = {"model": "m"}
@@ -55,6 +55,20 @@ def test_target_gives_the_scheme():
     got = resolve(BASE | {"target": "a100", "goal": "throughput"})
     assert got.recipe.scheme == "int8"
     assert got.origin("scheme") == "target a100"
+
+
+def test_presets_of_other_tools_are_schemes_of_ours(tmp_path):
+    """In any case, from flags, files and Python, recorded by our name; each alias is in one file and no entry's name."""
+    presets = {"W4A16": "gptq-plus", "w4a16_asym": "gptq-plus", "INT4": "gptq-plus", "W8A8": "int8", "W8A16": "w8a16"}
+    presets |= {"FP8_DYNAMIC": "fp8", "FP8": "fp8", "FP8-static": "fp8-static", "NVFP4": "nvfp4", "GPTQ": "gptq"}
+    for preset, scheme in presets.items():
+        recipe = resolve(BASE, write(tmp_path, f"scheme: {preset}")).recipe
+        assert (recipe.scheme, recipe.plain()["scheme"]) == (scheme, scheme)
+    on_target = resolve(BASE | {"target": "A100"})
+    assert (on_target.recipe.target, on_target.origin("scheme")) == ("a100", "target a100")
+    aliases = [alias for name in SCHEMES for alias in SCHEMES.aliases(name)]
+    assert len(aliases) == len(set(aliases)) > 3 and not {*aliases} & {*SCHEMES.names()}
+    assert all(alias == alias.lower() and "_" not in alias for alias in aliases)
 
 
 def test_options_are_those_of_the_scheme():

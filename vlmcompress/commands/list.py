@@ -10,7 +10,8 @@ from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.registry import FAMILIES, FORMATS, REDUCERS, SCHEMES, TARGETS, Registry
 from vlmcompress.common.text import table
 
-PLACE = 140
+GROUP = "look first"
+PLACE = 14
 Entries = list[dict[str, Any]]
 # It stands among the reducers on the command line, and is a setting of the processor.
 _RESIZE: dict[str, Any] = {
@@ -39,7 +40,11 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _registered(registry: Registry) -> Entries:
-    return [{"name": name, "about": registry.summary(name)} for name in registry.names()]
+    entries = [{"name": name, "about": registry.summary(name)} for name in registry.names()]
+    for entry in entries:
+        if aliases := registry.aliases(entry["name"]):
+            entry["about"] += f" (also {', '.join(aliases)})"
+    return entries
 
 
 def _targets() -> Entries:

@@ -2,7 +2,8 @@
 
 A family of plug-ins is a package folder (`vlmcompress.quantizers`, ...). Each module in it whose name has no leading
 underscore is one entry, under its file name with `_` written as `-`. Third parties join through entry points of the
-group with the package's name; a name that exists already is an error, never a silent override.
+group with the package's name; a name that exists already is an error, never a silent override. An entry may declare other
+names, in lower case, that users know it by: `ALIASES = ("w4a16",)`, a literal.
 """
 
 from __future__ import annotations
@@ -57,6 +58,21 @@ class Registry:
 
     def __contains__(self, name: object) -> bool:
         return name in self._modules
+
+    def name(self, text: str) -> str:
+        """The name of the entry that `text` stands for, in any case, with `_` for `-`, or as an alias; else `text` itself."""
+        if text in self._modules:
+            return text
+        plain = text.strip().lower().replace("_", "-")
+        return plain if plain in self._modules else self._by_alias.get(plain, text)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Other names of an entry."""
+        return tuple(self.constant(name, "ALIASES") or ())
+
+    @functools.cached_property
+    def _by_alias(self) -> dict[str, str]:
+        return {alias: name for name in self._modules for alias in self.aliases(name)}
 
     def get(self, name: str) -> Any:
         """The module behind `name`; what it has, the folder's docstring says. Raises `UserError` with the closest name when

@@ -52,7 +52,7 @@ def needed(names: Collection[str]) -> frozenset[str]:
         UserError: a name that is none of them, or names that together read nothing.
     """
     found: set[str] = set()
-    for name in names:
+    for name in map(SCHEMES.name, names):
         known = {*SCHEMES.names(), *RULES.names(), *BY_GRADIENT}
         if name not in known:
             raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, known)}")
@@ -65,7 +65,7 @@ def needed(names: Collection[str]) -> frozenset[str]:
             found.add("gradient")
     if CROSS in found:
         raise UserError(
-            f"--for {','.join(names)}: the cross-Gram matrix hangs on the blocks quantized before and cannot be collected "
+            f"--for {','.join(names)}: the cross-Gram matrix depends on the blocks quantized before and cannot be collected "
             "once for all; quantize with --calib instead"
         )
     if not found:

@@ -23,6 +23,8 @@ and, where the method has such a step,
                                                                   scale); None: these options round none
     other(group, layer, layers, options) -> (scheme, its options) | None    what a group of the decoder gets instead: `group`
         is its name in the family (`models.LinearGroup`), `layer` its block of `layers`; None: this scheme
+    ALIASES = ("w8a8",)                                           other names that users know it by, such as presets of
+        llm-compressor; recipes and manifests have the file's name
     JOINT = True                                                  the options of each group come from a search over
         several blocks (`calibration.block_clip`)
     sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows

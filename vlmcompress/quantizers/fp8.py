@@ -18,6 +18,7 @@ from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_ne
 from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
+ALIASES = ("fp8-dynamic",)
 NEEDS: frozenset[str] = frozenset()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from vlmcompress.quantizers import awq, gptq
 
+ALIASES = ("w4a16", "w4a16-asym", "int4")
 NEEDS = awq.NEEDS  # what smoothing reads, the Gram matrix among it
 PREPARED_BY = gptq.PREPARED_BY
 scheme, smooth, prepare = gptq.scheme, gptq.smooth, gptq.prepare

@@ -24,6 +24,7 @@ from vlmcompress.quantizers._base import QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
+ALIASES = ("w8a8",)
 NEEDS = frozenset({"absmax"})
 _LARGEST = 1e5
 

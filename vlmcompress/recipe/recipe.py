@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vlmcompress import targets
 from vlmcompress.common import hub, yaml_files
-from vlmcompress.common.registry import FORMATS, SCHEMES
+from vlmcompress.common.registry import FORMATS, SCHEMES, TARGETS
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.recipe.bits import Bits
@@ -228,6 +228,9 @@ def resolve(
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
     values, origins = merge(layers)
+    for key, registry in (("scheme", SCHEMES), ("target", TARGETS), ("format", FORMATS)):
+        if isinstance(values.get(key), str):
+            values[key] = registry.name(values[key])
     if "scheme" not in values:
         fewer = values.get("reduce") or values.get("resize")
         alone = " (none leaves the weights as they are)" if fewer else ""
@@ -263,7 +266,7 @@ def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Laye
         return "target", {}
     if goal not in ("memory", "throughput", None):
         raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
-    return f"target {target}", {"scheme": targets.default_scheme(target, goal)}
+    return f"target {TARGETS.name(target)}", {"scheme": targets.default_scheme(target, goal)}
 
 
 def _check_keys(given: Mapping[str, Any], known: Iterable[str], prefix: str, origin: str) -> None:

@@ -133,7 +133,7 @@ class Target:
 
 def get(name: str) -> Target:
     """Look a target up by its name. Raises `UserError` with the closest name when there is none."""
-    return REGISTRY.get(name).TARGET
+    return REGISTRY.get(REGISTRY.name(name)).TARGET
 
 
 def format_key(scheme: Any) -> str:
