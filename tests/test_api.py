@@ -56,3 +56,8 @@ def test_importing_the_package_imports_no_library():
     subprocess.run([PYTHON, "-c", code], check=True, cwd=ROOT)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vlmcompress.nothing  # noqa: B018
+
+
+def test_the_package_lists_its_names():
+    """Completion in a notebook finds them before they are imported."""
+    assert {*vlmcompress.__all__} <= {*dir(vlmcompress)} and "__version__" in dir(vlmcompress)

@@ -26,3 +26,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'vlmcompress' has no attribute '{name}'")
     return getattr(importlib.import_module("vlmcompress.api"), name)
+
+
+def __dir__() -> list[str]:
+    """What the package has, the names that are imported on first use among it."""
+    return sorted({*globals(), *__all__})
