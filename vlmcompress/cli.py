@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 
@@ -51,29 +53,51 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser, verbs = _parser(wanted)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        verbs[args.verb].refuse(unknown[0])
+        flag = unknown[0].partition("=")[0]
+        takers = [name for name in VERBS if name != args.verb and _parser(name)[1][name].has(flag)]
+        verbs[args.verb].refuse(unknown[0], takers, getattr(VERBS.get(args.verb), "PASSES_ON", None))
     args.extra = extra
     return args
 
 
 def _parser(wanted: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """The grammar with a line for every verb and the flags of the one that is wanted; also the parser of each verb."""
+    """The grammar with the flags of the verb that is wanted, or a line for each without one; also the parser of each verb."""
+    about = "Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost."
     parser = Parser(
         prog="vlmcompress",
-        description="Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost.",
+        usage="vlmcompress [-h] [--version] VERB ...",
+        description=about if wanted else f"{about}\n{_verbs_text()}",
         epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
         "130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    places = {name: VERBS.constant(name, "PLACE") for name in VERBS}
-    for name in sorted(places, key=lambda name: float("inf") if places[name] is None else places[name]):
-        about = f"{VERBS.summary(name)}."
-        verb = verbs.add_parser(name, help=about, description=about)
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="VERB", prog="vlmcompress", parser_class=Parser, help=argparse.SUPPRESS
+    )
+    for name in VERBS:
+        verb = verbs.add_parser(name)
         if name == wanted:
+            verb.description = f"{VERBS.summary(name)}."
             _flags.common(verb)
             VERBS.get(name).options(verb)
     return parser, dict(verbs.choices)
+
+
+def _verbs_text() -> str:
+    """A line for each verb, under the headings of their groups."""
+    places = {name: VERBS.constant(name, "PLACE") for name in VERBS}
+    groups: dict[str, list[str]] = {}
+    for name in sorted(places, key=lambda name: float("inf") if places[name] is None else places[name]):
+        groups.setdefault(VERBS.constant(name, "GROUP") or "more", []).append(name)
+    column = max(map(len, places)) + 4
+    wrap = textwrap.TextWrapper(shutil.get_terminal_size().columns - 2, subsequent_indent=" " * column)
+    lines = []
+    for group, names in groups.items():
+        lines += ["", f"{group}:"]
+        for name in names:
+            wrap.initial_indent = f"  {name}".ljust(column)
+            lines.append(wrap.fill(f"{VERBS.summary(name)}."))
+    return "\n".join([*lines, "", "vlmcompress VERB --help shows the flags of one."])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -63,14 +63,23 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
     assert again.out == "" and again.err.startswith("error: output ") and again.err.count("\n") == 1
 
 
-def test_every_verb_has_its_place(capfd):
-    """`--help` has the verbs in the order of their places; each is a whole file."""
+def test_every_verb_has_its_place(capfd, monkeypatch):
+    """`--help` has the verbs under the headings of their groups, in the order of their places; each is a whole file."""
+    monkeypatch.setenv("COLUMNS", "60")
     verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
     assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 22
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capfd.readouterr().out
-    assert re.findall(r"^    ([a-z-]+)", shown, re.MULTILINE) == verbs
+    assert max(map(len, shown.splitlines())) <= 60 or "Exit codes" in max(shown.splitlines(), key=len)
+    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    by_group = {
+        title: re.findall(r"^  ([a-z-]+)  ", text, re.MULTILINE) for title, text in groups if title != "options"
+    }
+    assert list(by_group) == ["look first", "compress", "measure", "carry on"]
+    assert [name for names in by_group.values() for name in names] == verbs
+    for title, names in by_group.items():
+        assert {cli.VERBS.constant(name, "GROUP") for name in names} == {title}
     for name in verbs:
         module = cli.VERBS.get(name)
         assert callable(module.options) and callable(module.run)
@@ -79,11 +88,26 @@ def test_every_verb_has_its_place(capfd):
 
 # The call of a verb -> two spellings of the same flag, of which the second is not shown.
 SPELLINGS = {
-    "plan m": ["--image-size 8x8 --image 8x8", "--images-per-request 2 --images 2"]
+    "plan m": [
+        "--tp 2 --tensor-parallel-size 2",
+        "--kv-cache fp8 --kv-cache-dtype fp8",
+        "--image-size 8x8 --image 8x8",
+        "--images-per-request 2 --images 2",
+    ]
     + ["--text-tokens 5 --text 5", "--out-tokens 5 --out 5"],
     "serve o": ["--images-per-request 2 --images 2", "--videos-per-request 2 --videos 2"],
     "bench o --baseline m": ["--data d --images d"],
-    "search m -o o": ["--max-time 1h --budget 1h", "--image-size 8x8 --image 8x8", "--keep-work --keep"],
+    "search m -o o": [
+        "--suite a --tasks a",
+        "--max-time 1h --budget 1h",
+        "--image-size 8x8 --image 8x8",
+        "--keep-work --keep",
+    ],
+    "quantize m": ["--kv-cache fp8 --kv-cache-dtype fp8", "--samples 9 --num-calibration-samples 9"],
+    "check m": ["--tp 2 --tensor-parallel-size 2", "--kv-cache fp8 --kv-cache-dtype fp8"],
+    "calibrate m -o o": ["--kv-cache fp8 --kv-cache-dtype fp8"],
+    "tokens m --image-size 8x8": ["--kv-cache fp8 --kv-cache-dtype fp8"],
+    "eval o": ["--suite a --tasks a"],
     "auto m -o o --images i": ["--max-time 1h --budget 1h"],
     "sweep s m": ["--max-bits 4 --budget 4"],
 }
@@ -105,7 +129,7 @@ def test_other_spellings_of_a_flag(call, capsys):
 
 GREET = '''"""Greet somebody. Politely."""
 
-PASSES_ON = True
+PASSES_ON = "another program"
 
 
 def options(parser):
@@ -128,7 +152,7 @@ def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "VERBS", Registry("vlmcompress.commands", "verb"))
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert re.search(r"list +List what has a name\.\n    say-hello +Greet somebody\.\n", capfd.readouterr().out)
+    assert re.search(r"\nmore:\n  say-hello +Greet somebody\.\n", capfd.readouterr().out)
     assert cli.main(["say-hello", "Ada"]) == 0
     assert capfd.readouterr().out == "Good day, Ada.\n"
     assert cli.main(["say-hello", "Ada", "--json", "--", "--loud"]) == 0
@@ -186,6 +210,20 @@ USAGE = [
     (["quantise"], "no 'quantise'; did you mean 'quantize'"),
     (["quantize", "m", "--sheme", "awq"], "takes no '--sheme'; did you mean '--scheme'"),
     (["quantize", "m", "--scheme"], "--scheme needs a value"),
+    (["quantize", "m", "--dataset", "d"], "takes no '--dataset'; did you mean '--calib'?"),
+    (["search", "m", "-o", "o", "--dataset", "d"], "takes no '--dataset'; did you mean '--calib' or '--data'?"),
+    (["quantize", "m", "--tp", "2"], "takes no '--tp'; check and plan have it"),
+    (["quantize", "m", "--frobnicate"], "takes no '--frobnicate'; see vlmcompress quantize --help"),
+    (
+        ["serve", "o", "--tensor-parallel-size=2"],
+        "flags of vllm serve go behind --, as in vlmcompress serve OUT -- --tens",
+    ),
+    (["serve", "o", "--prot", "9"], "did you mean '--port'? Flags of vllm serve go behind --"),
+    (["quantize", "m", "--scheme", "FP8", "--bits", "4"], "scheme 'fp8' has no options, got 'options.bits'; remove it"),
+    (["quantize", "m", "--scheme", "rtn", "--bits", "four"], "--bits: invalid int value: 'four'"),
+    (["plan", "m", "--target", "a100-80gb"], "unknown target 'a100-80gb'; did you mean 'a100'?"),
+    (["plan", "m", "--target", "rtx4080"], "unknown target 'rtx4080'; choose from a100, a100-40gb"),
+    (["quantize", "m", "--scheme", "int5"], "unknown scheme 'int5'; choose from awq, fp8"),
     (["quantize", "m", "extra", "--scheme", "rtn"], "takes no 'extra'"),
     (["quantize", "m", "--samples", "many"], "argument --samples: invalid int value: 'many'"),
     (["quantize", "m", "--set", "seed"], "--set seed is not of the form key.sub=value"),
@@ -300,9 +338,11 @@ def test_command_line_wins_over_the_recipe(capfd, model, calib, tmp_path):
     (tmp_path / "r.yaml").write_text("scheme: gptq\nseed: 5\noptions: {group_size: 32}\n")
     arguments = ["quantize", str(model), "--recipe", str(tmp_path / "r.yaml"), "--seed", "0", "--dry-run", "--json"]
     arguments += calib
-    assert cli.main([*arguments, "--set", "options.group_size=64"]) == 0
-    recipe = json.loads(capfd.readouterr().out)["recipe"]
-    assert (recipe["scheme"], recipe["seed"], recipe["options"]["group_size"]) == ("gptq", 0, 64)
+    for flags in (["--set", "options.group_size=64"], ["--group-size", "64", "--bits", "3"]):
+        assert cli.main([*arguments, *flags]) == 0
+        recipe = json.loads(capfd.readouterr().out)["recipe"]
+        assert (recipe["scheme"], recipe["seed"], recipe["options"]["group_size"]) == ("gptq", 0, 64)
+        assert recipe["options"]["bits"] == (3 if "--bits" in flags else 4)
 
 
 def test_check(capfd, model):

@@ -15,7 +15,7 @@ from tests.kit.places import DEMOS, ROOT
 @pytest.mark.engine
 @pytest.mark.parametrize(("model", "engine"), [("demo-llava", "vllm"), ("demo-qwen", "hf")])
 def test_scores_are_those_of_stock_lm_eval(model: str, engine: str) -> None:
-    """Both in float32, so that no answer hangs on a rounding."""
+    """Both in float32, so that no answer depends on a rounding."""
     script = [ROOT / "scripts" / "measure" / "compare_lm_eval.py", DEMOS / model]
     run = subprocess.run(
         [sys.executable, *script, "--engine", engine, "--limit", "40"], cwd=ROOT, capture_output=True, text=True

@@ -2,8 +2,9 @@
 
 A verb's module has a docstring whose first sentence is its line in `--help`, and
 
-    PLACE = 20                 its place in `--help`; without one it stands behind the others
-    PASSES_ON = True           flags behind `--` are for another program and come as `args.extra`; left out: there are none
+    GROUP = "compress"         the heading that it stands under in `--help`; left out: "more"
+    PLACE = 20                 its place there; groups stand in the order of their first verbs, and what has no place last
+    PASSES_ON = "vllm serve"   the program that flags behind `--` are for; they come as `args.extra`; left out: there are none
     def options(parser): ...   adds its flags
     def run(args): ...         does it and returns `(exit code, data, text)` (`_outcome.Outcome`)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from vlmcompress.commands._parser import Parser
+from vlmcompress.common.registry import SCHEMES, TARGETS
+
+MODEL = "folder of the original, or an id on the Hub"
+ALONE = "without a share, the method's own: mostly 0.5; see vlmcompress list reducers"
+
 # Destination of a flag -> the recipe key that it gives a value to.
 RECIPE_KEYS = {
     "model": "model",
@@ -16,6 +22,8 @@ RECIPE_KEYS = {
     "vision": "vision",
     "vision_attention": "vision_attention",
     "kv_cache": "kv_cache",
+    "bits": "options.bits",
+    "group_size": "options.group_size",
     "rotate": "rotate",
     "reduce": "reduce",
     "calib": "calibrate.data",
@@ -34,19 +42,27 @@ def common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="print tracebacks")
 
 
-def recipe(parser: argparse.ArgumentParser) -> None:
+def recipe(parser: Parser) -> None:
     """The flags that stand for recipe keys; absent ones leave no trace."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help="folder of the original")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help=MODEL)
     parser.add_argument("-o", "--out", default=none, help="folder to write")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
-    parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
+    parser.add_argument("--scheme", type=SCHEMES.name, default=none, help="see vlmcompress list schemes")
+    parser.add_argument(
+        "--bits", type=int, metavar="N", default=none, help="of a weight: short for --set options.bits=N"
+    )
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
+    )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
-    parser.add_argument("--target", default=none, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument(
+        "--target", type=TARGETS.name, default=none, help="machine to serve on; see vlmcompress list targets"
+    )
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
-    parser.add_argument("--kv-cache", default=none, help="fp8: store scales for an FP8 KV cache")
+    kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)
     reducer(parser, "what the checkpoint carries: a visual-token reducer")
     data(parser)
@@ -54,20 +70,39 @@ def recipe(parser: argparse.ArgumentParser) -> None:
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
     )
     parser.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.bits=4"
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.symmetric=true"
     )
 
 
-def data(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose calibration data."""
+def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
+    """The flag of the type of the KV cache; `about`: what becomes of it."""
+    settings = {"default": argparse.SUPPRESS} | settings
+    parser.add_argument("--kv-cache", aliases=["--kv-cache-dtype"], help=about, **settings)
+
+
+def data(parser: Parser, samples: str = "128") -> None:
+    """The flags that choose calibration data. `samples`: how many there are by default, in words."""
     none = argparse.SUPPRESS
-    parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
+    parser.add_argument(
+        "--calib",
+        mistaken_for=["--dataset", "--data"],
+        metavar="DATA",
+        default=none,
+        help="folder of images, .jsonl, .parquet or data set",
+    )
     parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
-    parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
+    parser.add_argument(
+        "--samples",
+        aliases=["--num-calibration-samples"],
+        type=int,
+        metavar="N",
+        default=none,
+        help=f"calibration samples; default: {samples}",
+    )
     parser.add_argument(
         "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
     )
-    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
 
 
 def rotation(parser: argparse.ArgumentParser) -> None:
@@ -79,20 +114,20 @@ def rotation(parser: argparse.ArgumentParser) -> None:
 
 def reducer(parser: argparse.ArgumentParser, about: str) -> None:
     """The flag of the reducer that a recipe can have, and of a `resize` before it. `about`: what becomes of it."""
-    example = "e.g. coverage:0.5, see vlmcompress list reducers; resize:0.5 before it, or alone, makes images smaller"
+    example = f"e.g. coverage:0.5 ({ALONE}); resize:0.5 before it, or instead, makes images smaller"
     none = argparse.SUPPRESS
-    parser.add_argument("--reduce", metavar="METHOD:KEEP", action="append", default=none, help=f"{about}, {example}")
+    parser.add_argument("--reduce", metavar="METHOD[:KEEP]", action="append", default=none, help=f"{about}, {example}")
 
 
 def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
     """The flag of several reducers to compare."""
     parser.add_argument(
         "--reduce",
-        metavar="METHOD:KEEP",
+        metavar="METHOD[:KEEP]",
         action="append",
         default=[],
         required=required,
-        help="e.g. dart:0.25 or dart:0.25,pivots=8; may be repeated; see vlmcompress list reducers",
+        help=f"e.g. dart:0.25 or dart:0.25,pivots=8 ({ALONE}); may be repeated",
     )
 
 

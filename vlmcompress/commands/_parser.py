@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.errors import UserError, closest, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,12 +44,25 @@ class Parser(argparse.ArgumentParser):
             message = f"{self.prog}: {flag} needs a value; one that begins with '-' is written {flag}=-..."
         elif found := re.match(r"the following arguments are required: (.*)", message):
             message = f"{self.prog}: missing {found[1]}"
-        raise UserError(f"{message}; see {self.prog} --help")
+        raise UserError(message if message.endswith("?") else f"{message}; see {self.prog} --help")
 
-    def refuse(self, unknown: str) -> NoReturn:
-        """Raise `UserError` for an argument that the parser does not know, with the flag that is most like it."""
+    def refuse(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:
+        """Raise `UserError` for an argument that the parser does not know, with what was probably meant.
+
+        Args:
+            takers: other verbs that have this flag.
+            other: the program that flags behind `--` go to; None: there is none.
+        """
         flag = unknown.partition("=")[0]
-        flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-        close = difflib.get_close_matches(flag, flags, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"see {self.prog} --help"
-        raise UserError(f"{self.prog} takes no '{flag}'; {hint}")
+        flags = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
+        meant = self._meant.get(flag) or [f"--{name}" for name in [closest(flag.lstrip("-"), flags, 0.7)] if name]
+        hints = [f"did you mean {' or '.join(repr(name) for name in meant)}?"] if meant else []
+        if other:
+            hints.append(f"{'Flags' if meant else 'flags'} of {other} go behind --, as in {self.prog} OUT -- {unknown}")
+        elif takers and not meant:
+            hints.append(f"{' and '.join(takers)} {'have' if len(takers) > 1 else 'has'} it")
+        raise UserError(f"{self.prog} takes no '{flag}'; {' '.join(hints) or f'see {self.prog} --help'}")
+
+    def has(self, flag: str) -> bool:
+        """Whether a flag is one of the parser's, as shown in its help."""
+        return any(flag in action.option_strings for action in self._actions)

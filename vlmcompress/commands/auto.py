@@ -7,20 +7,21 @@ import dataclasses
 from contextlib import closing
 from pathlib import Path
 
-from vlmcompress.commands import search
+from vlmcompress.commands import _flags, search
 from vlmcompress.commands._outcome import Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
-PLACE = 15
+GROUP = "compress"
+PLACE = 20
 MOST = 1000
 
 
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, or an id on the Hub")
+    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
     parser.add_argument("--images", metavar="FOLDER", required=True, help="images of what the model is to see")
     parser.add_argument(
@@ -30,7 +31,7 @@ def options(parser: Parser) -> None:
         "--min-agreement", type=float, default=0.9, metavar="SHARE", help="answers that may not change; default: 0.9"
     )
     parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"most images to use; default: {MOST}")
-    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
     search.judged(parser)
     parser.epilog = (
         "There are no right answers here: the original's own answers to short prompts are the reference. A quarter of\n"

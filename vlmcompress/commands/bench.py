@@ -14,8 +14,9 @@ from vlmcompress.common.progress import ProgressBar
 if TYPE_CHECKING:
     from vlmcompress.results import Results, Side
 
-PLACE = 100
-PASSES_ON = True
+GROUP = "measure"
+PLACE = 32
+PASSES_ON = "vllm serve"
 
 
 def options(parser: Parser) -> None:
@@ -32,6 +33,7 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--data",
         aliases=["--images"],
+        mistaken_for=["--dataset", "--calib"],
         metavar="DATA",
         help="images to send: a folder, .jsonl or .parquet; default: demo data",
     )
@@ -46,7 +48,9 @@ def options(parser: Parser) -> None:
     parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     _flags.speculation(parser, "OUT drafts tokens", baseline=True)
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of generated images, their order and arrivals; default: 0"
+    )
     _flags.judging(parser)
 
 

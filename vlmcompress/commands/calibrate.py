@@ -12,23 +12,25 @@ from typing import Any
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table
 from vlmcompress.errors import UserError, did_you_mean
 
-PLACE = 10
+GROUP = "compress"
+PLACE = 23
 STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original")
+    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
     parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
     _flags.data(parser)
-    parser.add_argument("--kv-cache", default=none, help="fp8: collect ranges of keys and values, too")
+    _flags.kv_cache(parser, "fp8: collect ranges of keys and values, too")
     _flags.rotation(parser)
     _flags.reducer(parser, "collect what the decoder sees behind a visual-token reducer")
     which = parser.add_mutually_exclusive_group()

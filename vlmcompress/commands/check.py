@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import looked_text
 from vlmcompress.common import hub
 
@@ -14,13 +15,21 @@ if TYPE_CHECKING:
     from vlmcompress.common.finding import Finding
     from vlmcompress.recipe import Recipe
 
-PLACE = 40
+GROUP = "look first"
+PLACE = 11
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     _flags.recipe(parser)
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that are to share the model")
+    parser.add_argument(
+        "--tp",
+        aliases=["--tensor-parallel-size"],
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that are to share the model; default: 1",
+    )
     parser.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
 
 

@@ -7,7 +7,8 @@ import argparse
 from vlmcompress.commands._outcome import Outcome
 from vlmcompress.commands.export import carry_out, converting
 
-PLACE = 56
+GROUP = "carry on"
+PLACE = 42
 
 
 def options(parser: argparse.ArgumentParser) -> None:

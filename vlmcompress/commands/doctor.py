@@ -9,25 +9,32 @@ from typing import Any
 
 from vlmcompress.commands import _lean
 from vlmcompress.commands._outcome import BAD_INPUT, GATE, OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import looked_text
 from vlmcompress.common import hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
-PLACE = 50
+GROUP = "measure"
+PLACE = 30
 ENGINES = ("vllm",)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
     parser.add_argument("--source", metavar="MODEL", help="compare with the original, too")
     parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
     parser.add_argument("--prompts", type=int, metavar="N", help="questions to ask with --engine; default: 24")
     parser.add_argument(
-        "--data", metavar="DATA", help="images and questions to ask with --engine; default: drawn images"
+        "--data",
+        mistaken_for=["--dataset", "--calib"],
+        metavar="DATA",
+        help="images and questions to ask with --engine; default: drawn images",
     )
-    parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the choice, and of what is drawn")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", default=0, help="of the choice, and of what is drawn; default: 0"
+    )
     parser.epilog = (
         "Without --engine the files are examined, and nothing runs. With it the model answers in float32 and in its own\n"
         "type, several times: exact counts, parity with transformers, positions, caches, cut prompts, JSON, streaming, ..."

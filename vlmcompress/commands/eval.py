@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.results import Results, Side
 
-PLACE = 90
+GROUP = "measure"
+PLACE = 31
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="the candidate: a checkpoint, or a model that the server knows")
     parser.add_argument(
@@ -29,23 +31,37 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--suite",
+        aliases=["--tasks"],
         metavar="NAME|FILE",
         action="append",
         default=[],
         help="see vlmcompress list suites; or a task's .yaml, or data; may be repeated; default: world",
     )
-    parser.add_argument("--data", metavar="FILE", help="local copy of the suite's data; alone: questions and answers")
-    parser.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, hf or openai:URL")
+    parser.add_argument(
+        "--data",
+        mistaken_for=["--dataset", "--calib"],
+        metavar="FILE",
+        help="local copy of the suite's data; alone: questions and answers",
+    )
+    parser.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, hf or openai:URL; default: vllm")
     parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
     parser.add_argument(
-        "--reduce", metavar="METHOD:KEEP", help="attach a visual-token reducer to OUT, whatever it carries; --engine hf"
+        "--reduce",
+        metavar="METHOD[:KEEP]",
+        help="attach a visual-token reducer to OUT, whatever it carries; --engine hf",
     )
     _flags.speculation(parser, "OUT drafts tokens; --engine vllm")
     parser.add_argument(
         "--ray", metavar="ADDRESS", help="share the questions among a Ray cluster: auto, HOST:PORT or local"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="of the choice that --limit makes, and of few-shot examples; default: 0",
+    )
     _flags.judging(parser)
     parser.add_argument(
         "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
@@ -86,7 +102,7 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
         return evaluate(
             args.out,
             args.baseline or args.out,
-            suites=args.suite,
+            suites=_suites(args.suite),
             data=args.data,
             engine=args.engine,
             baseline_engine=args.baseline_engine,
@@ -99,3 +115,8 @@ def measure(args: argparse.Namespace, margins: Mapping[str, float]) -> Results:
             journal=Path(args.report) / JOURNAL if args.report else None,
             progress=progress,
         )
+
+
+def _suites(names: Sequence[str]) -> list[str]:
+    """Suites as `--suite` names them, each by a flag of its own or, as lm-eval has it, several behind one, with commas."""
+    return [suite for text in names for suite in ([text] if Path(text).exists() else text.split(","))]

@@ -12,7 +12,8 @@ from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table
 
-PLACE = 54
+GROUP = "carry on"
+PLACE = 41
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,13 @@ from vlmcompress.common import hub
 from vlmcompress.common.text import table
 from vlmcompress.errors import UserError
 
-PLACE = 70
+GROUP = "look first"
+PLACE = 13
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("model", metavar="MODEL", help="folder of the original")
+    parser.add_argument("model", metavar="MODEL", help=_flags.MODEL)
     parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
     parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
     _flags.reducers(parser, required=True)

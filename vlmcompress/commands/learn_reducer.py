@@ -12,20 +12,22 @@ from typing import Any
 
 from vlmcompress.commands import _flags, _next
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
 
-PLACE = 81
+GROUP = "compress"
+PLACE = 26
 DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "hidden": 64}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original")
+    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .safetensors")
     parser.add_argument(
         "--keep",
@@ -33,7 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         default="0.25",
         help="of an image's tokens, around which it is trained; default: 0.25",
     )
-    _flags.data(parser)
+    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
     parser.add_argument("--steps", type=int, metavar="N", default=DEFAULTS["steps"], help="most steps; default: 600")
     parser.add_argument("--batch", type=int, metavar="B", default=DEFAULTS["batch"], help="samples a step; default: 16")
     parser.add_argument("--lr", type=float, default=DEFAULTS["lr"], help="highest learning rate; default: 1e-3")

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _lean
+from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._plan_text import as_data, plan_text, sizes_text
 from vlmcompress.common import hub
+from vlmcompress.common.registry import TARGETS
 from vlmcompress.common.text import parse_size
 from vlmcompress.errors import UserError
 
@@ -20,16 +21,28 @@ if TYPE_CHECKING:
     from vlmcompress.capacity.model import Model
     from vlmcompress.capacity.plan import Capacity, Request
 
-PLACE = 5
+GROUP = "look first"
+PLACE = 10
 MOST = 10_000_000
 SIZES = "224x224,448x448,672x672,896x896,1024x1024,1344x1344,2048x2048"
 
 
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("model", metavar="MODEL", help="folder with config.json; weights and processor may be missing")
-    parser.add_argument("--target", help="machine to serve on; see vlmcompress list targets")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model (tensor parallel)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder with config.json, weights and processor may be missing; or an id on the Hub",
+    )
+    parser.add_argument("--target", type=TARGETS.name, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument(
+        "--tp",
+        aliases=["--tensor-parallel-size"],
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share the model (tensor parallel)",
+    )
     parser.add_argument(
         "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="of an image; default: 1024x1024"
     )
@@ -49,11 +62,9 @@ def options(parser: Parser) -> None:
         "--out-tokens", aliases=["--out"], type=int, default=256, metavar="N", help="of its answer; default: 256"
     )
     parser.add_argument(
-        "--reduce", metavar="METHOD:KEEP", help="compare with a visual-token reducer, e.g. coverage:0.5"
+        "--reduce", metavar="METHOD[:KEEP]", help="compare with a visual-token reducer, e.g. coverage:0.5"
     )
-    parser.add_argument(
-        "--kv-cache", default="auto", metavar="TYPE", help="fp8, int8_per_token_head, ...; default: the model's"
-    )
+    _flags.kv_cache(parser, "fp8, int8_per_token_head, ...; default: the model's", default="auto", metavar="TYPE")
     parser.add_argument(
         "--speculative", metavar="METHOD[:N]", help="mtp, ngram or suffix, N tokens at once: what drafting takes"
     )

@@ -13,13 +13,14 @@ from vlmcompress.errors import UserError
 if TYPE_CHECKING:
     from vlmcompress.checkpoint.publish import Upload
 
-PLACE = 135
+GROUP = "carry on"
+PLACE = 43
 HEAD = 24  # lines of the card that are shown
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
     parser.add_argument("repository", metavar="ORG/NAME", help="repository; made where there is none")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded; needs no token or network")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.commands import _flags, _lean, _next
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from vlmcompress.planning.plan import Plan
     from vlmcompress.recipe import Resolved
 
-PLACE = 20
+GROUP = "compress"
+PLACE = 21
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     _flags.recipe(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")

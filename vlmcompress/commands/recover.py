@@ -16,18 +16,20 @@ from typing import Any
 
 from vlmcompress.commands import _flags, _next
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
 from vlmcompress.common import hub, team
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
 
+GROUP = "compress"
 PLACE = 25
 PARTS = ("projector", "norms", "lora", "tower", "scales")  # `recovery_parts.PARTS`, which would bring torch along
 DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
     parser.add_argument(
@@ -38,7 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--out", default=none, required=True, help="folder to write")
     _flags.reducer(parser, "what the model is to run behind, and the checkpoint carries")
-    _flags.data(parser)
+    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
     parser.add_argument(
         "--train",
         metavar="A,B",

@@ -6,7 +6,8 @@ import argparse
 
 from vlmcompress.commands._outcome import OK, Outcome
 
-PLACE = 110
+GROUP = "measure"
+PLACE = 33
 
 
 def options(parser: argparse.ArgumentParser) -> None:

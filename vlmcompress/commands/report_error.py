@@ -12,7 +12,8 @@ from vlmcompress.errors import UserError
 if TYPE_CHECKING:
     from vlmcompress.diagnosis.layer_errors import LayerErrors
 
-PLACE = 120
+GROUP = "measure"
+PLACE = 34
 SHOWN = 12  # layers in the table
 
 

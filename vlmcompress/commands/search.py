@@ -14,12 +14,14 @@ from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
 from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.registry import TARGETS
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from vlmcompress.search.whole import Request
 
-PLACE = 35
+GROUP = "compress"
+PLACE = 22
 GOALS = ("throughput", "ttft", "memory", "cost")
 CONFIRMATION = "confirmation"
 
@@ -27,11 +29,18 @@ CONFIRMATION = "confirmation"
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help="folder of the original, or an id on the Hub")
+    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
     _flags.data(parser)
-    parser.add_argument("--data", metavar="VALIDATION", help="questions and answers that candidates are asked")
-    parser.add_argument("--suite", metavar="NAME|FILE", help="how they are scored; see vlmcompress list suites")
+    parser.add_argument(
+        "--data",
+        mistaken_for=["--dataset"],
+        metavar="VALIDATION",
+        help="questions and answers that candidates are asked",
+    )
+    parser.add_argument(
+        "--suite", aliases=["--tasks"], metavar="NAME|FILE", help="how they are scored; see vlmcompress list suites"
+    )
     parser.add_argument("--confirm", metavar="TEST", help="other questions, which only the winner is asked, once")
     judged(parser)
     parser.add_argument("--max-drop", type=float, default=0.01, metavar="SHARE", help="the floor; default: 0.01")
@@ -44,7 +53,12 @@ def options(parser: Parser) -> None:
 
 def judged(parser: Parser) -> None:
     """Add the flags of the objective, and of how the search is run, which `auto` has, too."""
-    parser.add_argument("--target", default=argparse.SUPPRESS, help="machine to serve on; see vlmcompress list targets")
+    parser.add_argument(
+        "--target",
+        type=TARGETS.name,
+        default=argparse.SUPPRESS,
+        help="machine to serve on; see vlmcompress list targets",
+    )
     parser.add_argument(
         "--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost; default: throughput"
     )

@@ -8,15 +8,16 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._parser import Parser
 
-PLACE = 130
-PASSES_ON = True
+GROUP = "carry on"
+PLACE = 40
+PASSES_ON = "vllm serve"
 
 
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint; the original's works as well")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     parser.add_argument(
         "--images-per-request", aliases=["--images"], type=int, default=4, metavar="N", help="at most; default: 4"

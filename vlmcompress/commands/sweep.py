@@ -13,13 +13,15 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
+from vlmcompress.common.registry import TARGETS
 from vlmcompress.common.text import parse_size, size, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.compression.sweep import Point, Sweep
 
-PLACE = 30
+GROUP = "compress"
+PLACE = 24
 MOST_BITS = 16
 PLOTS = (".html", ".svg")
 
@@ -27,8 +29,10 @@ PLOTS = (".html", ".svg")
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("stats", metavar="STATS", help="what calibrate wrote")
-    parser.add_argument("model", metavar="MODEL", help="folder of the original")
-    parser.add_argument("--target", default=argparse.SUPPRESS, help="leave out what this machine does not run")
+    parser.add_argument("model", metavar="MODEL", help=_flags.MODEL)
+    parser.add_argument(
+        "--target", type=TARGETS.name, default=argparse.SUPPRESS, help="leave out what this machine does not run"
+    )
     parser.add_argument(
         "--max-bits",
         aliases=["--budget"],

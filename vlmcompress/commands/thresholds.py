@@ -11,18 +11,19 @@ from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
-PLACE = 80
+GROUP = "compress"
+PLACE = 27
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", help="folder of the original")
+    parser.add_argument("model", metavar="MODEL", help=_flags.MODEL)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
     parser.add_argument("--keep", metavar="SHARE", default="1/3", help="of the tokens, on average; default: 1/3")
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
-    parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples")
-    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of their choice")
+    parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples; default: 128")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of their choice; default: 0")
     parser.set_defaults(set=[])
     parser.epilog = (
         "Tokens merge in each layer where they are more alike than its threshold, so plain images keep fewer than rich ones.\n"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags, _lean
 from vlmcompress.commands._outcome import OK, Outcome
+from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
 from vlmcompress.common.text import size as size_text
 from vlmcompress.common.text import table
@@ -18,19 +19,20 @@ from vlmcompress.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from vlmcompress.reduction.cost import Planned
 
-PLACE = 60
+GROUP = "look first"
+PLACE = 12
 CACHE_BYTES = {"fp8": 1, "bf16": 2}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("model", metavar="MODEL", help="folder with config.json and the processor's files")
+    parser.add_argument("model", metavar="MODEL", help="folder with config.json and the processor's files, or an id")
     parser.add_argument(
         "--image-size", metavar="WxH", action="append", required=True, help="may be repeated: images of one prompt"
     )
     _flags.reducers(parser, required=False)
     parser.add_argument("--question", metavar="Q", default="", help="text behind the images")
-    parser.add_argument("--kv-cache", metavar="TYPE", help="fp8 or bf16; default: the model's own type")
+    _flags.kv_cache(parser, "fp8 or bf16; default: the model's own type", default=None, metavar="TYPE")
     parser.epilog = (
         "prefill and KV cache are the language model's; the encoder works on whole images whatever a reducer drops, and on\n"
         "smaller ones with resize, which is shown alone and before each reducer."
