@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -227,4 +228,5 @@ def test_every_flag_is_a_recipe_key():
     from vlmcompress.recipe import Calibrate
 
     known = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}
+    known |= {f"options.{field.name}" for name in SCHEMES for field in dataclasses.fields(SCHEMES.get(name).Options)}
     assert set(RECIPE_KEYS.values()) <= known
