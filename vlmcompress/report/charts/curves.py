@@ -95,7 +95,8 @@ def _curve(values: Values, axis: Axis, kind: str) -> Markup:
 def _medians(axis: Axis, medians: Mapping[str, tuple[float, str]]) -> list[Markup]:
     """Mark medians by dots on their curves. The lower has its text left above its dot, the higher right below, as curves rise
     to the right; where there is no room on that side, both are on the other, a line apart."""
-    marks, sides, y = [], [], _y(0.5)
+    marks, y = [], _y(0.5)
+    sides: list[bool] = []  # whether each text stands to the left
     for side, (median, text) in sorted(medians.items(), key=lambda item: item[1][0]):
         x, long = _x(axis, median), width(text, FONT) * 1.1 + 8
         fits_left, fits_right = x - long > _LEFT, x + long < WIDTH

@@ -58,9 +58,9 @@ def pareto(points: Sequence[Point], what: str, margin: float, frame: Frame = HAL
 
 def _dot(point: Point, named: bool) -> Dot:
     c = point.accuracy
-    ends = {"low": 100 * c.low, "high": 100 * c.high}
     tooltip = typeset(f"{_said(point)}, {VERDICTS[c.verdict]}")
-    return Dot(point.name, point.gain, 100 * c.difference, tooltip, **ends, css=c.verdict, named=named)
+    low, high = 100 * c.low, 100 * c.high
+    return Dot(point.name, point.gain, 100 * c.difference, tooltip, low, high, css=c.verdict, named=named)
 
 
 def _said(point: Point) -> str:
