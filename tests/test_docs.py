@@ -134,6 +134,7 @@ def test_lines_are_short(page):
     ("script", "section"),
     [
         ("compatibility", "compatibility"),
+        ("compatibility", "overview"),
         ("kernel_choice", "kernels"),
         ("format_table", "formats"),
         ("bench_accuracy", "accuracy"),
@@ -149,8 +150,8 @@ def test_lines_are_short(page):
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    own = ("--results", "eval/nvfp4.json") if section == "nvfp4" else ()
-    *table, last = printed(f"scripts/measure/{script}.py", "--render", *own).strip().splitlines()
+    flags = {"nvfp4": ("--results", "eval/nvfp4.json"), "overview": ("--overview",)}.get(section, ())
+    *table, last = printed(f"scripts/measure/{script}.py", "--render", *flags).strip().splitlines()
     json.loads(last)
     assert between(section) == "\n".join(table), f"run scripts/measure/{script}.py --render and put it into docs"
 

@@ -4,7 +4,7 @@
     scripts/measure/compatibility.py                    tries all families, but for what is in eval/compatibility.json
     scripts/measure/compatibility.py --family qwen3-5   this family; with --again also what is in the file
     scripts/measure/compatibility.py --tests            how many tests each family has; no family is tried
-    scripts/measure/compatibility.py --render           print the tables from that file
+    scripts/measure/compatibility.py --render           print the tables from that file; --overview: the README's
 
 A family has two parts, schemes and reducers, of about a minute each. A part is added to the file when it is whole, so that a
 run that was ended goes on with the rest. Of a scheme, T says that transformers loaded the quantized checkpoint and answered
@@ -196,6 +196,21 @@ def render(found: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def overview(found: dict[str, dict]) -> str:
+    """Render one table of models by scheme for the README: models that answered in the same places share a row."""
+    from vlmcompress.common.registry import FAMILIES
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family, row in found.items():
+        cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
+        served = any(cell.get("vllm") for cell in row["reducers"].values())
+        models = FAMILIES.summary(family).partition(":")[0].partition(" (`")[0]
+        rows.setdefault((*cells, "V" if served else "–"), []).append(models)
+    lines = [f"| models | {' | '.join(SCHEMES)} | fewer tokens |", f"|---|{'---|' * (len(SCHEMES) + 1)}"]
+    lines += [f"| {'; '.join(models)} | {' | '.join(cells)} |" for cells, models in rows.items()]
+    return "\n".join(lines)
+
+
 def letters(cell: Cell) -> str:
     """Where a checkpoint answered; a dash for nowhere."""
     engines = (("T", "transformers"), ("t", "loader"), ("V", "vllm"))
@@ -216,6 +231,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what is in the file already")
     parser.add_argument("--tests", action="store_true", help="count tests instead")
     parser.add_argument("--render", action="store_true", help="print the tables of the last measurements")
+    parser.add_argument("--overview", action="store_true", help="with --render: the README's table")
     args = parser.parse_args()
     if not args.render:
         sys.path.insert(0, str(ROOT))
@@ -232,7 +248,7 @@ def main() -> None:
                         keep(family, **(found := attempt(family, Path(place))))
                     print(family, found[name], file=sys.stderr, flush=True)
     found = {name: row for name, row in json.loads(RESULTS.read_text()).items() if PARTS.keys() <= row.keys()}
-    print(render(found))
+    print(overview(found) if args.overview else render(found))
     cells = [cell for row in found.values() for part in ("schemes", "reducers") for cell in row[part].values()]
     counts = {engine: sum(bool(cell.get(engine)) for cell in cells) for engine in ("transformers", "vllm")}
     print(json.dumps({"families": len(found), "combinations": len(cells), **counts}))
