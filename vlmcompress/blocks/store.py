@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from safetensors import safe_open
 
 from vlmcompress.blocks.solve import BlockResult, Method
 from vlmcompress.common.block_files import BlockFiles
@@ -37,7 +36,7 @@ class BlockStore(BlockFiles):
             if quantized.global_scale is not None:
                 tensors[f"global_scale/{name}"] = quantized.global_scale.clone()  # may be shared
         self.write(
-            layer,
+            self.path(layer),
             tensors,
             {
                 "formats": json.dumps(formats),
@@ -50,7 +49,7 @@ class BlockStore(BlockFiles):
     def load(self, layer: int, weights: bool = True) -> BlockResult:
         """Read a finished block's result, exactly as it was saved; without its weights it is small."""
         result = BlockResult()
-        with safe_open(self.path(layer), "pt") as file:
+        with self.opened(self.path(layer)) as file:
             metadata = file.metadata()
             wanted = [key for key in file.keys() if weights or key.split("/", 1)[0] in _SMALL]  # noqa: SIM118
             tensors = {key: file.get_tensor(key) for key in wanted}
@@ -67,6 +66,13 @@ class BlockStore(BlockFiles):
             assert q is not None and scale is not None
             result.weights[name] = QTensor(q, scale, zero, Format(**format_), shared)
         return result
+
+
+def stored_bytes(weights: Format, shape: Sequence[int]) -> int:
+    """Bytes that `BlockStore.save` takes for a matrix `[out, in]`: a byte a code, scales of at most 4, zero points of 1."""
+    rows, columns = shape
+    groups = -(-columns // weights.group) if weights.group > 0 else 1
+    return rows * columns + rows * groups * (4 if weights.symmetric else 5)
 
 
 class StoredWeights(Mapping):

@@ -12,6 +12,7 @@ they depend on no scheme and serve all of them. `statistics.json`, schema 2, is 
 | model | family, source name, hashes of config, of headers and of all weights |
 | processor | file of the tokenizer or processor -> sha256 |
 | calibration | the data (hash, counts, tokens by modality), `reduce` (the reducer in front of the blocks), and prefix |
+| run | optional: fingerprint of the run, which is in the metadata of each block's file, too |
 | settings | samples, max_length, all_experts, fisher and seed as asked for |
 | rotate | optional: kind and seed of the rotation of the model that they are of |
 | needs, kv_cache | what was collected |
@@ -36,7 +37,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vlmcompress.common import identity, json_files
-from vlmcompress.common.block_files import BlockFiles, block_file
+from vlmcompress.common.block_files import RUN, BlockFiles, block_file
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.reducer import read as read_reducer
@@ -69,7 +70,7 @@ class Collected(BlockFiles):
     def save(self, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]) -> None:
         """Write a block's statistics by group, and the ranges of keys and values by attention module."""
         tensors = {f"{group}/{key}": t for group, one in stats.items() for key, t in one.state_dict().items()}
-        self.write(layer, tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
+        self.write(self.path(layer), tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
 
     def entropies(self) -> dict[int, dict[str, float]]:
         """Entropies that were saved: block -> measure -> bits."""
@@ -109,9 +110,16 @@ class Statistics:
         return sensitivities(self.gradients, self.facts["blocks"]) if self.gradients else {}
 
     def load(self, layer: int, device: str = "cpu") -> tuple[dict[str, GroupStats], dict[str, Tensor]]:
-        """Read a block's statistics by group, on `device`, and its ranges of keys and values by attention module."""
+        """Read a block's statistics by group, on `device`, and its ranges of keys and values by attention module.
+
+        Raises:
+            UserError: the folder has been replaced since it was read.
+        """
         states: dict[str, dict[str, Tensor]] = {}
-        with safe_open(self.folder / block_file(layer), "pt", device) as file:
+        path = self.folder / block_file(layer)
+        with safe_open(path, "pt", device) as file:
+            if self.facts.get(RUN) not in (None, (file.metadata() or {}).get(RUN)):
+                raise UserError(f"{path} is of other statistics than {NAME} was: they were replaced; run again")
             for name in file.keys():  # noqa: SIM118
                 group, _, key = name.partition("/")
                 states.setdefault(group, {})[key] = file.get_tensor(name)

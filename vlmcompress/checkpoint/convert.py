@@ -6,6 +6,7 @@ byte is written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +50,8 @@ def convert(
     if format not in FORMATS.names():
         raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
     writer = FORMATS.get(format)
-    folders.check(source, out, overwrite=overwrite, mark=MANIFEST)
+    allowed = functools.partial(folders.check, source, out, overwrite=overwrite, mark=MANIFEST)
+    allowed()
     with models.quiet():
         stored = Stored.of(source)
     if stored.format == format and (source / MANIFEST).is_file():
@@ -69,7 +71,8 @@ def convert(
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, tensors)]
     plan = _pieces(stored, written, writer)
     content = Content(plan, stored, writer, layers, config, record, before)
-    return write_folder(source, out, content, shard_size=shard_size, progress=progress)
+    with folders.claimed(out, allowed):
+        return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
 
 def check(stored: Stored, layers: Layers, writer: ModuleType) -> None:

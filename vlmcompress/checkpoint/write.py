@@ -23,8 +23,7 @@ from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.checkpoint.pieces import Piece, Quantized, write_json
 from vlmcompress.common import folders, json_files, phases
 from vlmcompress.common.layer_names import Layers
-from vlmcompress.common.text import parse_size, size
-from vlmcompress.errors import UserError
+from vlmcompress.common.text import parse_size
 from vlmcompress.models import CONFIG_FILES, found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
@@ -128,7 +127,7 @@ def write_folder(
     others = [(file, target) for file, target in found if str(target) not in content.beside]
     plan, exporter = content.plan, content.exporter
     needed = sum(piece.spec.nbytes for piece in plan)
-    _check_space(out, needed + sum(file.stat().st_size for file, _ in others))
+    folders.check_space(out, needed + sum(file.stat().st_size for file, _ in others))
     with folders.new_folder(out) as tree:
         with phases.phase("writing"):
             after = pieces.write_weights(tree, plan, limit, content.quantized, exporter, progress)
@@ -150,16 +149,6 @@ def write_folder(
         complete["files"] = hash_files(tree)
         write_json(tree / MANIFEST, complete)
     return complete
-
-
-def _check_space(out: Path, needed: int) -> None:
-    folder = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"no space for {out}: it needs {size(needed)}, {folder} has {size(free)} free; "
-            "free some or choose another output"
-        )
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from vlmcompress.commands import _flags, search
 from vlmcompress.commands._outcome import Outcome
 from vlmcompress.commands._parser import Parser
+from vlmcompress.common.folders import claimed
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 
@@ -55,13 +56,14 @@ def run(args: argparse.Namespace) -> Outcome:
 
     parts = own_answers.split(args.images, args.most, args.max_drop)
     setup = setup_of(asked)
-    with closing(ProgressBar()) as progress:
-        files = own_answers.written(parts, prompts, asked.out / QUESTIONS, setup, progress)
-    calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
-    base = {**asked.base, "calibrate": calibrate}
-    data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
-    asked = dataclasses.replace(asked, base=base, data=data, confirm=confirm, small=True)
-    return search.searched(asked, args, reference="the original's own answers")
+    with claimed(asked.out):
+        with closing(ProgressBar()) as progress:
+            files = own_answers.written(parts, prompts, asked.out / QUESTIONS, setup, progress)
+        calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
+        base = {**asked.base, "calibrate": calibrate}
+        data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
+        asked = dataclasses.replace(asked, base=base, data=data, confirm=confirm, small=True)
+        return search.searched(asked, args, reference="the original's own answers")
 
 
 def _prompts(file: str | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
+from vlmcompress.common.folders import claimed
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.registry import TARGETS
 from vlmcompress.errors import UserError, did_you_mean
@@ -94,7 +95,9 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError("vlmcompress search: missing --data; give questions with answers that candidates are asked")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
-    return searched(request(args), args)
+    asked = request(args)
+    with claimed(asked.out):
+        return searched(asked, args)
 
 
 def request(args: argparse.Namespace) -> Request:

@@ -7,22 +7,32 @@ aside, fsynced, renamed), so that a run killed at any moment leaves only finishe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vlmcompress.common import folders, team
+from vlmcompress.errors import UserError
+
+RUN = "run"
+"""Key of the fingerprint, in the metadata of a safetensors file and in a note."""
 
 
 class BlockFiles:
-    """A folder with a safetensors file for each finished decoder block.
+    """A folder with a safetensors file for each finished decoder block, and notes in JSON.
+
+    One run at a time has it (`folders.claimed`). As not every file system has locks, each file names the fingerprint of its
+    run, too: a file that another run put here is refused when it is read.
 
     Args:
         folder: where the files are kept; it is created.
@@ -31,15 +41,20 @@ class BlockFiles:
     """
 
     def __init__(self, folder: Path, fingerprint: str, resume: bool):
-        self.folder = folder
-        if not team.first():  # the first worker makes it, and writes to it
+        self.folder, self._mark = folder, folder / "fingerprint"
+        if not team.first():  # the first worker makes it
             return
-        mark = folder / "fingerprint"
+        self.run = fingerprint
         with folders.user_errors(folder):
-            if folder.exists() and not (resume and mark.exists() and mark.read_text() == fingerprint):
+            if folder.exists() and not (resume and self._marked() == fingerprint):
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(fingerprint)
+            self._mark.write_text(fingerprint)
+
+    @cached_property
+    def run(self) -> str:
+        """The fingerprint: the first worker's, by which the others go once they have waited for it."""
+        return self._marked()
 
     def path(self, layer: int) -> Path:
         """The file of a block, finished or not."""
@@ -53,43 +68,70 @@ class BlockFiles:
         """How many blocks are finished."""
         return sum(1 for _ in self.folder.glob("layer-*.safetensors"))
 
-    def write(self, layer: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Write a block's tensors to its file, which is on disk when this returns."""
-        write_whole(self.path(layer), tensors, metadata)
+    def write(self, path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+        """Write a safetensors file that appears whole, in the place of an older one; it is on disk when this returns.
+
+        Raises:
+            UserError: it cannot be written, or another run has taken the folder.
+        """
+        self._refuse_others(self._marked(), self._mark)
+        aside = path.with_suffix(".part")
+        with folders.user_errors(path):
+            try:
+                save_file(tensors, aside, (metadata or {}) | {RUN: self.run})
+            except SafetensorError as error:  # carries an OSError only as text
+                if number := re.search(r"os error (\d+)", str(error)):
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise
+            folders.sync_file(aside)
+            aside.rename(path)
+
+    @contextlib.contextmanager
+    def opened(self, path: Path) -> Iterator[Any]:
+        """Open a file that `write` wrote, as safetensors does. UserError: it is another run's."""
+        with safe_open(path, "pt") as file:
+            self._refuse_others((file.metadata() or {}).get(RUN), path)
+            yield file
 
     def note(self, name: str, data: Any) -> None:
         """Write small JSON data under a name; they are on disk when this returns."""
+        self._refuse_others(self._marked(), self._mark)
         path = self.folder / f"{name}.json"
         aside = path.with_suffix(".part")
         with folders.user_errors(path):
-            aside.write_text(json.dumps(data))
+            aside.write_text(json.dumps({RUN: self.run, "data": data}))
             folders.sync_file(aside)
             aside.rename(path)
 
     def noted(self, name: str) -> Any:
-        """The JSON data that `note` wrote under a name; None where there are none."""
+        """The JSON data that `note` wrote under a name; None where there are none. UserError: they are another run's."""
         path = self.folder / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        note = json.loads(path.read_text())
+        self._refuse_others(note.get(RUN), path)
+        return note["data"]
 
     def remove(self) -> None:
-        """Delete the folder; called once OUT is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the folder, unless another run has taken it; called once OUT is whole."""
+        if self._marked() == self.run:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _marked(self) -> str:
+        """The fingerprint that the folder is of; "" where there is none."""
+        try:
+            return self._mark.read_text()
+        except OSError:
+            return ""
+
+    def _refuse_others(self, run: str | None, path: Path) -> None:
+        if run != self.run:
+            raise UserError(
+                f"{path} is of another run: two worked in {self.folder} at once, on a file system without locks; end all of "
+                "them, then start one again, without --resume"
+            )
 
 
 def block_file(layer: int) -> str:
     """Name of the file of a block."""
     return f"layer-{layer:04d}.safetensors"
-
-
-def write_whole(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that appears whole, in the place of an older one; it is on disk when this returns."""
-    aside = path.with_suffix(".part")
-    with folders.user_errors(path):
-        try:
-            save_file(tensors, aside, metadata)
-        except SafetensorError as error:  # carries an OSError only as text
-            if number := re.search(r"os error (\d+)", str(error)):
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-            raise
-        folders.sync_file(aside)
-        aside.rename(path)

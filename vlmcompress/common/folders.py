@@ -1,24 +1,93 @@
-"""Write a folder that is either whole or not there.
+"""Write a folder that is either whole or not there, one run at a time.
 
 It is built in a hidden sibling (`.NAME.vlmcompress-xxxx/tree`, so that the final rename stays on one file system),
 synced, and renamed. Next to `tree` lies `lock`, held locked by the process that writes: a sibling whose `lock` is free
 was left by a killed run and is removed by the next one. When OUT is replaced, the old folder waits in `old` between the
 two renames; a run killed right there leaves OUT absent, and the next run puts `old` back.
+
+A run that works towards OUT for long holds `.NAME.lock` from its start (`claimed`). The lock covers everything that it keeps
+beside OUT: `.NAME.resume`, `.NAME.recover`, `.NAME.statistics` and `.NAME.rotated`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from vlmcompress.common import locks, team
+from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
+
+
+class WriteError(UserError):
+    """A file operation that failed while something was written."""
+
+
+@contextlib.contextmanager
+def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Keep OUT and the hidden files beside it to this run within the context.
+
+    Of several workers the first one holds the lock, for all; where it is another run's, all learn so in `team.met`.
+
+    Args:
+        out: folder or file that the run writes.
+        check: refuses an OUT that must not be written. Called before the lock and, as another run may have been at work until
+            then, once more behind it.
+
+    Raises:
+        UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within says where finished work is kept.
+    """
+    check()
+    with contextlib.ExitStack() as stack:
+        if team.first():
+            try:
+                stack.enter_context(_lock(out))
+                check()
+            except UserError as error:
+                with team.met(str(error)):
+                    raise
+        try:
+            yield
+        except WriteError as error:
+            kept = [path for path in (beside(out, "resume"), beside(out, "recover")) if path.is_dir()]
+            if not kept:
+                raise
+            raise UserError(f"{error}; finished work is kept in {kept[0]}: go on with --resume") from error
+
+
+def beside(out: Path, kind: str) -> Path:
+    """The hidden file or folder of a kind that a run keeps beside OUT until OUT is whole."""
+    return out.with_name(f".{out.name}.{kind}")
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Hold OUT's lock; folders that are made for its file and stay empty are removed again."""
+    with user_errors(out):
+        made = _make_parents(out.absolute().parent)
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                with user_errors(out):
+                    stack.enter_context(locks.held(beside(out, "lock")))
+            except locks.Held as error:
+                raise _busy(out, error.owner, beside(out, "lock")) from None
+            yield
+    finally:
+        _remove_empty(made)
+
+
+def _busy(out: Path, owner: str, lock: Path) -> UserError:
+    where = f" (if it is gone, remove {lock})" if " on " in owner else ""
+    return UserError(
+        f"another run, {owner}, is writing {out} now; wait for it, end it{where}, or choose another output"
+    )
 
 
 def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
@@ -33,7 +102,7 @@ def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = F
     """
     check_apart(source, out, "source model")
     with user_errors(out):
-        if not look:
+        if not look and team.first():
             _recover(out)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite, mark)
@@ -68,28 +137,22 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     with user_errors(out):
         made = _make_parents(out.absolute().parent)
-        stage, lock = None, None
+        stage = None
         try:
             stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
-            lock = os.open(stage / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            tree = stage / "tree"
-            tree.mkdir()
-            yield tree
-            _sync_tree(tree)
-            _swap(stage, out)
+            with locks.held(stage / "lock"):
+                tree = stage / "tree"
+                tree.mkdir()
+                yield tree
+                _sync_tree(tree)
+                _swap(stage, out)
+                shutil.rmtree(stage, ignore_errors=True)
         except BaseException:
             if stage is not None:
                 _put_back(stage, out)
                 shutil.rmtree(stage, ignore_errors=True)
-            for folder in reversed(made):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            _remove_empty(made)
             raise
-        finally:
-            if lock is not None:
-                os.close(lock)
-        shutil.rmtree(stage, ignore_errors=True)
         sync_folder(out.absolute().parent)
 
 
@@ -119,15 +182,28 @@ def save(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> di
 
 @contextlib.contextmanager
 def user_errors(out: Path) -> Iterator[None]:
-    """Turn a failing file operation into a `UserError` about writing `out`."""
+    """Turn a failing file operation into a `WriteError` about `out`."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(f"no space left while writing {out}; free some or choose another output") from error
+            raise WriteError(f"no space left while writing {out}; free some or choose another output") from error
         reason = f"{error.strerror or error}{where}"
-        raise UserError(f"cannot write {out}: {reason}; check the path and its permissions") from error
+        raise WriteError(f"cannot write {out}: {reason}; check the path and its permissions") from error
+
+
+def check_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
+    """Refuse an OUT whose file system has less than `needed` bytes free; `remedy` ends the message."""
+    folder = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(f"no space for {out}: it needs about {size(needed)}, {folder} has {size(free)} free; {remedy}")
+
+
+def bytes_within(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def sync_folder(folder: Path) -> None:
@@ -154,6 +230,13 @@ def _make_parents(folder: Path) -> list[Path]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
+
+
+def _remove_empty(made: list[Path]) -> None:
+    """Remove those folders that are empty, of some that lie in one another, outermost first."""
+    for folder in reversed(made):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _sync_tree(tree: Path) -> None:
@@ -187,10 +270,9 @@ def _recover(out: Path) -> None:
     for stage in sorted(path for path in parent.iterdir() if path.name.startswith(_prefix(out))):
         if not (stage / "lock").is_file():
             continue
-        with (stage / "lock").open("r+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another run is writing {out} now; wait for it or choose another output") from None
-            _put_back(stage, out)
-            shutil.rmtree(stage)
+        try:
+            with locks.held(stage / "lock"):
+                _put_back(stage, out)
+                shutil.rmtree(stage)
+        except locks.Held as error:
+            raise _busy(out, error.owner, stage / "lock") from None

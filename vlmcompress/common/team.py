@@ -51,9 +51,14 @@ def has_met() -> bool:
 
 
 @contextmanager
-def met() -> Iterator[None]:
-    """Within the context the workers know each other, each with an accelerator of its own where there are some."""
+def met(problem: str | None = None) -> Iterator[None]:
+    """Within the context the workers know each other, each with an accelerator of its own where there are some.
+
+    Args:
+        problem: what one of them found that ends all of them, with an `AgreedError`; None: nothing.
+    """
     if _asked() == 1 or size() > 1:
+        agreed(problem)
         yield
         return
     import torch
@@ -64,6 +69,7 @@ def met() -> Iterator[None]:
     _try(dist.init_process_group, "the workers of this run do not find each other; start them with torchrun")
     _met.append(True)
     try:
+        agreed(problem)
         yield
     finally:
         dist.destroy_process_group()

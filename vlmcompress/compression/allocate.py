@@ -19,7 +19,7 @@ from vlmcompress.blocks.predict import ROWS, Predictor
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
-from vlmcompress.common import tensor_files
+from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.notes import note
 from vlmcompress.common.progress import Progress
@@ -197,7 +197,7 @@ def _balance(width: tuple[str, Method]) -> str:
 
 
 def _folder(out: Path) -> Path:
-    return out.with_name(f".{out.name}.statistics")
+    return folders.beside(out, "statistics")
 
 
 def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:

@@ -6,6 +6,7 @@ those of one block. The model is not changed. What a killed run has finished is 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -23,11 +24,10 @@ from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
 from vlmcompress.common import folders, identity, phases, team
-from vlmcompress.common.block_files import block_file
+from vlmcompress.common.block_files import RUN, block_file
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.registry import RULES, SCHEMES
-from vlmcompress.common.text import size
 from vlmcompress.compression import rotated
 from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
 from vlmcompress.compression.reducer import settled
@@ -98,8 +98,10 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
-    with phases.measured(), team.met():
-        return _calibrated(recipe, needs, likes, read, resume, overwrite, progress)
+    assert recipe.out is not None
+    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=NAME)
+    with phases.measured(), folders.claimed(recipe.out, check), team.met():
+        return _calibrated(recipe, needs, likes, read, resume, progress)
 
 
 def _calibrated(
@@ -108,12 +110,10 @@ def _calibrated(
     likes: Collection[str],
     read: Path | None,
     resume: bool,
-    overwrite: bool,
     progress: Progress,
 ) -> Result:
     assert recipe.out is not None
     source, out = recipe.model, recipe.out
-    folders.check(source, out, overwrite=overwrite, mark=NAME)
     if "entropy" in needs:
         _need_sklearn()
     vlm = _loaded(recipe, read, progress)
@@ -128,10 +128,12 @@ def _calibrated(
     needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
     blocks = decoder_blocks(vlm.model, vlm.spec)
     if "gram" in needs:
-        _check_room(out, gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values())))
+        grams = gram_bytes(vlm, blocks, sum(count > 0 for count in origin["tokens"].values()))
+        remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
+        folders.check_space(out, grams - folders.bytes_within(folders.beside(out, "resume")), remedy)
     weights = weights_hash(source)
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
-    store = Collected(out.with_name(f".{out.name}.resume"), mark, resume)
+    store = Collected(folders.beside(out, "resume"), mark, resume)
     team.wait()
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
@@ -148,7 +150,7 @@ def _calibrated(
             all_experts=recipe.calibrate.all_experts,
             progress=progress,
         )
-    described = _description(recipe, whole.vlm, weights, blocks) | {"needs": sorted(needs)}
+    described = _description(recipe, whole.vlm, weights, blocks) | {"needs": sorted(needs), RUN: mark}
     described["calibration"] = origin | {"prefix": "float"}
     if "entropy" in needs:
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
@@ -245,16 +247,6 @@ def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> 
     return 2 * modalities * sum(width**2 for width in widths)
 
 
-def _check_room(out: Path, wanted: int) -> None:
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if wanted > free:
-        raise UserError(
-            f"statistics need about {size(wanted)}, {parent} has {size(free)} left; choose another folder or "
-            "leave out Gram matrices with --needs absmax,absmean"
-        )
-
-
 def _need_sklearn() -> None:
     try:
         import sklearn  # noqa: F401
@@ -274,6 +266,8 @@ def _write(store: Collected, layers: Sequence[int], facts: dict[str, Any], out: 
     """Put the finished files and their description into OUT, and return the description."""
     with folders.new_folder(out) as folder:
         for layer in layers:
+            with store.opened(store.path(layer)):  # which refuses another run's
+                pass
             _link(store.path(layer), folder / block_file(layer))
         facts = facts | {"files": manifest.hash_files(folder)}
         (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ are taken. Workers of a team (`common.team`) share out the samples, and the firs
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -96,10 +97,9 @@ def learn_reducer(
     Raises:
         UserError: bad input, or nothing was learnt; nothing was written.
     """
-    with phases.measured():
-        out = recipe.out
-        assert out is not None, "a scorer has a file"
-        _refuse(recipe, out, overwrite)
+    out = recipe.out
+    assert out is not None, "a scorer has a file"
+    with phases.measured(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
         with phase("loading"):

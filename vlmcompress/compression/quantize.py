@@ -7,13 +7,15 @@ writes the same bytes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmcompress import models
-from vlmcompress.blocks.store import BlockStore
+from vlmcompress.blocks.store import BlockStore, stored_bytes
 from vlmcompress.calibration import tower_attention
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders, phases, team
@@ -44,16 +46,16 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
     Raises:
         UserError: bad input; nothing was written.
     """
-    with phases.measured():
-        return _quantized(recipe, resume, overwrite, progress)
-
-
-def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress) -> Result:
     assert recipe.out is not None, "a plan has no output"
-    out = recipe.out
-    folders.check(recipe.model, out, overwrite=overwrite, mark=MANIFEST)
+    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
+    with phases.measured(), folders.claimed(recipe.out, check):
+        return _quantized(recipe, recipe.out, resume, overwrite, progress)
+
+
+def _quantized(recipe: Recipe, out: Path, resume: bool, overwrite: bool, progress: Progress) -> Result:
     work = plan.build(recipe)
     refuse_without_data(work)
+    folders.check_space(out, space_needed(work, out))
     if work.statistics:
         folders.check_apart(work.statistics.folder, out, "statistics")
         reuse.verify(work.statistics, recipe)
@@ -86,6 +88,20 @@ def _quantized(recipe: Recipe, resume: bool, overwrite: bool, progress: Progress
     return Result(out, written)
 
 
+def space_needed(work: Plan, out: Path) -> int:
+    """Bytes that a run needs beside those that an earlier one left there: OUT, the finished blocks, and a rotated model."""
+    stored = (
+        stored_bytes(scheme.weights, work.source.stored[work.source.names[f"{linear}.weight"]].shape)
+        for groups in work.blocks
+        for group in groups
+        if (scheme := work.method.of(group).scheme)
+        for linear in group.linears
+    )
+    rotated = work.bytes_before if work.recipe.rotate else 0
+    left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated"))
+    return work.bytes_after + sum(stored) + rotated - left
+
+
 def _inputs(work: Plan, progress: Progress) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
     recipe, tokens = work.recipe, work.visual_tokens
@@ -112,7 +128,7 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Blo
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "lean": True, "progress": progress}
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
-        store = BlockStore(recipe.out.with_name(f".{recipe.out.name}.resume"), mark, resume)
+        store = BlockStore(folders.beside(recipe.out, "resume"), mark, resume)
         if team.first():
             allocate.hand_over(recipe.out, store)
         team.wait()

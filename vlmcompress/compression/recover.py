@@ -10,6 +10,7 @@ team (`common.team`) share out the samples, and the first one writes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,13 @@ def recover(
     Raises:
         UserError: bad input; nothing was written.
     """
-    with phases.measured():
-        return _recovered(recipe, asked, resume, overwrite, progress)
-
-
-def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, progress: Progress) -> Result:
     assert recipe.out is not None, "a recovery has an output"
-    folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
+    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
+    with phases.measured(), folders.claimed(recipe.out, check):
+        return _recovered(recipe, asked, recipe.out, resume, overwrite, progress)
+
+
+def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite: bool, progress: Progress) -> Result:
     work = _planned(recipe, asked)
     source = data_source(recipe, recipe.model, "recover")
     assert source is not None
@@ -83,7 +84,7 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
             student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, work.recipe, count))
             found = trained(student, asked, recipe.seed, files, progress)
     if not team.first():
-        return Result(recipe.out, {})
+        return Result(out, {})
     reducer, resize = work.recipe.reduce, work.recipe.resize
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
@@ -99,7 +100,7 @@ def _recovered(recipe: Recipe, asked: Asked, resume: bool, overwrite: bool, prog
         progress=progress,
     )
     files.remove()
-    return Result(recipe.out, written)
+    return Result(out, written)
 
 
 def _planned(recipe: Recipe, asked: Asked) -> Plan:

@@ -10,6 +10,7 @@ share out the samples, as in `recover`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,15 +67,13 @@ def recover_scales(
     Raises:
         UserError: bad input; nothing was written.
     """
-    with phases.measured():
-        return _recovered(recipe, asked, teacher, resume, overwrite, progress)
-
-
-def _recovered(
-    recipe: Recipe, asked: Asked, teacher: Path, resume: bool, overwrite: bool, progress: Progress
-) -> Result:
     assert recipe.out is not None, "a recovery has an output"
-    folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
+    check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
+    with phases.measured(), folders.claimed(recipe.out, check):
+        return _recovered(recipe, asked, teacher, recipe.out, resume, progress)
+
+
+def _recovered(recipe: Recipe, asked: Asked, teacher: Path, out: Path, resume: bool, progress: Progress) -> Result:
     source = data_source(recipe, teacher, "recover")
     assert source is not None
     with phase("loading"):
@@ -92,11 +91,11 @@ def _recovered(
             student = Student(vlm, _names(stored), batches, data.held_out, lambda: _reduced(vlm, recipe.model))
             found = trained(student, asked, recipe.seed, files, progress)
     if not team.first():
-        return Result(recipe.out, {})
+        return Result(out, {})
     more = _record(stored, facts(asked, found, data) | {"teacher": hub.facts(teacher), "data": taught.origin})
     written = retouched(
         stored,
-        recipe.out,
+        out,
         _as_stored(found.changed, stored),
         more,
         beside=_beside(recipe.model),
@@ -104,7 +103,7 @@ def _recovered(
         progress=lambda done, total: progress("writing", done, total),
     )
     files.remove()
-    return Result(recipe.out, written)
+    return Result(out, written)
 
 
 def _opened(path: Path) -> Stored:

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from vlmcompress.blocks.store import BlockStore
-from vlmcompress.common import json_files, team
-from vlmcompress.common.block_files import write_whole
+from vlmcompress.common import folders, json_files, team
 from vlmcompress.errors import UserError
 
 PART = 16
@@ -34,9 +32,9 @@ class RecoveryFiles(BlockStore):
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any], resume: bool) -> None:
-        folder = out.with_name(f".{out.name}.recover")
+        folder = folders.beside(out, "recover")
         if team.first() and resume and (folder / "settings.json").is_file():
-            _compare(json_files.read(folder / "settings.json"), settings)
+            _compare(json_files.read(folder / "settings.json")["data"], settings)
         text = json.dumps(settings, sort_keys=True)
         super().__init__(folder, hashlib.sha256(text.encode()).hexdigest(), resume)
         if team.first():
@@ -47,7 +45,7 @@ class RecoveryFiles(BlockStore):
         return {
             id: answer
             for path in sorted(self.folder.glob("answers-*.json"))
-            for id, answer in json_files.read(path).items()
+            for id, answer in self.noted(path.stem).items()
         }
 
     def note_answers(self, known: Mapping[str, str]) -> None:
@@ -61,24 +59,24 @@ class RecoveryFiles(BlockStore):
     def save_part(self, part: int, targets: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Keep what the teacher said: number of a sample -> what `objective.targets` made of it."""
         flat = {f"{index}/{key}": tensor.cpu() for index, one in targets.items() for key, tensor in one.items()}
-        write_whole(self._part(part), flat)
+        self.write(self._part(part), flat)
 
     def targets(self, index: int) -> dict[str, Tensor]:
         """What was kept of the teacher for a sample; of the file only that is read."""
-        with safe_open(self._part(index // PART), "pt") as file:
+        with self.opened(self._part(index // PART)) as file:
             names = [name for name in ("logs", "ids") if f"{index}/{name}" in file.keys()]  # noqa: SIM118
             return {name: file.get_tensor(f"{index}/{name}") for name in names}
 
     def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:  # type: ignore[override]
         """Keep the state of the loop in the place of the one before."""
-        write_whole(self.folder / "state.safetensors", tensors, {"facts": json.dumps(facts)})
+        self.write(self.folder / "state.safetensors", tensors, {"facts": json.dumps(facts)})
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:  # type: ignore[override]
         """The state of the loop; None: there is none yet."""
         path = self.folder / "state.safetensors"
         if not path.exists():
             return None
-        with safe_open(path, "pt") as file:
+        with self.opened(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, json.loads(file.metadata()["facts"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vlmcompress.calibration.devices import accelerator
 from vlmcompress.checkpoint import rotate
-from vlmcompress.common import team
+from vlmcompress.common import folders, team
 from vlmcompress.common.phases import phase
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError
@@ -46,4 +46,4 @@ def clean(out: Path) -> None:
 
 
 def _folder(out: Path) -> Path:
-    return out.with_name(f".{out.name}.rotated")
+    return folders.beside(out, "rotated")

@@ -8,7 +8,6 @@ not even after a kill, and two processes can share the folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from vlmcompress import engines
 from vlmcompress.blocks.solve import Method
+from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
@@ -150,6 +150,5 @@ def _recovered(setup: Setup, candidate: Candidate, progress: Progress) -> Path:
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Let one process at a time make a folder; the others wait for it."""
-    with open(out.with_name(f".{out.name}.turn"), "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with locks.held(folders.beside(out, "turn"), wait=True):
         yield
