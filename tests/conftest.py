@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -42,6 +43,11 @@ FAMILIES = {file.stem.replace("_", "-") for file in (ROOT / "tests/kit/tiny").gl
 
 # Processes of a whole session: tests that ask one go to the same process, which starts it once.
 SHARED = ("tests.kit.engine", "tests.kit.cluster")
+
+# A shell without job control lets `pytest &` ignore Ctrl-C, and children inherit that, which some tests send it to. A handler
+# that does nothing ignores it as well, but a process that is started gets the default action.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),

@@ -7,8 +7,8 @@ as one JSON object goes to stdout. Every error is one line on stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -19,6 +19,7 @@ import traceback
 from vlmcompress import __version__
 from vlmcompress.commands import REGISTRY as VERBS
 from vlmcompress.commands import _flags
+from vlmcompress.commands import _stops as stops
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
 from vlmcompress.commands._parser import Parser
@@ -68,7 +69,7 @@ def _parser(wanted: str | None) -> tuple[Parser, dict[str, Parser]]:
         usage="vlmcompress [-h] [--version] VERB ...",
         description=about if wanted else f"{about}\n{_verbs_text()}",
         epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
-        "130 interrupted.",
+        "130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP.",
     )
     parser.add_argument("--version", action="version", version=f"vlmcompress {__version__}")
     verbs = parser.add_subparsers(
@@ -112,17 +113,17 @@ def main(argv: list[str] | None = None) -> int:
         if not args.verbose:
             terminal.quiet_libraries()
         hub.only_ids()  # nothing is fetched behind the user's back
-        with terminal.stdout_kept_clean():
+        with stops.raised(), terminal.stdout_kept_clean():
             code, data, text = VERBS.get(args.verb).run(args)
         if team.first():
-            print(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text, flush=True)
+            terminal.show(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text)
         return code
     except BrokenPipeError:  # the reader of our stdout left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
+    except stops.Stopped as stop:
+        return _fail(f"stopped by {stop.signal.name}{_how_to_go_on(args)}", 128 + stop.signal, as_json)
     except KeyboardInterrupt:
-        goes_on = "resume" in args and not getattr(args, "dry_run", False)
-        return _fail(f"interrupted{'; continue with --resume' if goes_on else ''}", INTERRUPTED, as_json)
+        return _fail(f"interrupted{_how_to_go_on(args)}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)
     except UserError as error:
@@ -135,6 +136,16 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return _unexpected(error, debug, as_json)
+
+
+def _how_to_go_on(args: argparse.Namespace) -> str:
+    """What ends the line about a run that was stopped; "" where nothing of it is kept."""
+    if getattr(args, "dry_run", False):
+        return ""
+    if "resume" in args:
+        return "; continue with --resume"
+    kept = "verb" in args and VERBS.constant(args.verb, "KEPT_BY")
+    return "; the same command goes on from here" if kept and getattr(args, kept, None) else ""
 
 
 def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
@@ -156,9 +167,10 @@ def _fail(message: str, code: int, as_json: bool) -> int:
     line = shortened(" ".join(message.split()))
     if not team.first():
         line = f"worker {team.rank()}: {line}"
-    print(f"error: {line}" if code != INTERRUPTED else line, file=sys.stderr, flush=True)
+    print(f"error: {line}" if code < 128 else line, file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps({"ok": False, "error": line, "exit_code": code}), flush=True)
+        with contextlib.suppress(BrokenPipeError, UserError):  # the line is on stderr
+            terminal.show(json.dumps({"ok": False, "error": line, "exit_code": code}))
     return code
 
 

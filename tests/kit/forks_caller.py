@@ -9,6 +9,8 @@ import socket
 import sys
 import time
 
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def connected(address: str, parent: int) -> socket.socket:
     """The parent's socket, which is there when it has imported its modules; the end of this process when the parent is gone."""
@@ -37,8 +39,10 @@ def farewell(address: str) -> str:
 
 def main() -> None:
     address, parent, *arguments = sys.argv[1:]
+    ignored = [number for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN]
     order = {
         "arguments": arguments,
+        "ignored": ignored,
         "folder": os.getcwd(),
         "environment": dict(os.environ),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
@@ -52,7 +56,7 @@ def main() -> None:
         child = int(told.readline())
     except (ConnectionError, ValueError):  # the parent ended between its last connection and this order
         sys.exit(farewell(address))
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in set(FORWARDED) - set(ignored):
         signal.signal(number, lambda got, _: os.kill(child, got))
     status = int(told.readline() or -signal.SIGKILL)
     if status < 0:

@@ -85,6 +85,8 @@ def work(order: dict[str, Any], streams: list[int]) -> None:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(order["folder"])
+    for number in order["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(order["environment"])

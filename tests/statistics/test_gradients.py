@@ -143,8 +143,8 @@ def test_whole_checkpoints(world, tmp_path):
     quantize(work)
     again = recipe(world, tmp_path / "again", "gptq", options={"group_size": 64, "balance": "auto"})
     first_block(again, tmp_path)
-    kept = tmp_path / ".again.resume" / "gradients.json"
-    assert Gradients.from_dict(json.loads(kept.read_text())) == statistics_folder.read(world / "stats").gradients
+    kept = json.loads((tmp_path / ".again.resume" / "gradients.json").read_text())["data"]
+    assert Gradients.from_dict(kept) == statistics_folder.read(world / "stats").gradients
     labels = set()
     quantize(again, resume=True, progress=lambda label, _done, _total: labels.add(label))
     assert "calibrating" in labels and "gradients" not in labels
@@ -227,7 +227,7 @@ def test_signals_in_the_place_of_gradients(world, tmp_path):
     assert known.gradients == gradients(vlm, batches, fisher="signs", seed=3) != gradients(vlm, batches)
     options = {"group_size": 64, "balance": "auto"}
     first_block(recipe(world, tmp_path / "out", "gptq", **given, options=options), tmp_path)
-    kept = json.loads((tmp_path / ".out.resume" / "gradients.json").read_text())
+    kept = json.loads((tmp_path / ".out.resume" / "gradients.json").read_text())["data"]
     assert Gradients.from_dict(kept) == known.gradients
     stored = {"calibrate": {"stats": str(tmp_path / "stats")}, "options": options | {"balance": "mbq"}}
     refused(lambda: quantize(recipe(world, tmp_path / "x", "gptq", **stored)), "hold those of signs; calibrate again")

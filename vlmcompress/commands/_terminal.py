@@ -9,6 +9,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from vlmcompress.errors import UserError
+
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
@@ -25,6 +27,23 @@ def stdout_kept_clean() -> Iterator[None]:
         os.dup2(descriptor, 1)
         os.close(descriptor)
         sys.stdout = kept
+
+
+def show(text: str) -> None:
+    """Print to standard output; where that fails, nothing more is written there.
+
+    Raises:
+        BrokenPipeError: its reader left.
+        UserError: it cannot be written for another reason, such as a full disk.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left when it ends
+        if isinstance(error, BrokenPipeError):
+            raise
+        reason = f"cannot write the result to standard output: {error.strerror}"
+        raise UserError(f"{reason}; let it go elsewhere. Files that the run wrote are whole") from error
 
 
 def quiet_libraries() -> None:

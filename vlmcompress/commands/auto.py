@@ -16,6 +16,7 @@ from vlmcompress.errors import UserError
 
 GROUP = "compress"
 PLACE = 20
+KEPT_BY = "out"
 MOST = 1000
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GROUP = "measure"
 PLACE = 31
+KEPT_BY = "report"
 
 
 def options(parser: Parser) -> None:

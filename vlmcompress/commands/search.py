@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 GROUP = "compress"
 PLACE = 22
+KEPT_BY = "out"
 GOALS = ("throughput", "ttft", "memory", "cost")
 CONFIRMATION = "confirmation"
 

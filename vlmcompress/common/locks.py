@@ -73,7 +73,7 @@ def _taken(path: Path) -> int:
 
 def _locked(descriptor: int, path: Path) -> bool:
     """Lock an open file and write the note; False where the name `path` is another file's by now."""
-    note = f"{os.getpid()} {socket.gethostname()}\n".encode()
+    note = f"{os.getpid()} {socket.gethostname()} {os.urandom(8).hex()}\n"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,7 +85,7 @@ def _locked(descriptor: int, path: Path) -> bool:
             raise Held(_owner(path)) from None
         _write(descriptor, note)
         time.sleep(_PAUSE)  # of two that come at once the later one stays
-        if _note(path).encode() != note:
+        if _note(path) != note:
             raise Held(_owner(path)) from None
         return True
     try:
@@ -97,13 +97,13 @@ def _locked(descriptor: int, path: Path) -> bool:
     return same
 
 
-def _write(descriptor: int, note: bytes) -> None:
+def _write(descriptor: int, note: str) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, note, 0)
+    os.pwrite(descriptor, note.encode(), 0)
 
 
 def _note(path: Path) -> str:
-    """What the file says: the number of a process and its machine; "" where it is gone or empty."""
+    """What the file says: the number of a process, its machine, and digits that no other has; "" where it is gone or empty."""
     try:
         return path.read_text()
     except OSError:
@@ -112,7 +112,7 @@ def _note(path: Path) -> str:
 
 def _lives(path: Path) -> bool:
     """Whether the process of a note may be at work: one of another machine may."""
-    pid, _, host = _note(path).strip().partition(" ")
+    pid, host = (*_note(path).split(), "", "")[:2]
     if not pid.isdigit() or host != socket.gethostname():
         return pid.isdigit()
     try:
@@ -127,9 +127,9 @@ def _lives(path: Path) -> bool:
 def _owner(path: Path) -> str:
     """The process of a note, in words, with its machine where that is another one."""
     until = time.monotonic() + _NOTE_TAKES
-    while not (note := _note(path).strip()) and time.monotonic() < until:
+    while not (note := _note(path).split()) and time.monotonic() < until:
         time.sleep(0.01)
-    pid, _, host = note.partition(" ")
+    pid, host = (*note, "", "")[:2]
     if not pid.isdigit():
         return "a process that is just ending"
     return f"process {pid}" if host == socket.gethostname() else f"process {pid} on {host}"
