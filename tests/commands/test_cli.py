@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,14 +14,11 @@ import pytest
 from tests.kit import calibration_rows, tiny
 from tests.kit.next_steps import follow
 from tests.kit.places import DEMO_LLAVA
-from tests.kit.places import ROOT
 from vlmcompress import cli, commands
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands import quantize
 from vlmcompress.common.registry import Registry
 from vlmcompress.errors import GateError, UserError
-
-FULL = "error: cannot write the result to standard output: No space left on device; "
 
 
 @pytest.fixture(scope="module")
@@ -375,59 +370,6 @@ def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
     assert capfd.readouterr().err == "interrupted; continue with --resume\n"
     assert cli.main(["quantize", "m", "--scheme", "rtn", "--dry-run"]) == 130
     assert capfd.readouterr().err == "interrupted\n"
-
-
-def test_stopped_by_a_signal(capfd, monkeypatch):
-    """SIGTERM and SIGHUP unwind as Ctrl-C does, with a line and the shell's code, and have their default action afterwards."""
-    unwound = []
-
-    def stopped(number):
-        def verb(_args):
-            try:
-                os.kill(os.getpid(), number)
-                time.sleep(60)
-            finally:
-                unwound.append(number)
-
-        return verb
-
-    calls = [
-        (signal.SIGTERM, ["quantize", "m", "--scheme", "rtn"], 143, "stopped by SIGTERM; continue with --resume\n"),
-        (signal.SIGHUP, ["list"], 129, "stopped by SIGHUP\n"),
-        (signal.SIGHUP, ["search", "m", "-o", "x"], 129, "stopped by SIGHUP; the same command goes on from here\n"),
-    ]
-    for number, call, code, line in calls:
-        monkeypatch.setattr(cli.VERBS.get(call[0]), "run", stopped(number))
-        assert cli.main(call) == code
-        assert capfd.readouterr().err == line
-        assert signal.getsignal(number) == signal.SIG_DFL
-    assert unwound == [number for number, *_ in calls]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_is_ignored_stays_so(capfd, monkeypatch, number):
-    """As in `nohup vlmcompress ...`, and in `vlmcompress ... &` of a script, where the shell ignores Ctrl-C."""
-
-    def verb(_args):
-        os.kill(os.getpid(), number)
-        return 0, {}, "went on"
-
-    replaced(monkeypatch, verb)
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        assert cli.main(["list"]) == 0 and signal.getsignal(number) == signal.SIG_IGN
-    finally:
-        signal.signal(number, before)
-    assert capfd.readouterr() == ("went on\n", "")
-
-
-def test_standard_output_that_is_full():
-    """One line and the code of other output errors, with `--json`, too, and for an error that finds no room."""
-    for more, code, line in (([], 2, FULL), (["--json"], 2, FULL), (["--nope", "--json"], 2, "takes no '--nope'")):
-        with open("/dev/full", "w") as full:
-            command = [sys.executable, "-m", "vlmcompress", "list", *more]
-            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == code and line in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_internal_error_keeps_its_traceback_in_a_file(capfd, monkeypatch, tmp_path):

@@ -137,20 +137,19 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     with user_errors(out):
         made = _make_parents(out.absolute().parent)
-        stage = None
         try:
             stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
             with locks.held(stage / "lock"):
-                tree = stage / "tree"
-                tree.mkdir()
-                yield tree
-                _sync_tree(tree)
-                _swap(stage, out)
-                shutil.rmtree(stage, ignore_errors=True)
+                try:
+                    tree = stage / "tree"
+                    tree.mkdir()
+                    yield tree
+                    _sync_tree(tree)
+                    _swap(stage, out)
+                finally:
+                    _put_back(stage, out)
+                    shutil.rmtree(stage, ignore_errors=True)
         except BaseException:
-            if stage is not None:
-                _put_back(stage, out)
-                shutil.rmtree(stage, ignore_errors=True)
             _remove_empty(made)
             raise
         sync_folder(out.absolute().parent)
