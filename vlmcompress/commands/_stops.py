@@ -29,13 +29,13 @@ def raised() -> Iterator[None]:
     that has a handler keeps it. Workers other than the first have nothing to say, and end at once.
     """
     main = threading.current_thread() is threading.main_thread()
-    own = [number for number in SIGNALS if main and team.first() and signal.getsignal(number) == signal.SIG_DFL]
-    for number in own:
+    taken = [number for number in SIGNALS if main and team.first() and signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
         signal.signal(number, _stop)
     try:
         yield
     finally:
-        for number in own:
+        for number in taken:
             signal.signal(number, signal.SIG_DFL)
 
 

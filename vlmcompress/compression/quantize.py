@@ -97,9 +97,9 @@ def space_needed(work: Plan, out: Path) -> int:
         if (scheme := work.method.of(group).scheme)
         for linear in group.linears
     )
-    rotated = work.bytes_before if work.recipe.rotate else 0
+    copied = work.bytes_before if work.recipe.rotate else 0
     left = sum(folders.bytes_within(folders.beside(out, kind)) for kind in ("resume", "rotated"))
-    return work.bytes_after + sum(stored) + rotated - left
+    return work.bytes_after + sum(stored) + copied - left
 
 
 def _inputs(work: Plan, progress: Progress) -> Inputs:
