@@ -221,7 +221,7 @@ def test_no_room(world, tmp_path, monkeypatch):
     assert 0.4 * written < gram_bytes(vlm, decoder_blocks(vlm.model, vlm.spec), 3) < written
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: full)
-    with pytest.raises(UserError, match=r"need about .* has 1.00 kB left; choose another folder or leave out Gram"):
+    with pytest.raises(UserError, match=r"needs about .* has 1.00 kB free; choose another folder or leave out Gram"):
         calibrate(recipe(world, tmp_path / "more"))
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
 

@@ -101,9 +101,9 @@ def settled_resize(asked: Resize | None, vlm: VLM, samples: Sequence[Sample]) ->
 
 
 def fingerprint(recipe: Recipe, origin: Mapping[str, Any] | None) -> str:
-    """Hash everything that the results of the blocks depend on."""
-    source = recipe.model
+    """Hash everything that the results of the blocks depend on; where they are written is not among it."""
+    source, settings = recipe.model, {key: value for key, value in recipe.plain().items() if key != "out"}
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))]
-    parts: list[Any] = [identity.source_identity(source), files, recipe.plain(), origin, identity.versions()]
+    parts: list[Any] = [identity.source_identity(source), files, settings, origin, identity.versions()]
     parts.append(torch.get_num_threads())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
