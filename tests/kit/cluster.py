@@ -18,7 +18,12 @@ import pytest
 from tests.kit.places import ROOT
 
 STORE = 80 << 20  # bytes of each node's objects; Ray wants 75 MiB
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+# Ray starts workers with a niceness of 15: they would wait for the other process of the tests.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+}
 
 
 def patiently(start: Callable[[], Any]) -> Any:
