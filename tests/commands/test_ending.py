@@ -18,6 +18,15 @@ FULL = "error: cannot write the result to standard output: No space left on devi
 
 
 @pytest.fixture(autouse=True)
+def default_actions():
+    """What other tests' libraries have left: Ray handles SIGTERM by ending the process."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
 def loud(monkeypatch):
     """Keep this process's logging as it is."""
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
