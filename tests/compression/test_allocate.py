@@ -17,6 +17,7 @@ from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import manifest
+from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import silent
 from vlmcompress.compression import allocate
 from vlmcompress.compression.calibrate import KINDS, calibrate
@@ -201,6 +202,8 @@ def test_interrupted_and_resumed(world, tmp_path):
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
     run.wait()
+    with locks.held(folders.beside(out, "lock"), wait=True):  # the program's fork ends a little later
+        pass
     assert hidden.exists() and not out.exists()
     kept = hidden.stat().st_mtime_ns
     seen = []

@@ -26,11 +26,11 @@ ROOM = {"limit_mm_per_prompt": {"image": 3}}
 CASES = {
     "llava, cached": ("demo", "litevlm:0.4,lexical=10", CACHED | ROOM, 2),
     "llava, in chunks, uncached": ("demo", "litevlm:0.4,lexical=10", CHUNKED | ALONE | ROOM, 1),
+    "qwen3-vl": ("qwen3-vl", "litevlm:0.4,lexical=10", CACHED | ROOM, 2),
     "qwen2-5-vl": ("qwen2-5-vl", "litevlm:0.4,lexical=10", CHUNKED | CACHED | ROOM, 2),
 }
 MORE = {
     "llava, by embeddings alone": ("demo", "litevlm:0.7,lexical=0", CACHED | ROOM, 1),
-    "qwen3-vl": ("qwen3-vl", "litevlm:0.4,lexical=10", CACHED | ROOM, 2),
     "qwen2-vl": ("qwen2-vl", "litevlm:0.4,lexical=10", CHUNKED | CACHED | ROOM, 2),
     "qwen3-vl, uncached": ("qwen3-vl", "litevlm:0.4,lexical=10", CHUNKED | ALONE | ROOM, 1),
     "qwen2-5-vl, by embeddings alone": ("qwen2-5-vl", "litevlm:0.7,lexical=0", CACHED | ROOM, 2),
