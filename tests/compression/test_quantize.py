@@ -133,7 +133,7 @@ def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     assert len(seen) >= 8  # four groups a block
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(world, tmp_path, how):
     """OUT is not there after `kill -9`, Ctrl-C or `kill`, and `--resume` finishes the work."""
     out = tmp_path / "out"

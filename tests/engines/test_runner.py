@@ -209,7 +209,7 @@ def test_real_engine(qwen: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_real_engine_that_cannot_load(qwen: Path, tmp_path: Path) -> None:
+def test_real_engine_that_cannot_load(qwen: Path, tmp_path: Path, quick_engines) -> None:
     """A checkpoint without its weights: the engine's own words, in one line."""
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -24,7 +24,7 @@ import reducers_speed
 import reducers_table
 
 MODELS = ("demo-llava", "demo-qwen")
-PER_FAMILY = 4
+PER_FAMILY = 2
 # One of each way: rows and question, within the language model, where the encoder is read, in its
 # layers, and while the answer grows.
 REDUCERS = [

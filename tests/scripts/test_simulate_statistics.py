@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.kit.places import ROOT
 
 
+@pytest.mark.slow
 def test_quick_simulation() -> None:
     """200 evaluations a rate: 2.5% are seen as at most 6%, 80% as 60 to 95%."""
     command = [sys.executable, ROOT / "scripts" / "measure" / "simulate_statistics.py", "--quick"]
