@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -82,7 +83,12 @@ def two(nodes: Nodes) -> Iterator[Crew]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLMCOMPRESS_PASSED", "yes")
         patch.setenv("NOT_PASSED", "yes")
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        ours = signal.getsignal(signal.SIGTERM)
         with closing(crew.of(nodes.address)) as found:
+            kept = signal.getsignal(signal.SIGTERM) is ours
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            assert kept, "Ray's own would end a run with code 15, and no word of how to go on"
             yield found
 
 

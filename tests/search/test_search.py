@@ -16,6 +16,7 @@ import pytest
 from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
+from vlmcompress.common import folders, locks
 from vlmcompress.data.sources import bundled
 from vlmcompress.search.candidate import Candidate, Choice
 
@@ -67,6 +68,8 @@ def found(call):
         time.sleep(0.2)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
+    with locks.held(folders.beside(folder, "lock"), wait=True):  # the program's fork ends a little later
+        pass
     done = subprocess.run([sys.executable, "-m", "vlmcompress", *arguments, "--json"], capture_output=True, text=True)
     return done, json.loads(done.stdout), folder
 

@@ -143,10 +143,16 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
     _check(address)
     dashboard = False if address == "local" else None
     passed: Any = {"env_vars": passed_on()}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, runtime_env=passed, include_dashboard=dashboard, log_to_driver=False, logging_level=ERROR)
     except Exception as error:  # that, and no subclass, is raised where a node takes too long to start
         raise UserError(f"can't join the Ray cluster at '{address}': {messages.reason(error)}") from error
+    finally:
+        if on_sigterm is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(
+                signal.SIGTERM, on_sigterm
+            )  # Ray's handler would end this process with code 15, without a word
     louder = _hush()
 
     def leave() -> None:
