@@ -17,8 +17,6 @@ from vlmcompress.models import load_processor
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reduction import cost
 
-pytestmark = pytest.mark.representatives
-
 SIZES = [(64, 64), (200, 90), (90, 260)]
 
 

@@ -42,13 +42,13 @@ BOTH = CHUNKED | CACHED
 RECURRENT = CHUNKED | {"dtype": "bfloat16", "enable_prefix_caching": False}
 CASES = {
     "cached": Case("demo", "dart:0.5", CACHED, passes=2),
+    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
     "qwen3-vl": Case("qwen3-vl", "dart:0.5", BOTH, passes=2, film=True),
     "by pixels": Case("demo", "pixelprune", BOTH, passes=2),
     "qwen3-5": Case("qwen3-5", "uniform:0.5", RECURRENT, film=True),
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
 MORE = {
-    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
     "qwen2-5-vl, by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
