@@ -3,7 +3,7 @@
 `--quick` leaves out every module from which a model, another process or an engine can be reached by imports.
 
 With pytest-xdist tests are shared out by files, so that no file's fixtures are made twice; files that ask the same process of
-the session stay together (`SHARED`). What takes longest comes first, so that both processes end at about the same time: the
+the session stay together (`SHARED`). What takes longest comes first, so that all processes end at about the same time: the
 shared engine (which also notes on a new machine what vLLM's model classes are, so that later engines need not look), then
 other engines, then what loads models, and what is quick at the end.
 """
