@@ -74,8 +74,9 @@ def test_signals(quick: str, how: signal.Signals) -> None:
 
 def test_without_its_parent_it_ends(tmp_path: Path) -> None:
     """As when the tests were killed while it was importing; the folder of the parent's socket is still there."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.kit import forks; print(forks.python('decimal'))"
-    own = subprocess.run([sys.executable, "-c", code + "; import os; os._exit(0)"], capture_output=True, text=True)
+    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from tests.kit import forks; "
+    code += "print(forks.python('decimal'), flush=True); os._exit(0)"
+    own = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     done = subprocess.run([own.stdout.strip(), "-c", "pass"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "the process that was to be forked is gone" in done.stderr
     shutil.rmtree(Path(own.stdout.strip()).parent)
