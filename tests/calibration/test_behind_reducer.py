@@ -118,8 +118,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "bits": {"scheme": "gptq", "options": {"group_size": 32}, "bits": {"budget": 4.6}},
 }
 
+FEW = ("gptq", "awq block", "mbq", "fp8-static")  # one of each way to calibrate
 
-@pytest.mark.parametrize("name", SCHEMES)
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+)
 def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, name):
     """The manifest tells the reducer and counts the tokens that were left; statistics are of other tokens than without."""
     model = built("qwen3-vl" if name in ("gptq", "mbq", "awq block") else "llava")

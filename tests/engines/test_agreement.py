@@ -102,6 +102,7 @@ def answers_before_a_refusal(engine: str, model: Path, asked, settings: Settings
     return Run(found, {}, 0.0)
 
 
+@pytest.mark.slow
 def test_vllm_answers_as_transformers_does(asked, transformers: Run) -> None:
     agree(answers_before_a_refusal("vllm", MODEL, asked, SETTINGS), transformers)
 
