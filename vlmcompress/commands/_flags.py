@@ -80,6 +80,11 @@ def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
     parser.add_argument("--kv-cache", aliases=["--kv-cache-dtype"], help=about, **settings)
 
 
+def tensor_parallel(parser: Parser, about: str) -> None:
+    """The flag of how many devices share the model; `about`: its help."""
+    parser.add_argument("--tp", aliases=["--tensor-parallel-size"], type=int, default=1, metavar="N", help=about)
+
+
 def data(parser: Parser, samples: str = "128") -> None:
     """The flags that choose calibration data. `samples`: how many there are by default, in words."""
     none = argparse.SUPPRESS

@@ -22,14 +22,7 @@ PLACE = 11
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     _flags.recipe(parser)
-    parser.add_argument(
-        "--tp",
-        aliases=["--tensor-parallel-size"],
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that are to share the model; default: 1",
-    )
+    _flags.tensor_parallel(parser, "devices that are to share the model; default: 1")
     parser.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")
 
 

@@ -35,14 +35,7 @@ def options(parser: Parser) -> None:
         help="folder with config.json, weights and processor may be missing; or an id on the Hub",
     )
     parser.add_argument("--target", type=TARGETS.name, help="machine to serve on; see vlmcompress list targets")
-    parser.add_argument(
-        "--tp",
-        aliases=["--tensor-parallel-size"],
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that share the model (tensor parallel)",
-    )
+    _flags.tensor_parallel(parser, "devices that share the model (tensor parallel)")
     parser.add_argument(
         "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="of an image; default: 1024x1024"
     )

@@ -15,6 +15,7 @@ from vlmcompress.report.words import (
     comparable,
     interval,
     load,
+    margin,
     metric,
     pace,
     percent,
@@ -88,7 +89,7 @@ def _together(families: list[Rule]) -> Rule:
 
 def verdict(c: Comparison) -> str:
     """Explain a verdict in a sentence or two: what the interval shows about the margin, and what would decide if nothing."""
-    change, limit = f"{points(c.difference)} points ({interval(c)})", _points(c.margin)
+    change, limit = f"{points(c.difference)} points ({interval(c)})", margin(c.margin)
     lost = f"; {answers}" if (answers := _answers(c)) else ""
     if c.verdict == "fail":
         return f"A loss of more than {limit} is shown: {change}{lost}."
@@ -115,11 +116,6 @@ def _asked(c: Comparison) -> str:
     )
 
 
-def _points(margin: float) -> str:
-    """Write a margin: `1 point`, `0.5 points`."""
-    return "1 point" if (text := f"{100 * margin:.4g}") == "1" else f"{text} points"
-
-
 def _answers(c: Comparison) -> str:
     """Write `4 answers lost, none won`; empty for graded scores."""
     if c.baseline_only is None or c.candidate_only is None:
@@ -135,7 +131,7 @@ def fallen(suite: Suite, gate: Gate | None) -> list[str]:
     names = [row.name for row in rows(suite, gate)[1:] if not row.judged and row.found.verdict == "fail"]
     if not names:
         return []
-    limit = _points(next(c.margin for c in suite.families.values()))
+    limit = margin(next(c.margin for c in suite.families.values()))
     return [f"More than {limit} lost, shown after correction for {len(suite.families)} families: {', '.join(names)}."]
 
 
