@@ -34,7 +34,15 @@ def below(name: str, *packages: str) -> bool:
 
 
 def test_the_root_holds_the_door_and_the_ground():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "api", "cli", "errors", "modifiers"}
+    former = {"reduction"}  # cards of older checkpoints import from it
+    assert {path.stem for path in PACKAGE.glob("*.py")} - former == {
+        "__init__",
+        "__main__",
+        "api",
+        "cli",
+        "errors",
+        "modifiers",
+    }
 
 
 @pytest.mark.parametrize("library", [("vllm", ("engines.vllm",)), ("llmcompressor", ("calibration", "modifiers"))])

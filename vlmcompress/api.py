@@ -32,11 +32,11 @@ from vlmcompress.engines.spread import Spread
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import accuracy
+from vlmcompress.hf_hooks import Attachment, refusal
+from vlmcompress.hf_hooks import attach as _attach
 from vlmcompress.models import VLM
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import parse
-from vlmcompress.reduction import Attachment, refusal
-from vlmcompress.reduction import attach as _attach
 from vlmcompress.results import Results
 from vlmcompress.statistics.inputs import NEEDS
 

@@ -45,10 +45,10 @@ from reduced_answers import Asker, Found
 from vlmcompress import models
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.data import Sample, bundled, encode, load_samples
+from vlmcompress.hf_hooks import refusal, resizing, scorer_file
+from vlmcompress.hf_hooks.learning import learn
 from vlmcompress.recipe.reducer import ReducerChoice, choose
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import refusal, resizing, scorer_file
-from vlmcompress.reduction.learning import learn
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval" / "demo"

@@ -37,9 +37,9 @@ from eval.demo.scales import train
 from vlmcompress import models
 from vlmcompress.commands._terminal import quiet_libraries
 from vlmcompress.evaluation.compare import compare
+from vlmcompress.hf_hooks import resizing
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import resizing
 
 RESULTS = ROOT / "eval" / "resizing.json"
 LIMITS = (64, 49, 36, 25, 16)  # most tokens of an image

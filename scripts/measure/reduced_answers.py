@@ -23,9 +23,9 @@ from torch import Tensor
 
 from vlmcompress.data import Sample, encode
 from vlmcompress.data.encode import ANSWER
+from vlmcompress.hf_hooks import attach
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reduction import attach
 
 PER_BATCH = 48
 

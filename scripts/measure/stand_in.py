@@ -22,8 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.demo.measure import DATA, load_rows, messages
+from vlmcompress.hf_hooks.units import Call, units
 from vlmcompress.models import VLM, load
-from vlmcompress.reduction.units import Call, units
 
 WORDS = (".", ",", "\n", "image", "none")
 SPECIAL = ("pad", "eos", "image")

@@ -17,9 +17,9 @@ from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import encode, load_samples
 from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import attach
 from vlmcompress.recipe import resolve
 from vlmcompress.recipe.reducer import parse
-from vlmcompress.reduction import attach
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vlmcompress.capacity import arithmetic
 from vlmcompress.capacity.arithmetic import Read, Work
 from vlmcompress.capacity.model import open_model
+from vlmcompress.hf_hooks import cost
 from vlmcompress.numerics import ActFormat, Format, Scheme
-from vlmcompress.reduction import cost
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl", "gemma3", "internvl"])

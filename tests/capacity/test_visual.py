@@ -13,9 +13,9 @@ from tests.kit.families import can_process
 from vlmcompress.capacity.model import open_model
 from vlmcompress.capacity.visual import Pictures, Rule, kept
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import cost
 from vlmcompress.models import load_processor
 from vlmcompress.recipe.reducer import parse
-from vlmcompress.reduction import cost
 
 SIZES = [(64, 64), (200, 90), (90, 260)]
 

@@ -13,11 +13,11 @@ from tests.kit.reduction_data import checkpoint, vlm
 from vlmcompress import cli, reducers
 from vlmcompress.data.encode import encode_prompt
 from vlmcompress.data.samples import Sample
+from vlmcompress.hf_hooks import capture
+from vlmcompress.hf_hooks.picture import Counts
+from vlmcompress.hf_hooks.pixels import signals
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.reducers import Signals
-from vlmcompress.reduction import capture
-from vlmcompress.reduction.picture import Counts
-from vlmcompress.reduction.pixels import signals
 
 pytestmark = pytest.mark.representatives
 

@@ -17,8 +17,8 @@ from tests.kit.next_steps import follow
 from vlmcompress import cli
 from vlmcompress.compression import learn_reducer
 from vlmcompress.data import load_samples
+from vlmcompress.hf_hooks import attach, attach_carried, scorer_file
 from vlmcompress.models import load
-from vlmcompress.reduction import attach, attach_carried, scorer_file
 
 FEW = ("--steps", 12, "--every", 4, "--batch", 4, "--hidden", 8, "--lr", 0.01)
 

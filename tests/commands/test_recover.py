@@ -17,10 +17,10 @@ from vlmcompress.calibration import distillation
 from vlmcompress.compression.recover import Asked, recover
 from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import attach, scorer_file
 from vlmcompress.models import load
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.reducers import learned
-from vlmcompress.reduction import attach, scorer_file
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
 

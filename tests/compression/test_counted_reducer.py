@@ -13,10 +13,10 @@ from tests.kit.reduction_data import picture
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks.carrying import attach_carried
 from vlmcompress.models import load
 from vlmcompress.planning import plan
 from vlmcompress.recipe import resolve
-from vlmcompress.reduction.carrying import attach_carried
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.kit import calibration_rows, spread, tiny
 from tests.kit.workers import ended, start
 from vlmcompress import cli
 from vlmcompress.data import load_samples
-from vlmcompress.reduction import scorer_file
+from vlmcompress.hf_hooks import scorer_file
 
 ROWS = 24
 

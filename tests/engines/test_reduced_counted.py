@@ -17,9 +17,9 @@ from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_serving import CACHED, CHUNKED, TOKENS, check
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import learning as thresholds
+from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.recipe.reducer import parse
-from vlmcompress.reduction import learning as thresholds
-from vlmcompress.reduction import scorer_file
 
 
 def prompts() -> list[cases.Turns]:

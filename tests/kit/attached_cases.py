@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from vlmcompress import reducers
+from vlmcompress.hf_hooks import refusal
 from vlmcompress.models import all_specs
 from vlmcompress.reducers import REGISTRY
-from vlmcompress.reduction import refusal
 
 # A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]

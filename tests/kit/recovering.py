@@ -9,9 +9,9 @@ from transformers import AutoModelForImageTextToText
 
 from vlmcompress.calibration import distillation
 from vlmcompress.data import encode, load_samples
+from vlmcompress.hf_hooks import attach_carried
 from vlmcompress.models import load
 from vlmcompress.recovery import objective
-from vlmcompress.reduction import attach_carried
 
 
 def divergence(source, folder, data, seed=0) -> float:

@@ -19,10 +19,10 @@ from tests.kit.reference import arguments
 from tests.kit.tiny import build
 from tests.kit.vllm_reduced import about
 from vlmcompress.checkpoint import reducer_block
+from vlmcompress.hf_hooks import attach, scorer_file
 from vlmcompress.models import VLM, load
 from vlmcompress.recipe.reducer import ReducerChoice, parse
 from vlmcompress.reducers import Grid, Signals, TokenCounter, learned, reduce
-from vlmcompress.reduction import attach, scorer_file
 
 Turns = list[dict[str, Any]]
 

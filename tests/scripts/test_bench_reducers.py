@@ -12,9 +12,9 @@ from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 from vlmcompress import models
 from vlmcompress.data import Sample, bundled, load_samples
 from vlmcompress.data.encode import encode_prompt
+from vlmcompress.hf_hooks import attach
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice, parse
-from vlmcompress.reduction import attach
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import bench_reducers

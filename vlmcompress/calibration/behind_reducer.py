@@ -23,10 +23,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER, VISION, Inputs
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import attach
+from vlmcompress.hf_hooks.prefill import prefill
 from vlmcompress.models import VLM
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reduction import attach
-from vlmcompress.reduction.prefill import prefill
 
 
 class Decoder(PreTrainedModel):

@@ -36,7 +36,7 @@ def teacher_logits(vlm: VLM, batch: Inputs) -> Tensor:
 
 
 def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
-    """The same with a graph, and with the gates that are attached, if any (`reduction.gated`).
+    """The same with a graph, and with the gates that are attached, if any (`hf_hooks.gated`).
 
     These see the image alone, so the answer may stand behind the prompt.
     """

@@ -21,8 +21,8 @@ from torch import nn
 from vlmcompress import models
 from vlmcompress.capacity.decoder import Attention, State
 from vlmcompress.capacity.model import Model
+from vlmcompress.hf_hooks.cost import Block
 from vlmcompress.numerics import Scheme
-from vlmcompress.reduction.cost import Block
 
 _TOWER = re.compile(r"(^|\.)(visual|vision\w*|multi_modal_projector|image_newline|connector|embed_vision)(\.|$)")
 _EXPERTS = re.compile(r"\.experts(\.|$)")
@@ -54,7 +54,7 @@ def arithmetic_type(scheme: Scheme | None) -> str:
 
 
 def blocks(model: Model) -> list[Block]:
-    """The decoder's blocks as `reduction.cost` counts them, where a token meets `active` of the experts."""
+    """The decoder's blocks as `hf_hooks.cost` counts them, where a token meets `active` of the experts."""
     found = []
     described = model.decoder
     layers: Any = model.skeleton.get_decoder()

@@ -26,10 +26,10 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common.text import size
 from vlmcompress.engines.vllm.plugin import refusal as unserved
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks.support import refusal
 from vlmcompress.planning import kv_types
 from vlmcompress.planning.check import MEMORY_SHARE
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reduction.support import refusal
 from vlmcompress.targets import Target
 
 FIXED = 1_500_000_000

@@ -23,11 +23,11 @@ from transformers import AutoImageProcessor
 
 from vlmcompress import models
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks.cost import LARGEST
+from vlmcompress.hf_hooks.support import chooses_images
+from vlmcompress.hf_hooks.views import tokens_left
 from vlmcompress.models import Layout, ModelSpec
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reduction.cost import LARGEST
-from vlmcompress.reduction.support import chooses_images
-from vlmcompress.reduction.views import tokens_left
 
 Size = tuple[int, int]
 MOST_FRAMES = 100_000

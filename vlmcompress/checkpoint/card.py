@@ -187,7 +187,7 @@ vllm serve {folder} --served-model-name {shlex.quote(name)}{flags}
     elif reducer:
         serve = "No engine but transformers runs this reducer."
     if reducer:
-        use = "from vlmcompress.reduction import attach_carried\n"
+        use = "from vlmcompress.hf_hooks import attach_carried\n"
         attach = f"\nattach_carried(model, processor, {place})  # transformers alone would keep all visual tokens"
     opened = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
     model = f'model = AutoModelForImageTextToText.from_pretrained({place}, dtype="auto", device_map="auto")'

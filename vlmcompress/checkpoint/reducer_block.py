@@ -8,7 +8,7 @@ A reducer that keeps a number of tokens that depends on the image, but can be to
 
 Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
 unreduced. transformers goes by `model_type` and looks at neither: `from_pretrained` gives the model with all its visual
-tokens, and `reduction.attach_carried` reduces them as the block says.
+tokens, and `hf_hooks.attach_carried` reduces them as the block says.
 
 A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
 """

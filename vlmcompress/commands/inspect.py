@@ -32,12 +32,12 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.data.encode import encode_prompt
     from vlmcompress.data.images import open_image
     from vlmcompress.data.samples import Sample
+    from vlmcompress.hf_hooks import refusal
+    from vlmcompress.hf_hooks.capture import decide
+    from vlmcompress.hf_hooks.cost import too_small
+    from vlmcompress.hf_hooks.picture import Counts, sheet
     from vlmcompress.models import load, read_config, spec_for
     from vlmcompress.recipe.reducer import parse
-    from vlmcompress.reduction import refusal
-    from vlmcompress.reduction.capture import decide
-    from vlmcompress.reduction.cost import too_small
-    from vlmcompress.reduction.picture import Counts, sheet
 
     out = Path(args.out)
     if out.suffix.lower() != ".png":

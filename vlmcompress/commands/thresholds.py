@@ -33,11 +33,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Learn the thresholds and write them."""
-    from vlmcompress import models, reduction
+    from vlmcompress import hf_hooks, models
     from vlmcompress.compression.inputs import read_inputs
+    from vlmcompress.hf_hooks import learning, threshold_file
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import parse
-    from vlmcompress.reduction import learning, threshold_file
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> Outcome:
     reducer = parse(f"{threshold_file.METHOD}:{args.keep}")
     given = {key: value for key, value in _flags.given(args).items() if key != "out"}
     recipe = resolve(given | {"scheme": "none"}).recipe
-    if reason := reduction.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
+    if reason := hf_hooks.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    reduction.check(vlm, reducer.method, reducer.options)
+    hf_hooks.check(vlm, reducer.method, reducer.options)
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
         learnt = learning.learn(vlm, inputs.batches, reducer, progress)

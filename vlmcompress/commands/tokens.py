@@ -17,7 +17,7 @@ from vlmcompress.common.text import table
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from vlmcompress.reduction.cost import Planned
+    from vlmcompress.hf_hooks.cost import Planned
 
 GROUP = "look first"
 PLACE = 12
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     _lean.import_transformers()
+    from vlmcompress.hf_hooks import cost
     from vlmcompress.recipe.reducer import compared
-    from vlmcompress.reduction import cost
 
     sizes = [_size(text) for text in args.image_size]
     resize, reducers = compared(args.reduce)

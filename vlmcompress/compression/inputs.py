@@ -20,12 +20,12 @@ from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data import encode, load_mixed, provenance
 from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.data.samples import Sample
+from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import check_balance, data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import resizing, scorer_file
 
 
 @dataclass(frozen=True)

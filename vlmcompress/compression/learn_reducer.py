@@ -30,14 +30,14 @@ from vlmcompress.compression.recovery_files import RecoveryFiles
 from vlmcompress.data import Sample, data_hash
 from vlmcompress.data.encoded import Encoded
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import refusal, scorer_file
+from vlmcompress.hf_hooks.gated import Gate, Gated
 from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recovery import gating, objective
 from vlmcompress.recovery.train import Course, Settings, train
 from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_small
-from vlmcompress.reduction import refusal, scorer_file
-from vlmcompress.reduction.gated import Gate, Gated
 
 MEASURED = 64
 """Samples that mean and spread of the channels are measured on."""

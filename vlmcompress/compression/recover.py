@@ -32,6 +32,7 @@ from vlmcompress.compression.write import write_checkpoint
 from vlmcompress.data import Sample, data_hash
 from vlmcompress.data.encoded import Encoded
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import attach, resizing, scorer_file
 from vlmcompress.models import VLM
 from vlmcompress.planning import plan
 from vlmcompress.planning.calibration_data import data_source
@@ -39,7 +40,6 @@ from vlmcompress.planning.plan import Plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.reduction import attach, resizing, scorer_file
 
 LEARNT_FROM = 128
 """Most samples that a reducer learns its numbers from."""

@@ -34,11 +34,11 @@ from vlmcompress.compression.recovery_training import Asked, Student, facts, tra
 from vlmcompress.data import data_hash
 from vlmcompress.data.encoded import Encoded
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import attach_carried, scorer_file
 from vlmcompress.models import VLM
 from vlmcompress.planning.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recovery.scales import SCALE, Coded
-from vlmcompress.reduction import attach_carried, scorer_file
 
 FORMAT = "compressed-tensors"
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmcompress.common.progress import Progress
+from vlmcompress.hf_hooks import learning, scorer_file, threshold_file
 from vlmcompress.models import VLM
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe.reducer import ReducerChoice, calibrated, same
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.reduction import learning, scorer_file, threshold_file
 
 Samples = Sequence[Mapping[str, Any]]
 

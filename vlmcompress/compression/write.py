@@ -19,11 +19,11 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import size
 from vlmcompress.compression import reducer as reducers
 from vlmcompress.data.provenance import unseen
+from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.reducer import visual_tokens
 from vlmcompress.reducers import TokenCounter
-from vlmcompress.reduction import resizing, scorer_file
 from vlmcompress.statistics import kv_range
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress import models, reduction
+from vlmcompress import hf_hooks, models
 from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import misnamed, misread
 from vlmcompress.checkpoint.stored import Stored
@@ -27,8 +27,8 @@ from vlmcompress.common.text import size, smaller
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
+from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.models import Group, ModelSpec
-from vlmcompress.reduction import scorer_file
 
 
 def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
@@ -171,7 +171,7 @@ def _reducer(subject: _Subject) -> str:
     if found is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
-    reduction.check(vlm, found.reducer.method, found.reducer.options)
+    hf_hooks.check(vlm, found.reducer.method, found.reducer.options)
     scorer_file.known(subject.skeleton.config, found.reducer, subject.path)
     reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"

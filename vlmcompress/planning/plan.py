@@ -17,13 +17,13 @@ from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics import Scheme
 from vlmcompress.planning import attention, fit, memory, reducer, reuse, rotation
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe import Recipe
-from vlmcompress.reduction import scorer_file
 
 Others = Mapping[tuple[int, str], Method]
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import models, reduction
+from vlmcompress import hf_hooks, models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm.plugin import refusal
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import cost, resizing, scorer_file
+from vlmcompress.hf_hooks.support import chooses_images
 from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
-from vlmcompress.reduction import cost, resizing, scorer_file
-from vlmcompress.reduction.support import chooses_images
 
 TYPICAL = (1024, 768)
 """Width and height of the image that examples are of."""
@@ -104,7 +104,7 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
     if recipe.reduce.options.vtu:
         return [f"reduce {recipe.reduce}: vtu is for evaluation and saves nothing; leave it out"]
     try:
-        reduction.check(source.vlm, recipe.reduce.method, recipe.reduce.options)
+        hf_hooks.check(source.vlm, recipe.reduce.method, recipe.reduce.options)
         scorer_file.known(source.vlm.model.config, recipe.reduce)
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]

@@ -99,8 +99,8 @@ class Engine:
 
     def _attach(self, reduce: str | None):
         """Attach the reducer that is asked for, or else the one that the checkpoint carries; None where there is neither."""
+        from vlmcompress.hf_hooks import attach_carried
         from vlmcompress.recipe.reducer import parse
-        from vlmcompress.reduction import attach_carried
 
         return attach_carried(self.model, self.processor, self.folder, parse(reduce) if reduce else None)
 

@@ -9,8 +9,8 @@ from vlmcompress.engines.vllm.conformance._compare import Pair, same
 from vlmcompress.engines.vllm.conformance._questions import Questions
 from vlmcompress.engines.vllm.conformance._reference import Expected
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks.support import chooses_images
 from vlmcompress.recipe.reducer import ReducerChoice
-from vlmcompress.reduction.support import chooses_images
 
 
 @dataclass

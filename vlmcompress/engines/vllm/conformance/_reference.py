@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vlmcompress import models, reduction
+from vlmcompress import hf_hooks, models
 from vlmcompress.checkpoint.reducer_block import CarriedReducer
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import scorer_file
 from vlmcompress.models import VLM
-from vlmcompress.reduction import scorer_file
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Reference:
             self._attached = attached
             yield
 
-    def _attach(self, found: CarriedReducer) -> reduction.Attachment:
+    def _attach(self, found: CarriedReducer) -> hf_hooks.Attachment:
         chosen = scorer_file.known(self.vlm.model.config, found.reducer, self.vlm.path)
-        return reduction.attach(self.vlm, chosen, counter=found.count)
+        return hf_hooks.attach(self.vlm, chosen, counter=found.count)
 
     def ask(self, messages: list[dict[str, Any]], tokens: int) -> Expected:
         """Continue a conversation by `tokens` greedily."""

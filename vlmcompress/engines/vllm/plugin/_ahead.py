@@ -16,10 +16,10 @@ from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
+from vlmcompress.hf_hooks.ahead import Enough, positions, signals
+from vlmcompress.hf_hooks.tap import joined, received
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Signals
-from vlmcompress.reduction.ahead import Enough, positions, signals
-from vlmcompress.reduction.tap import joined, received
 
 
 class Ahead:

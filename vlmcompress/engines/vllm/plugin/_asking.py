@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.hf_hooks.units import no_words
 from vlmcompress.models import spec_for
-from vlmcompress.reduction.units import no_words
 
 ARGUMENT = "query"
 FIELD = "query_ids"

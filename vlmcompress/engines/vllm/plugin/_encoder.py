@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from vlmcompress.engines.vllm.plugin._heads import all_heads, heads_first, mean_of_all
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
+from vlmcompress.hf_hooks.support import strategy
+from vlmcompress.hf_hooks.tap import joined, received
+from vlmcompress.hf_hooks.units import block, tile
 from vlmcompress.models import spec_for
 from vlmcompress.reducers import Grid, Merger, Reduction
-from vlmcompress.reduction.support import strategy
-from vlmcompress.reduction.tap import joined, received
-from vlmcompress.reduction.units import block, tile
 
 
 class Scan:

@@ -7,7 +7,7 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:
-    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.reduction.tap.joined` is the inverse."""
+    """Rearrange `[b, s, heads * d]` as `[b, heads, s, d]`. `vlmcompress.hf_hooks.tap.joined` is the inverse."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 

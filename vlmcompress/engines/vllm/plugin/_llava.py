@@ -16,10 +16,10 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, 
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
+from vlmcompress.hf_hooks import Reduced
+from vlmcompress.hf_hooks.units import whole
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reducers import Grid, Reduction
-from vlmcompress.reduction import Reduced
-from vlmcompress.reduction.units import whole
 
 
 @functools.cache

@@ -16,11 +16,11 @@ from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common import hub
 from vlmcompress.engines.vllm.plugin._serves import refusal
 from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import scorer_file
+from vlmcompress.hf_hooks.support import check_config, check_counter, chooses_images
 from vlmcompress.models import spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import Grid, Reduction, Signals, TokenCounter
-from vlmcompress.reduction import scorer_file
-from vlmcompress.reduction.support import check_config, check_counter, chooses_images
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 

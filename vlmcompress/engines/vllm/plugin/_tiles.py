@@ -17,9 +17,9 @@ from vlmcompress.engines.vllm.plugin._encoder import TileMerging
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._rope import PlainRope
+from vlmcompress.hf_hooks.units import tile
 from vlmcompress.models import spec_for
 from vlmcompress.reducers import Grid, Reduction
-from vlmcompress.reduction.units import tile
 
 
 class TiledInfo(ReducedInfo):

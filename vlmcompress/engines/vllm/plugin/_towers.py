@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._reducer import ServedReducer
-from vlmcompress.reduction.pixels import signals
+from vlmcompress.hf_hooks.pixels import signals
 
 
 def choose(reducer: ServedReducer, images_of: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:

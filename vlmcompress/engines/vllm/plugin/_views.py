@@ -24,7 +24,7 @@ from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.errors import UserError
-from vlmcompress.reduction import views
+from vlmcompress.hf_hooks import views
 
 FIELD = "view_stays"  # field of an image, and argument of the processor: for each image whether it stays
 NAMES = "names"

@@ -28,8 +28,8 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._rope import longest_prompt
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
+from vlmcompress.hf_hooks.units import Reduced, tile, whole
 from vlmcompress.reducers import Grid
-from vlmcompress.reduction.units import Reduced, tile, whole
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 SIGNALS = ("features", "keys", "heads")

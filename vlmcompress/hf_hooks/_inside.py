@@ -1,0 +1,192 @@
+"""Apply reducers of stage "llm": from decoder block K on the language model has fewer rows and shorter caches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask
+
+from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks._attach import Attachment, full_mask
+from vlmcompress.hf_hooks.slots import Slots
+from vlmcompress.hf_hooks.tap import joined, received, tap
+from vlmcompress.hf_hooks.units import Reduced, Unit
+from vlmcompress.reducers import Reduction, Signals
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What is left of a call's tokens in a block.
+
+    rows: their slots.
+    mask: the block's attention mask.
+    real: `[b, t]` bool, whether there is a token in each slot of the block's cache, this call's among them.
+    """
+
+    rows: Slots
+    mask: Any
+    real: Tensor
+
+
+class Inside(Attachment[tuple[Slots, ...]]):
+    """Shortens the hidden states before block K, and mask and rotations for it and all blocks behind.
+
+    A method may do so before several blocks, its drops; what is said here of K then holds for each. Of a cache it knows the
+    slots behind each drop. A token that was dropped is in no later block, so columns are those of the full sequence throughout.
+    """
+
+    def _hook(self) -> None:
+        self._pending: tuple[list[Unit], Tensor, tuple[Slots, ...], int] | None = (
+            None  # of this call, until the last drop
+        )
+        self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
+        self._now: _Rows | None = None  # of this call's tokens; None: all, and of those in the cache, too
+        self._stages: list[tuple[int, list[Reduced]]] = []
+        blocks: Any = self.text.get_submodule("layers")
+        self._drops = self.options.drops(len(blocks))
+        turns = {layer: turn for turn, (layer, _) in enumerate(self._drops)}
+        for layer in turns:
+            self._undo.append(tap(blocks[layer - 1].self_attn, self._listen))
+        for number in range(min(turns), len(blocks)):
+            self._before(blocks[number], functools.partial(self._shorten, turns.get(number)))
+
+    @property
+    def stages(self) -> list[tuple[int, list[Reduced]]]:
+        """Units of the latest call with images behind each drop."""
+        return self._stages
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super()._begin(module, args, kwargs)
+        self._pending = self._states = self._now = None
+
+    def _end(self, *_: object) -> None:
+        super()._end()
+        self._pending = self._states = self._now = None
+
+    def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
+        if self._pending is not None and self._pending[0]:
+            self._states = query, key, scale
+
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
+        """Return the arguments as they are, for the first blocks, and keep what block K needs."""
+        cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
+        before = cache.get_seq_length() if cache is not None else 0  # length of block 0's cache, which lacks nothing
+        held = past or (Slots.identity(len(embeds), before, embeds.device),) * len(self._drops)
+        if any(before < slots.length for slots in held):
+            raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
+        self._pending = units, full_mask(kwargs, before), held, before
+        self._new = past
+        return kwargs
+
+    def _shorten(
+        self, turn: int | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """Hook before block K and each behind it: shorten its arguments. `turn`: number of the drop before this block."""
+        if turn is not None and self._pending is not None:
+            args, kwargs = self._drop(turn, args, kwargs)
+        if self._now is None:
+            return None
+        rows = self._now.rows
+        rotations = tuple(rows.pick(part, part.ndim - 2) for part in kwargs["position_embeddings"])
+        positions = kwargs.get("position_ids")
+        if positions is not None:
+            positions = rows.pick(positions, positions.ndim - 1)
+        changed = {"position_embeddings": rotations, "position_ids": positions, "attention_mask": self._now.mask}
+        return args, kwargs | changed
+
+    def _drop(self, turn: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Decide all reductions; returns block K's arguments with the rows of its hidden states `[b, s, d]` that are kept."""
+        assert self._pending is not None
+        (units, mask, every, before), hidden = self._pending, args[0]
+        config: Any = self.text.config
+        real, held = mask[:, before:].bool(), every[turn]
+        if self._now is not None:
+            hidden = self._now.rows.spread(hidden)
+        keep = torch.ones_like(real)
+        if units:
+            hidden = self._decide_all(turn, units, hidden, mask.bool(), before)
+            for unit in self.seen:
+                keep[unit.row, unit.columns] = False
+                keep[unit.row, unit.columns[unit.reduction.anchor]] = True
+        self._states = None
+        if turn == len(self._drops) - 1:
+            self._pending = None
+        dropped = not keep.all()
+        if not dropped and self._new is None:
+            return args, kwargs
+        new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
+        layout = held.then(before - held.length, new)
+        if dropped:
+            slots = self._new or (Slots.identity(mask.shape[0], mask.shape[1], mask.device),) * len(self._drops)
+            self._new = (*slots[:turn], layout, *slots[turn + 1 :])
+        hidden, seen = new.pick(hidden), layout.mask(mask)
+        causal = create_causal_mask(
+            config=config,
+            inputs_embeds=hidden,
+            attention_mask=seen,
+            past_key_values=kwargs.get("past_key_values"),
+            layer_idx=self._drops[turn][0],
+        )
+        self._now = _Rows(new, causal, seen.bool())
+        return (hidden, *args[1:]), kwargs
+
+    def _decide_all(self, turn: int, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
+        """Decide the reduction of each unit; returns the hidden states `[b, s, d]` with merged rows at their anchors."""
+        layer, options = self._drops[turn]
+        done = [unit.reduction for unit in self.seen] if turn else [None] * len(units)
+        self.seen, states = [], hidden
+        hidden = hidden.clone()
+        for unit, signals in zip(units, self._signals(units, done, states, mask, before), strict=True):
+            result = self._decide(unit, signals, options)
+            columns = _columns(unit, signals.merged)
+            hidden[unit.row, columns[result.anchor]] = result.apply(states[unit.row, columns])
+        self._stages = [*(self._stages if turn else []), (layer, self.seen)]
+        return hidden
+
+    def _signals(
+        self, units: list[Unit], done: Sequence[Reduction | None], hidden: Tensor, mask: Tensor, before: int
+    ) -> list[Signals]:
+        """Signals of this stage, from block K - 1: attention, keys, and states through the final norm.
+
+        `done`: what earlier drops have made of each unit; rows of tokens that they dropped are nowhere read.
+        """
+        assert self._states is not None
+        key, tokens = self._states[1], hidden.shape[1]
+        if self._now is None:
+            saliency = self._attention(self._states, mask, before)[:, before:]
+            keys = joined(key)[:, before:]
+        else:
+            rows, start = self._now.rows, key.shape[2] - self._now.rows.width
+            saliency = rows.spread(self._attention(self._states, self._now.real, start)[:, start:])
+            keys = rows.spread(joined(key)[:, start:])
+        needs = self.module.NEEDS
+        states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
+        words = self._words(mask[:, before:]) if "query" in needs else None
+        found = []
+        for unit, merged in zip(units, done, strict=True):
+            row, columns = unit.row, _columns(unit, merged)
+            more: dict[str, Any] = {"saliency": saliency[row, columns], "keys": keys[row, columns]}
+            if states is not None and words is not None:
+                behind = words[row] & (torch.arange(tokens, device=words.device) > unit.columns[-1])
+                more |= {"features": states[row, columns], "query": states[row, behind]}
+                more["query_keys"] = keys[row, behind]
+            found.append(Signals(unit.grid, heads=key.shape[1], merged=merged, **more))
+        return found
+
+    def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
+        """Attention `[b, before + s]` of the last real token on the full sequence, which `mask` is of."""
+        query, key, scale = states
+        rows = torch.arange(len(query), device=query.device)
+        last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)
+        seen = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
+        return received(query[rows, :, last], key, scale, seen)
+
+
+def _columns(unit: Unit, done: Reduction | None) -> Tensor:
+    """Columns of a unit's tokens that are left."""
+    return unit.columns if done is None else unit.columns[done.anchor]
