@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 
 from vlmcompress import engines, models
-from vlmcompress.common import crew, hub
+from vlmcompress.common import hub, workers
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression.calibrate import KINDS
 from vlmcompress.compression.calibrate import calibrate as _calibrate
@@ -141,8 +141,8 @@ def evaluate(
     own = Path(data) if data else None
     if ray is None:
         return accuracy.evaluate(candidate, baseline, suites, own, how)
-    with closing(crew.of(ray)) as workers:
-        how = dataclasses.replace(how, engine=Spread(asked, workers), baseline_engine=Spread(before, workers))
+    with closing(workers.of(ray)) as cluster:
+        how = dataclasses.replace(how, engine=Spread(asked, cluster), baseline_engine=Spread(before, cluster))
         return accuracy.evaluate(candidate, baseline, suites, own, how)
 
 

@@ -23,9 +23,8 @@ from vlmcompress.commands import _stops as stops
 from vlmcompress.commands import _terminal as terminal
 from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
 from vlmcompress.commands._parser import Parser
-from vlmcompress.common import hub, team
-from vlmcompress.common.messages import shortened
-from vlmcompress.common.paths import unusable
+from vlmcompress.common import distributed, hub
+from vlmcompress.common.messages import shortened, unusable
 from vlmcompress.errors import GateError, UserError
 
 # Package that is absent -> the extra that brings it.
@@ -115,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         hub.only_ids()  # nothing is fetched behind the user's back
         with stops.raised(), terminal.stdout_kept_clean():
             code, data, text = VERBS.get(args.verb).run(args)
-        if team.first():
+        if distributed.is_main():
             terminal.show(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text)
         return code
     except BrokenPipeError:  # the reader of our stdout left
@@ -129,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        if not team.first() and (isinstance(error, team.AgreedError) or not team.has_met()):
+        if not distributed.is_main() and (isinstance(error, distributed.SharedError) or not distributed.has_formed()):
             return BAD_INPUT  # the first worker says it
         return _fail(str(error), BAD_INPUT, as_json)
     except Exception as error:
@@ -165,8 +164,8 @@ def _unexpected(error: Exception, debug: bool, as_json: bool) -> int:
 def _fail(message: str, code: int, as_json: bool) -> int:
     """Say what went wrong, in one line on stderr and with `--json` also as an object."""
     line = shortened(" ".join(message.split()))
-    if not team.first():
-        line = f"worker {team.rank()}: {line}"
+    if not distributed.is_main():
+        line = f"worker {distributed.rank()}: {line}"
     print(f"error: {line}" if code < 128 else line, file=sys.stderr, flush=True)
     if as_json:
         with contextlib.suppress(BrokenPipeError, UserError):  # the line is on stderr

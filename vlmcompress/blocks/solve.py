@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import quantizers
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
@@ -158,10 +158,10 @@ def solve_block(
     result, current = BlockResult(), _Current(weights)
     foldable = [group for group in groups if group.name in stats and _foldable(group, groups)]
     # A group's scale is searched on weights that no other group's has changed, so workers can share the searches.
-    found = team.merged(
+    found = distributed.merge_dicts(
         {
             group.name: _smoothing(group, current, stats[group.name], method, scale_dtype, scales or {})
-            for group in team.own(foldable)
+            for group in distributed.shard(foldable)
         }
     )
     for group in foldable:
@@ -178,13 +178,13 @@ def solve_block(
             current.multiply_columns(name, scale)
         current.divide_rows(group.smooth, scale)
     solved: dict[str, BlockResult] = {}
-    mine = [group.name for group in team.own(groups)]
+    mine = [group.name for group in distributed.shard(groups)]
     for group in groups:
         group_stats = stats.pop(group.name, None)
         if group.name in mine:
             own = [current[name] for name in group.linears]
             solved[group.name] = _solve_group(group, own, group_stats, method.of(group), scale_dtype)
-    solved = team.merged(solved)
+    solved = distributed.merge_dicts(solved)
     for group in groups:
         result.add(solved[group.name])
     return result

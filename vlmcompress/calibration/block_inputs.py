@@ -24,7 +24,7 @@ from vlmcompress import models
 from vlmcompress.calibration.batching import add_positions, batched, together
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM
 
@@ -91,7 +91,7 @@ def record(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = 
     paths = models.decoder_layers(vlm.model, vlm.spec)
     found: list[Batch] = []
     with _stubs(vlm.model, paths, lambda *given: _note(found[-1], *given)), accelerated(vlm.model) as device:
-        chosen = team.own(batched(samples))
+        chosen = distributed.shard(batched(samples))
         home = _home(vlm, samples, device)
         for done, rows in enumerate(chosen, start=1):
             inputs = together([samples[row] for row in rows])

@@ -32,7 +32,7 @@ from vlmcompress import models, quantizers
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration.block_inputs import Batch
 from vlmcompress.calibration.float_products import widened
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.models import VLM, Group
 from vlmcompress.quantizers import awq
 from vlmcompress.statistics.balance import MODALITIES, shares
@@ -159,7 +159,7 @@ def _best(
             for (args, kwargs), output, weights in zip(seen.given, seen.outputs, tokens, strict=True):
                 error = (_first(run(*args, **kwargs)) - output).float().square().sum(-1).view_as(weights)
                 losses[index] += (error * weights.to(error.device)).sum(dtype=torch.float64)
-    best = int(team.total(losses).argmin())
+    best = int(distributed.all_sum(losses).argmin())
     return scales[best - 1] if best else None
 
 

@@ -32,7 +32,7 @@ from vlmcompress import models
 from vlmcompress.calibration.batching import add_positions, batched, together
 from vlmcompress.calibration.devices import accelerated
 from vlmcompress.calibration.float_products import float_products
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.data.encode import ANSWER
@@ -87,7 +87,7 @@ def gradients(
             stack.enter_context(context)
         stack.enter_context(float_products(vlm.model))
         progress("gradients", 0, len(answered))
-        for rows in team.own(batched([batches[index] for index in answered])):
+        for rows in distributed.shard(batched([batches[index] for index in answered])):
             own = [answered[row] for row in rows]
             batch = {key: value.to(device) for key, value in together([batches[index] for index in own]).items()}
             add_positions(batch, vlm.spec)
@@ -102,8 +102,8 @@ def gradients(
             loss += float(losses.detach().double().sum()) / len(answered)
             done += len(rows)
             progress("gradients", done, len(answered))
-        team.agreed(totals.problem)
-    loss = float(team.total(torch.tensor(loss, dtype=torch.float64)))
+        distributed.raise_any(totals.problem)
+    loss = float(distributed.all_sum(torch.tensor(loss, dtype=torch.float64)))
     found = [{name: totals.mean(name, vlm.model) for name in linears} for linears in blocks]
     return Gradients(loss, len(answered), found)
 
@@ -121,7 +121,7 @@ def kept_gradients(
     if known is not None:
         return Gradients.from_dict(known)
     found = gradients(vlm, batches, progress, fisher=fisher, seed=seed)
-    if team.first():
+    if distributed.is_main():
         store.note("gradients", found.to_dict())
     return found
 
@@ -232,7 +232,7 @@ class _Totals:
 
     def mean(self, name: str, model: nn.Module) -> Gradient:
         """A layer's means over the samples of all workers, of those modalities that occurred."""
-        sums = team.total(self.sums[name])
+        sums = distributed.all_sum(self.sums[name])
         rows = {m: row for m, row in zip(MODALITIES, sums.tolist(), strict=True) if row[3]}
         return Gradient(
             len(model.get_parameter(f"{name}.weight")),

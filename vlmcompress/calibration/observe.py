@@ -29,9 +29,8 @@ from vlmcompress.calibration.devices import accelerator, resident, trim
 from vlmcompress.calibration.float_products import widened
 from vlmcompress.calibration.kv_cache import watch
 from vlmcompress.calibration.routed import LayerDraw, Routed, mixtures, routed_to_all
-from vlmcompress.common import team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common import distributed
+from vlmcompress.common.progress import Progress, phase, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.statistics.balance import MODALITIES
 from vlmcompress.statistics.collect import Collector
@@ -316,17 +315,17 @@ class _Eye:
                     sample = culprit()
                     where = "" if sample is None else f", calibration sample {sample}"
                     problem = f"{group.linears[0]}{where}: {error}"
-        team.agreed(problem)
+        distributed.raise_any(problem)
         found = Seen(batches=self.run.batches)
         for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
             own = self.routed.counts.get(index, counts) if self.routed else counts
-            stats = found.stats[group.name] = collector.pooled(own, device, team.total, team.largest)
+            stats = found.stats[group.name] = collector.pooled(own, device, distributed.all_sum, distributed.all_max)
             if self.routed and index in self.routed.owners:
                 stats.routed, stats.borrowed = True, self.routed.borrowed.get(index, 0)
         for name, one in self.ranges.items():
-            found.kv_ranges[name] = one.pooled(team.total, team.largest).cpu()
+            found.kv_ranges[name] = one.pooled(distributed.all_sum, distributed.all_max).cpu()
         if self.wanted.tokens:
-            found.tokens = team.total(self.tokens)[: sum(counts.values())].cpu()
+            found.tokens = distributed.all_sum(self.tokens)[: sum(counts.values())].cpu()
         return found
 
     def _sees(self, index: int) -> Callable:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.calibration.float_products import widened
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.models import Expert, Experts, Group
 from vlmcompress.statistics.balance import MODALITIES
 from vlmcompress.statistics.collect import Collector
@@ -115,7 +115,7 @@ class Routed:
         rows = self.owners[index].rows
         assert rows is not None
         found = split(self._codes[rows])
-        for name, number in found.count.items() if team.first() else ():
+        for name, number in found.count.items() if distributed.is_main() else ():
             sample = self._samples.setdefault((index, name), Reservoir(SAMPLE, self.draw.seed))
             places, chosen = sample.draw(number)
             own = found.rows[name]
@@ -130,10 +130,10 @@ class Routed:
         self.borrowed = {index: count for index, count in missing.items() if count > 0}
         if self.borrowed:
             names = list(self.draw.room)
-            rows = torch.cat([team.total(self._kept[name]) for name in names])
+            rows = torch.cat([distributed.all_sum(self._kept[name]) for name in names])
             codes = torch.cat([torch.full((self.draw.room[name],), MODALITIES.index(name) + 1) for name in names])
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.draw.seed))
-            for index in team.own(list(self.borrowed)):
+            for index in distributed.shard(list(self.borrowed)):
                 chosen = order[: self.borrowed[index]]
                 self._show(self.owners[index], rows[chosen.to(self.device)], codes[chosen])
         self.counts = self._counted(collectors)
@@ -149,5 +149,5 @@ class Routed:
     def _counted(self, collectors: Sequence[Collector]) -> dict[int, dict[str, int]]:
         """What all workers have shown the experts so far."""
         own = torch.tensor([[collectors[index].count[name] for name in MODALITIES] for index in self.owners])
-        rows = team.total(own.to(self.device)).tolist()
+        rows = distributed.all_sum(own.to(self.device)).tolist()
         return {index: dict(zip(MODALITIES, row, strict=True)) for index, row in zip(self.owners, rows, strict=True)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.calibration.block_inputs import record
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM, ModelSpec
@@ -40,7 +40,7 @@ def scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = sile
         record(vlm, samples, progress)
     found = {}
     for name, own in largest.items():
-        pooled = team.largest(own)
+        pooled = distributed.all_max(own)
         if not pooled.all():
             raise UserError("vision_attention needs images, and the calibration data have none; name some with --calib")
         layer = f"{vlm.spec.engine_name(name)}.attn"

@@ -21,8 +21,9 @@ from torch import Tensor
 from vlmcompress.checkpoint import card, launch_files, pieces, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
 from vlmcompress.checkpoint.pieces import Piece, Quantized, write_json
-from vlmcompress.common import folders, json_files, phases
+from vlmcompress.common import folders, json_files
 from vlmcompress.common.layer_names import Layers
+from vlmcompress.common.progress import phase, phase_seconds
 from vlmcompress.common.text import parse_size
 from vlmcompress.models import CONFIG_FILES, found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
@@ -129,7 +130,7 @@ def write_folder(
     needed = sum(piece.spec.nbytes for piece in plan)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in others))
     with folders.new_folder(out) as tree:
-        with phases.phase("writing"):
+        with phase("writing"):
             after = pieces.write_weights(tree, plan, limit, content.quantized, exporter, progress)
         block = exporter.config(content.layers)
         write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
@@ -143,7 +144,7 @@ def write_folder(
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)
         size = {"weights_before": content.before, "weights_after": after}
-        complete = content.manifest | {"size": size, "tensors": len(plan), "timing": phases.so_far()}
+        complete = content.manifest | {"size": size, "tensors": len(plan), "timing": phase_seconds()}
         launch_files.write(tree, complete, out.name)
         (tree / card.CARD).write_text(card.render(complete, tree, out.name), encoding="utf-8")
         complete["files"] = hash_files(tree)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +29,9 @@ def raised() -> Iterator[None]:
     that has a handler keeps it. Workers other than the first have nothing to say, and end at once.
     """
     main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in SIGNALS if main and team.first() and signal.getsignal(number) == signal.SIG_DFL]
+    taken = [
+        number for number in SIGNALS if main and distributed.is_main() and signal.getsignal(number) == signal.SIG_DFL
+    ]
     for number in taken:
         signal.signal(number, _stop)
     try:

@@ -14,7 +14,7 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub, team
+from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     with closing(ProgressBar()) as progress:
         done = calibrate(recipe, **asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
-    if not team.first():
+    if not distributed.is_main():
         return OK, None, ""
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)

@@ -12,7 +12,7 @@ from vlmcompress.commands._text import looked_text
 from vlmcompress.common import hub
 
 if TYPE_CHECKING:
-    from vlmcompress.common.finding import Finding
+    from vlmcompress.common.messages import Finding
     from vlmcompress.recipe import Recipe
 
 GROUP = "look first"
@@ -48,7 +48,7 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
     """Whether the model can be split over devices in the recipe's format, as vLLM does it."""
     from vlmcompress import models
     from vlmcompress.capacity import decoder
-    from vlmcompress.common.finding import Finding
+    from vlmcompress.common.messages import Finding
     from vlmcompress.errors import UserError
 
     if tp < 1:

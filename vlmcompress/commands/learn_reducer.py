@@ -14,7 +14,7 @@ from vlmcompress.commands import _flags, _next
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub, team
+from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Outcome:
     assert recipe.out is not None
     with closing(ProgressBar()) as progress:
         facts = learn_reducer(recipe, asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
-    if not team.first():
+    if not distributed.is_main():
         return OK, None, ""
     data = result(recipe.out, hub.shown(recipe.model), facts, time.monotonic() - args.began, recipe.calibrate.data)
     return OK, data, text(data, args.verbose)

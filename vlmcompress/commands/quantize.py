@@ -17,7 +17,7 @@ from vlmcompress.commands import _flags, _lean, _next
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub, team
+from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, percentage, size, smaller, table
 from vlmcompress.errors import UserError
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     with closing(ProgressBar()) as progress:
         done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
-    if not team.first():
+    if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)

@@ -18,7 +18,7 @@ from vlmcompress.commands import _flags, _next
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.commands._parser import Parser
 from vlmcompress.commands._text import phases_text
-from vlmcompress.common import hub, team
+from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
 from vlmcompress.errors import UserError, did_you_mean
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> Outcome:
     with closing(ProgressBar()) as progress:
         more = {"resume": args.resume, "overwrite": args.overwrite, "progress": progress}
         done = recover_scales(recipe, asked, teacher, **more) if teacher else recover(recipe, asked, **more)
-    if not team.first():
+    if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.common._hub_files import Choice, ModelFiles, Repository
-from vlmcompress.common.notes import note
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import size
 from vlmcompress.errors import UserError

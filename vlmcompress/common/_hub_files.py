@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
-from vlmcompress.common.notes import note
+from vlmcompress.common.messages import note
 from vlmcompress.errors import UserError
 
 Kind = Literal["model", "dataset"]

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vlmcompress.common import folders, team
+from vlmcompress.common import distributed, folders
 from vlmcompress.errors import UserError
 
 RUN = "run"
@@ -42,7 +42,7 @@ class BlockFiles:
 
     def __init__(self, folder: Path, fingerprint: str, resume: bool):
         self.folder, self._mark = folder, folder / "fingerprint"
-        if not team.first():  # the first worker makes it
+        if not distributed.is_main():  # the first worker makes it
             return
         self.run = fingerprint
         with folders.user_errors(folder):

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from vlmcompress.common import locks, team
+from vlmcompress.common import distributed, locks
 from vlmcompress.common.text import size
 from vlmcompress.errors import UserError
 
@@ -33,7 +33,8 @@ class WriteError(UserError):
 def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Keep OUT and the hidden files beside it to this run within the context.
 
-    Of several workers the first one holds the lock, for all; where it is another run's, all learn so in `team.met`.
+    Of several workers the first one holds the lock, for all; where another run has it, all learn so in
+    `distributed.process_group`.
 
     Args:
         out: folder or file that the run writes.
@@ -45,12 +46,12 @@ def claimed(out: Path, check: Callable[[], object] = lambda: None) -> Iterator[N
     """
     check()
     with contextlib.ExitStack() as stack:
-        if team.first():
+        if distributed.is_main():
             try:
                 stack.enter_context(_lock(out))
                 check()
             except UserError as error:
-                with team.met(str(error)):
+                with distributed.process_group(str(error)):
                     raise
         try:
             yield
@@ -102,7 +103,7 @@ def check(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = F
     """
     check_apart(source, out, "source model")
     with user_errors(out):
-        if not look and team.first():
+        if not look and distributed.is_main():
             _recover(out)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite, mark)

@@ -1,8 +1,13 @@
-"""Texts of errors, short enough for one line."""
+"""Lines for people: notes on stderr, findings of checks, and texts of errors that are short enough for one line."""
 
 from __future__ import annotations
 
+import errno
 import re
+import sys
+from dataclasses import dataclass
+
+from vlmcompress.common import distributed
 
 
 def shortened(text: str, longest: int = 2000) -> str:
@@ -23,3 +28,45 @@ def reason(error: BaseException, longest: int = 300) -> str:
         return text
     whole = re.match(rf".{{1,{longest - 1}}}[.;](?=\s)", text)
     return whole[0].rstrip(";.") if whole else text[: longest - 4].rpartition(" ")[0] + " ..."
+
+
+_WHY = {
+    errno.ENAMETOOLONG: "the path is too long",
+    errno.ELOOP: "its links lead in a circle",
+}
+
+
+def unusable(error: BaseException) -> str | None:
+    """A line for the user about a path that no file can have, from the error of a file operation; None for other errors.
+
+    These errors come from wherever a path is first touched, in pathlib as in a library, and mean the same everywhere.
+    """
+    if isinstance(error, OSError) and error.errno in _WHY:
+        return f"cannot use {_shown(error.filename)}: {_WHY[error.errno]}; give another one"
+    if isinstance(error, RuntimeError) and str(error).startswith(
+        "Symlink loop from "
+    ):  # pathlib's own, until Python 3.13
+        return f"cannot use {_shown(str(error).split(' from ', 1)[1])}: {_WHY[errno.ELOOP]}; give another path"
+    if isinstance(error, ValueError) and str(error).startswith("embedded null "):
+        return "cannot use a path with a NUL character in it; give another one"
+    return None
+
+
+def _shown(name: object) -> str:
+    text = str(name).strip("'")
+    return f"'{text}'" if len(text) <= 200 else f"'{text[:80]}...' of {len(text):,} characters"
+
+
+def note(line: str) -> None:
+    """Print on stderr a line that is no error but good to know."""
+    if distributed.is_main():
+        print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, whether it is fine, and in `detail` what was found or what is wrong."""
+
+    name: str
+    ok: bool
+    detail: str

@@ -1,12 +1,21 @@
-"""Progress of long work: the callback that receives it, and a bar on stderr."""
+"""Progress of long work: the callback that receives it, a bar on stderr, and where the time goes, in seconds by phase.
+
+    with timed_phases() as seconds:      # seconds fills while the run goes on
+        with phase("observing"):
+            ...
+
+A phase within a phase counts as its own and not as the outer one's. Outside `timed_phases` a phase measures nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.common.text import duration
 
 Progress = Callable[[str, int, int], None]
@@ -40,7 +49,7 @@ class ProgressBar:
         self._rated: tuple[float, int] | None = None  # when the first step was done, and what was done then
 
     def __call__(self, label: str, done: int, total: int) -> None:
-        if total <= 0 or not team.first():
+        if total <= 0 or not distributed.is_main():
             return
         now = self._clock()
         if label != self._label:
@@ -79,3 +88,46 @@ class ProgressBar:
         since, before = self._rated or (now, done)
         passed, steps = now - since, done - before
         return f"{duration(passed / steps * (total - done))} left" if steps > 0 and passed > 1 else ""
+
+
+_seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
+_within: ContextVar[list[float] | None] = ContextVar("within", default=None)  # seconds of phases within the present one
+
+
+@contextmanager
+def timed_phases() -> Iterator[dict[str, float]]:
+    """Measure the phases in the context: name -> seconds, in the order in which they first ended."""
+    found = _seconds.get()
+    if found is not None:
+        yield found  # a run within a run
+        return
+    token = _seconds.set(found := {})
+    try:
+        yield found
+    finally:
+        _seconds.reset(token)
+
+
+def phase_seconds() -> dict[str, float]:
+    """Seconds of each phase that has ended, to the millisecond, the longest first."""
+    found = _seconds.get() or {}
+    return {name: round(found[name], 3) for name in sorted(found, key=lambda name: -found[name])}
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Count the time in the context as of phase `name`."""
+    found, outer = _seconds.get(), _within.get()
+    if found is None:
+        yield
+        return
+    began, inner = time.perf_counter(), [0.0]
+    token = _within.set(inner)
+    try:
+        yield
+    finally:
+        _within.reset(token)
+        passed = time.perf_counter() - began
+        found[name] = found.get(name, 0.0) + passed - inner[0]
+        if outer is not None:
+            outer[0] += passed

@@ -21,7 +21,7 @@ from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.block_files import BlockFiles
-from vlmcompress.common.notes import note
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.registry import RULES
 from vlmcompress.compression.calibrate import calibrate

@@ -12,9 +12,8 @@ from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration.devices import accelerator, trim
 from vlmcompress.calibration.statistics_folder import Statistics
-from vlmcompress.common import team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common import distributed
+from vlmcompress.common.progress import Progress, phase, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.statistics.inputs import CROSS, NEEDS, GroupStats
 
@@ -191,7 +190,7 @@ def _solved(
 
 def _save(store: BlockStore, layer: int, result: BlockResult) -> None:
     with phase("storing"):
-        if team.first():
+        if distributed.is_main():
             store.save(layer, result)
 
 

@@ -23,10 +23,9 @@ from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
 from vlmcompress.checkpoint import manifest
-from vlmcompress.common import folders, identity, phases, team
+from vlmcompress.common import distributed, folders, identity
 from vlmcompress.common.block_files import RUN, block_file
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.common.registry import RULES, SCHEMES
 from vlmcompress.compression import rotated
 from vlmcompress.compression.inputs import Result, fingerprint, read_inputs
@@ -100,7 +99,7 @@ def calibrate(
     """
     assert recipe.out is not None
     check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=NAME)
-    with phases.measured(), folders.claimed(recipe.out, check), team.met():
+    with timed_phases(), folders.claimed(recipe.out, check), distributed.process_group():
         return _calibrated(recipe, needs, likes, read, resume, progress)
 
 
@@ -134,7 +133,7 @@ def _calibrated(
     weights = weights_hash(source)
     mark = fingerprint(recipe, {**origin, "needs": sorted(needs), "weights": weights})
     store = Collected(folders.beside(out, "resume"), mark, resume)
-    team.wait()
+    distributed.barrier()
     with torch.inference_mode(False), torch.no_grad():
         if "gradient" in needs:
             with phase("gradients"):
@@ -156,12 +155,12 @@ def _calibrated(
         described["entropy"] = _by_measure(store.entropies(), len(blocks))
     if "gradient" in needs:
         described["gradients"] = store.noted("gradients")
-    described["timing"] = phases.so_far()
-    if team.first():
+    described["timing"] = phase_seconds()
+    if distributed.is_main():
         described = _write(store, [layer for layer, groups in enumerate(blocks) if groups], described, out)
         store.remove()
         rotated.clean(out)
-    team.wait()
+    distributed.barrier()
     return Result(out, described)
 
 
@@ -202,11 +201,11 @@ def collect(
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=False, known=known, progress=progress):
         if seen is None:
             continue
-        if team.first() and not store.has(layer):
+        if distributed.is_main() and not store.has(layer):
             with phase("storing"):
                 store.save(layer, seen.stats, seen.kv_ranges)
         seen.stats.clear()  # they are large, and the next block's are about to come
-        if seen.tokens is not None and team.first():
+        if seen.tokens is not None and distributed.is_main():
             with phase("entropy"):
                 before = _measure(store, layer, before, seen.tokens)
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from vlmcompress.calibration.behind_reducer import decoder, reduced
 from vlmcompress.common import hub, identity
-from vlmcompress.common.notes import note
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common.messages import note
+from vlmcompress.common.progress import Progress, phase, silent
 from vlmcompress.data import encode, load_mixed, provenance
 from vlmcompress.data.provenance import notes, token_counts
 from vlmcompress.data.samples import Sample

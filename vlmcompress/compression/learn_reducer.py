@@ -3,7 +3,7 @@
 The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
 recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`recovery.gating`). The
 held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
-are taken. Workers of a team (`common.team`) share out the samples, and the first one writes.
+are taken. Workers of a team (`common.distributed`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.calibration import distillation
-from vlmcompress.common import folders, hub, identity, phases, team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common import distributed, folders, hub, identity
+from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.compression import recovery_data
 from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
 from vlmcompress.compression.recovery_files import RecoveryFiles
@@ -99,13 +98,13 @@ def learn_reducer(
     """
     out = recipe.out
     assert out is not None, "a scorer has a file"
-    with phases.measured(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
+    with timed_phases(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
         with phase("loading"):
             samples = recovery_data.read(source, recipe)
             settings = _settings(recipe, asked, samples)
-        with team.met():
+        with distributed.process_group():
             taught = recovery_data.lesson(
                 recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
             )
@@ -114,12 +113,12 @@ def learn_reducer(
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
                 course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
-            team.agreed(None if best else _nothing(course))
+            distributed.raise_any(None if best else _nothing(course))
         facts = _facts(recipe, asked, vlm, course, data, taught.origin, others)
-        if team.first():
+        if distributed.is_main():
             scorer_file.save(out, best, facts)
             files.remove()
-        return facts | {"timing": phases.so_far()}
+        return facts | {"timing": phase_seconds()}
 
 
 class _Training:
@@ -199,8 +198,10 @@ class _Training:
     @torch.no_grad()
     def _measured(self, gate: Gate) -> float:
         """The mean divergence of the held-out samples that have images, in nats."""
-        shown = list(self._shown(team.own(range(self.first, len(self.batches)))))
-        return team.summed(sum(float(self._loss(index, gate)) for index in shown)) / team.summed(len(shown))
+        shown = list(self._shown(distributed.shard(range(self.first, len(self.batches)))))
+        return distributed.all_sum_float(
+            sum(float(self._loss(index, gate)) for index in shown)
+        ) / distributed.all_sum_float(len(shown))
 
     @torch.no_grad()
     def _spread(self) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,8 @@ from vlmcompress import models
 from vlmcompress.blocks.store import BlockStore, stored_bytes
 from vlmcompress.calibration import tower_attention
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders, phases, team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common import distributed, folders
+from vlmcompress.common.progress import Progress, phase, silent, timed_phases
 from vlmcompress.compression import allocate, rotated
 from vlmcompress.compression.blocks import compress, solve_blocks
 from vlmcompress.compression.inputs import Inputs, Result, fingerprint, read_inputs
@@ -41,14 +40,14 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
-    One of several workers (`common.team`) does its share; only the first one's result has a manifest.
+    One of several workers (`common.distributed`) does its share; only the first one's result has a manifest.
 
     Raises:
         UserError: bad input; nothing was written.
     """
     assert recipe.out is not None, "a plan has no output"
     check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
-    with phases.measured(), folders.claimed(recipe.out, check):
+    with timed_phases(), folders.claimed(recipe.out, check):
         return _quantized(recipe, recipe.out, resume, overwrite, progress)
 
 
@@ -59,7 +58,7 @@ def _quantized(recipe: Recipe, out: Path, resume: bool, overwrite: bool, progres
     if work.statistics:
         folders.check_apart(work.statistics.folder, out, "statistics")
         reuse.verify(work.statistics, recipe)
-    with team.met():
+    with distributed.process_group():
         if recipe.rotate:
             work = plan.build(recipe, source=rotated.made(recipe, progress))
         if work.budget:
@@ -77,7 +76,7 @@ def _quantized(recipe: Recipe, out: Path, resume: bool, overwrite: bool, progres
             inputs = replace(inputs, batches=[])
         calibrated = inputs.behind(reducer, progress)
         store = _solved(work, calibrated, resume, progress)
-    if not team.first():
+    if not distributed.is_main():
         return Result(out, {})
     written = write_checkpoint(
         work, inputs.vlm, store, calibrated.origin, count, attention, overwrite=overwrite, progress=progress
@@ -129,9 +128,9 @@ def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> Blo
     with torch.inference_mode(False), torch.no_grad():
         mark = fingerprint(recipe, {"origin": inputs.origin, "bits": work.allocation})
         store = BlockStore(folders.beside(recipe.out, "resume"), mark, resume)
-        if team.first():
+        if distributed.is_main():
             allocate.hand_over(recipe.out, store)
-        team.wait()
+        distributed.barrier()
         if work.statistics:
             offset = inputs.vlm.spec.norm_offset
             solve_blocks(inputs.vlm.model, work.blocks, work.method, store, work.statistics, norm_offset=offset, **more)

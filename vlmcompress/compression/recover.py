@@ -4,7 +4,7 @@ The teacher is the model with all its visual tokens, the student the same model 
 where a `resize` comes first). The teacher's next-token distributions at the answers are computed once and kept on disk; then
 `recovery.train` runs, judged by samples that it does not train on. What comes out is a checkpoint as `quantize --scheme none`
 writes it, with other weights. Where no measurement beats the model as it was, the original weights are written. Workers of a
-team (`common.team`) share out the samples, and the first one writes.
+team (`common.distributed`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import folders, identity, phases, team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common import distributed, folders, identity
+from vlmcompress.common.progress import Progress, phase, silent, timed_phases
 from vlmcompress.common.tensor_files import DTYPES
 from vlmcompress.compression import recovery_data
 from vlmcompress.compression.inputs import Result, settled_resize
@@ -64,7 +63,7 @@ def recover(
     """
     assert recipe.out is not None, "a recovery has an output"
     check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
-    with phases.measured(), folders.claimed(recipe.out, check):
+    with timed_phases(), folders.claimed(recipe.out, check):
         return _recovered(recipe, asked, recipe.out, resume, overwrite, progress)
 
 
@@ -75,15 +74,15 @@ def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite:
     with phase("loading"):
         samples = recovery_data.read(source, recipe)
         settings = _settings(recipe, asked, samples)
-    with team.met():
+    with distributed.process_group():
         taught = recovery_data.lesson(recipe, recipe.model, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
-        with phase("reducer"), team.together():
+        with phase("reducer"), distributed.shared_errors():
             vlm, work, batches, count = _behind(taught.vlm, work, data, progress)
         with phase("training"):
             student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, work.recipe, count))
             found = trained(student, asked, recipe.seed, files, progress)
-    if not team.first():
+    if not distributed.is_main():
         return Result(out, {})
     reducer, resize = work.recipe.reduce, work.recipe.resize
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})

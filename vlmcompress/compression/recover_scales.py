@@ -24,9 +24,8 @@ from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.checkpoint.retouched import retouched
 from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.common import folders, hub, identity, phases, team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common import distributed, folders, hub, identity
+from vlmcompress.common.progress import Progress, phase, silent, timed_phases
 from vlmcompress.common.tensor_files import DTYPES, read_tensor
 from vlmcompress.compression import recovery_data
 from vlmcompress.compression.inputs import Result
@@ -69,7 +68,7 @@ def recover_scales(
     """
     assert recipe.out is not None, "a recovery has an output"
     check = functools.partial(folders.check, recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST)
-    with phases.measured(), folders.claimed(recipe.out, check):
+    with timed_phases(), folders.claimed(recipe.out, check):
         return _recovered(recipe, asked, teacher, recipe.out, resume, progress)
 
 
@@ -81,16 +80,16 @@ def _recovered(recipe: Recipe, asked: Asked, teacher: Path, out: Path, resume: b
         _check_alike(stored, teacher)
         samples = recovery_data.read(source, recipe)
         settings = _settings(recipe, asked, teacher) | {"samples with the hash": data_hash(samples)}
-    with team.met():
+    with distributed.process_group():
         taught = recovery_data.lesson(recipe, teacher, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
-        with phase("loading"), team.together():
+        with phase("loading"), distributed.shared_errors():
             vlm = _quantized(taught.vlm, stored, recipe)
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
         with phase("training"):
             student = Student(vlm, _names(stored), batches, data.held_out, lambda: _reduced(vlm, recipe.model))
             found = trained(student, asked, recipe.seed, files, progress)
-    if not team.first():
+    if not distributed.is_main():
         return Result(out, {})
     more = _record(stored, facts(asked, found, data) | {"teacher": hub.facts(teacher), "data": taught.origin})
     written = retouched(

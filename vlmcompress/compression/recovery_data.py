@@ -16,10 +16,9 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.calibration import distillation
 from vlmcompress.calibration.devices import accelerator
-from vlmcompress.common import hub, team
-from vlmcompress.common.notes import note
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress
+from vlmcompress.common import distributed, hub
+from vlmcompress.common.messages import note
+from vlmcompress.common.progress import Progress, phase
 from vlmcompress.compression.recovery_files import PART, RecoveryFiles
 from vlmcompress.data import Sample, load_samples, provenance
 from vlmcompress.data.encode import encode_prompt
@@ -124,7 +123,7 @@ def lesson(
     `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
     """
     assert recipe.out is not None, "what is trained has an output"
-    with phase("loading"), team.together():
+    with phase("loading"), distributed.shared_errors():
         files = RecoveryFiles(recipe.out, settings, resume)
         vlm = models.load(teacher, trust_remote_code=recipe.trust_remote_code)
         if device := accelerator():
@@ -140,15 +139,15 @@ def _answered(
     """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
     known = files.answers()
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
-    turn = PART * team.size()
+    turn = PART * distributed.world_size()
     for start in range(0, len(lacking), turn):
-        with team.together():
-            for number, sample in enumerate(team.own(lacking[start : start + turn]), start=1):
+        with distributed.shared_errors():
+            for number, sample in enumerate(distributed.shard(lacking[start : start + turn]), start=1):
                 if sample.id not in known:
                     known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
-                progress("writing answers", min(start + number * team.size(), len(lacking)), len(lacking))
+                progress("writing answers", min(start + number * distributed.world_size(), len(lacking)), len(lacking))
             files.note_answers(known)
-    known = team.merged(known)
+    known = distributed.merge_dicts(known)
     asked = {sample.id for sample in lacking}
     every = [replace(one, answer=known[one.id]) if one.id in asked else one for one in samples]
     kept = [sample for sample in every if (sample.answer or "").strip()]
@@ -164,9 +163,9 @@ def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress
     """Keep what the teacher says to all samples, and return the manifest's description of the data."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     parts = range(-(-len(batches) // PART))
-    for start in range(0, len(parts), team.size()):
-        with team.together():
-            for part in team.own(parts[start : start + team.size()]):
+    for start in range(0, len(parts), distributed.world_size()):
+        with distributed.shared_errors():
+            for part in distributed.shard(parts[start : start + distributed.world_size()]):
                 if not files.has_part(part):
                     files.save_part(part, _said(vlm, data, batches, part, progress))
     more = {"seed": recipe.seed, "processor": vlm.processor}

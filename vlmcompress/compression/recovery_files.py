@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vlmcompress.blocks.store import BlockStore
-from vlmcompress.common import folders, json_files, team
+from vlmcompress.common import distributed, folders, json_files
 from vlmcompress.errors import UserError
 
 PART = 16
@@ -33,11 +33,11 @@ class RecoveryFiles(BlockStore):
 
     def __init__(self, out: Path, settings: Mapping[str, Any], resume: bool) -> None:
         folder = folders.beside(out, "recover")
-        if team.first() and resume and (folder / "settings.json").is_file():
+        if distributed.is_main() and resume and (folder / "settings.json").is_file():
             _compare(json_files.read(folder / "settings.json")["data"], settings)
         text = json.dumps(settings, sort_keys=True)
         super().__init__(folder, hashlib.sha256(text.encode()).hexdigest(), resume)
-        if team.first():
+        if distributed.is_main():
             self.note("settings", dict(settings))
 
     def answers(self) -> dict[str, str]:
@@ -50,7 +50,7 @@ class RecoveryFiles(BlockStore):
 
     def note_answers(self, known: Mapping[str, str]) -> None:
         """Keep all answers that this worker knows of, in a file of its own."""
-        self.note(f"answers-{team.rank()}", dict(known))
+        self.note(f"answers-{distributed.rank()}", dict(known))
 
     def has_part(self, part: int) -> bool:
         """Whether the teacher's answers of a part of the samples are there."""

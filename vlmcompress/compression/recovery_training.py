@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.calibration import distillation
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress
 from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
 from vlmcompress.compression.recovery_files import RecoveryFiles
@@ -103,7 +103,7 @@ def trained(student: Student, asked: Asked, seed: int, files: RecoveryFiles, pro
     """Train a model behind its reducer, and leave it as the best measurement had it, merged; or as it was."""
     vlm, batches = student.vlm, student.batches
     first = len(batches) - student.held_out
-    with team.together():
+    with distributed.shared_errors():
         parts = Trained(vlm, asked.train, asked.rank, seed, student.names)
 
     def loss(index: int) -> Tensor:
@@ -118,8 +118,8 @@ def trained(student: Student, asked: Asked, seed: int, files: RecoveryFiles, pro
 
     def measured() -> float:
         with torch.no_grad():
-            found = sum(float(loss(index)) for index in team.own(range(first, len(batches))))
-        return team.summed(found) / student.held_out
+            found = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
+        return distributed.all_sum_float(found) / student.held_out
 
     settings = Settings(asked.steps, asked.batch, asked.lr, asked.every, seed)
     how: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from vlmcompress.calibration.devices import accelerator
 from vlmcompress.checkpoint import rotate
-from vlmcompress.common import folders, team
-from vlmcompress.common.phases import phase
-from vlmcompress.common.progress import Progress
+from vlmcompress.common import distributed, folders
+from vlmcompress.common.progress import Progress, phase
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
 from vlmcompress.planning import rotation
@@ -27,7 +26,7 @@ def made(recipe: Recipe, progress: Progress) -> Source:
     if found := rotation.problems(recipe, source):
         raise UserError(found[0])
     folder = _folder(recipe.out)
-    if team.first():
+    if distributed.is_main():
         with phase("rotating"):
             rotate.write(
                 source,
@@ -36,7 +35,7 @@ def made(recipe: Recipe, progress: Progress) -> Source:
                 device=accelerator() or "cpu",
                 progress=lambda done, total: progress("rotating", done, total),
             )
-    team.wait()
+    distributed.barrier()
     return Source.of(folder)
 
 

@@ -18,7 +18,7 @@ from vlmcompress import targets
 from vlmcompress.allocation import Candidate, error
 from vlmcompress.blocks.solve import Method
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.common.notes import note
+from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.compression import allocate

@@ -20,8 +20,7 @@ from vlmcompress.checkpoint import manifest, reducer_block
 from vlmcompress.checkpoint.layer_targets import misnamed, misread
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import identity, tensor_files
-from vlmcompress.common.finding import Finding
-from vlmcompress.common.messages import reason
+from vlmcompress.common.messages import Finding, reason
 from vlmcompress.common.tensor_files import Entry
 from vlmcompress.common.text import size, smaller
 from vlmcompress.engines.vllm import plugin

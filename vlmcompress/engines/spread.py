@@ -23,8 +23,8 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from vlmcompress.common import hub
-from vlmcompress.common.crew import Crew, Failed
 from vlmcompress.common.identity import fingerprint
+from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.engines.base import Answer, Engine, Progress, Request, Run, Settings
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.errors import UserError
@@ -39,7 +39,7 @@ class Spread:
     """The engine `engine` on the workers of `crew`. Its name is that engine's: the answers are, too."""
 
     engine: Engine
-    crew: Crew
+    crew: Workers
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vlmcompress import models
-from vlmcompress.common.finding import Finding
+from vlmcompress.common.messages import Finding
 from vlmcompress.common.registry import FAMILIES
 from vlmcompress.models import Source
 from vlmcompress.planning.kv_types import normalizes

@@ -17,7 +17,7 @@ from typing import Any
 from vlmcompress import models, targets
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import folders
-from vlmcompress.common.finding import Finding
+from vlmcompress.common.messages import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.planning import fit

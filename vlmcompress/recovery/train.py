@@ -6,8 +6,9 @@ as many measurements as the settings say, and where it diverges: a loss that is 
 `DIVERGED` times the first one. What the loop goes by is stored at each measurement, so that a run that goes on from there
 comes to the same bits.
 
-Workers of a team (`common.team`) share out the samples of a step, and their gradients are added up: the same step as one worker
-does but for the order of sums. Each changes its own copy of what is trained in the same way; the first keeps the state.
+Workers of one run (`common.distributed`) share out the samples of a step, and their gradients are added up: the same step as
+one worker does but for the order of sums. Each changes its own copy of what is trained in the same way; the first keeps the
+state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 from vlmcompress.common.progress import Progress, silent
 
 PATIENCE = 4
@@ -159,7 +160,7 @@ def train(
             course.ended = f"the held-out divergence was {course.first:g} before training"
     while course.step < settings.steps and not course.ended:
         chosen = list(order(samples, course.step, settings.batch, settings.seed))
-        losses = [backward(index, 1 / settings.batch) for index in team.own(chosen)]
+        losses = [backward(index, 1 / settings.batch) for index in distributed.shard(chosen)]
         if not math.isfinite(loop.added_up(sum(losses))) or not loop.update(course.step):
             course.ended = f"it diverged: at step {course.step + 1} the loss or its gradient was not finite"
             break
@@ -168,7 +169,7 @@ def train(
         if course.step % settings.every == 0 or course.step == settings.steps:
             if course.note(held_out(), settings.patience, settings.diverged):
                 best = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
-            if team.first():
+            if distributed.is_main():
                 store.save(loop.state(best), dataclasses.asdict(course))
         progress("recovering", course.step, settings.steps)
     return course, best
@@ -184,12 +185,12 @@ class _Loop:
 
     def added_up(self, loss: float) -> float:
         """Give each tensor the sum of all workers' gradients, in one exchange, and return the sum of their losses."""
-        if team.size() == 1:
+        if distributed.world_size() == 1:
             return loss
         tensors = list(self.trained.values())
         facts = torch.tensor([*(float(one.grad is not None) for one in tensors), loss], device=tensors[0].device)
         own = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
-        flat = team.total(torch.cat([*(one.flatten() for one in own), facts]))
+        flat = distributed.all_sum(torch.cat([*(one.flatten() for one in own), facts]))
         *sums, known = flat.split([*(one.numel() for one in own), len(facts)])
         for tensor, grad, has in zip(tensors, sums, known.tolist(), strict=False):
             tensor.grad = grad.view_as(tensor) if has else None  # what no worker's loss depends on has none

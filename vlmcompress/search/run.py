@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmcompress.common.crew import Crew, Failed
 from vlmcompress.common.progress import Progress, silent
+from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.divergence import divergence
 from vlmcompress.evaluation.scoring import normalise
@@ -58,7 +58,7 @@ class Live:
     """Trials on real checkpoints, for `race`. `reserve`: seconds of a budget that are kept for what comes behind the race."""
 
     setup: Setup
-    crew: Crew
+    crew: Workers
     book: Book
     gains: Measured | Modelled
     original: Answers
@@ -149,7 +149,7 @@ def _attempt(setup: Setup, questions: int, candidate: Candidate) -> Answers:
     return attempt(setup, candidate, questions)
 
 
-def original(setup: Setup, questions: int, crew: Crew, book: Book, progress: Progress) -> Answers:
+def original(setup: Setup, questions: int, crew: Workers, book: Book, progress: Progress) -> Answers:
     """Ask the original all `questions` of the search. Raises UserError where that fails, as nothing can be compared then."""
     progress("asking the original", 0, 1)
     _, answers = next(crew.map(functools.partial(_attempt, setup, questions), [Candidate()]))

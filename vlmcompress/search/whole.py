@@ -17,8 +17,7 @@ import torch
 
 from vlmcompress import targets
 from vlmcompress.checkpoint.rename import rename
-from vlmcompress.common import crew as crews
-from vlmcompress.common import hub
+from vlmcompress.common import hub, workers
 from vlmcompress.common.folders import new_folder, save
 from vlmcompress.common.identity import source_identity
 from vlmcompress.common.progress import Progress
@@ -116,7 +115,7 @@ def find(asked: Request, progress: Progress) -> Searched:
     usual = {"recover": asked.recover, "small": asked.small}
     where = space.read(asked.space, base) if asked.space else space.usual(base, **usual)
     with open_book(asked.out, json.loads(json.dumps(about, default=str)), asked.budget) as book:
-        with closing(crews.of(asked.ray)) as crew:
+        with closing(workers.of(asked.ray)) as crew:
             before = original(setup, count, crew, book, progress)
             if book.left <= 0:
                 raise UserError(

@@ -25,7 +25,7 @@ from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.checkpoint.convert import convert
 from vlmcompress.checkpoint.reducer_block import CarriedReducer
-from vlmcompress.common.finding import Finding
+from vlmcompress.common.messages import Finding
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import environment, interpreter, runner
 from vlmcompress.engines.vllm.conformance import _names, _plan, _questions

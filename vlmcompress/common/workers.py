@@ -1,9 +1,17 @@
-"""A crew on a Ray cluster (https://docs.ray.io): one job at a time on each GPU, or on each node where there is no GPU.
+"""Workers that do a list of jobs: this process, one job after the other, or those of a Ray cluster, several at once.
 
-Every job is a Ray task. Ray runs it again when its worker or its node dies, at most `RETRIES` times. Arguments and results
-travel through Ray's object store; no folder has to be shared, and no code is uploaded: vlmcompress is installed on each
-node. Of this process's environment the jobs get what decides results: `VLMCOMPRESS_*`, `OMP_*`, and the offline modes of
-the Hub's libraries where the user has set them.
+    with closing(workers.of("auto")) as crew:
+        for index, outcome in crew.map(function, jobs):
+            ...
+
+A job is a function of one argument; with Ray both go to another process, maybe on another machine, so they have to be
+picklable, and nothing but the result comes back.
+
+On Ray (https://docs.ray.io) one job at a time runs on each GPU, or on each node where there is no GPU. Every job is a Ray task.
+Ray runs it again when its worker or its node dies, at most `RETRIES` times. Arguments and results travel through Ray's object
+store; no folder has to be shared, and no code is uploaded: vlmcompress is installed on each node. Of this process's environment
+the jobs get what decides results: `VLMCOMPRESS_*`, `OMP_*`, and the offline modes of the Hub's libraries where the user has set
+them.
 """
 
 from __future__ import annotations
@@ -15,12 +23,89 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from logging import ERROR
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from vlmcompress.common import hub, messages
-from vlmcompress.common._jobs import Failed, J, R, attempt
 from vlmcompress.errors import UserError
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What stands in place of a job's result: the line of the `UserError` that it raised, or how its workers were lost."""
+
+    reason: str
+
+
+def attempt(function: Callable[[J], R], job: J) -> R | Failed:
+    """Do a job; a `UserError` becomes a `Failed`."""
+    try:
+        return function(job)
+    except UserError as error:
+        return Failed(str(error))
+
+
+__all__ = ["Workers", "Failed", "InTurn", "of"]
+
+
+class Workers(Protocol):
+    """Workers that do jobs. `name` is for people, `size` is the number of jobs that it does at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
+        """Do the jobs, and yield (index of the job, result) as they finish. Closing the generator cancels what is open.
+
+        A job that raises `UserError`, or whose worker is lost again and again, gives a `Failed`. Any other exception of a
+        job is raised here.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the workers go."""
+        ...
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """This process alone, which starts a job when its result is asked for."""
+
+    name: str = "in turn"
+    size: int = 1
+
+    def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
+        """Do the jobs one after the other; see `Workers`."""
+        for index in range(len(jobs)):
+            yield index, attempt(function, jobs[index])
+
+    def close(self) -> None:
+        """Do nothing: there is nobody else."""
+
+
+def of(address: str | None) -> Workers:
+    """The workers at an address.
+
+    Args:
+        address: None: this process alone. Else Ray's: `auto` (the cluster that this machine is a node of), `HOST:PORT` of a
+            cluster's head, or `local`, which starts one on this machine until `close`.
+
+    Raises:
+        UserError: Ray is not installed, or there is no such cluster.
+    """
+    if address is None:
+        return InTurn()
+    from vlmcompress.common.workers import OnRay
+
+    return OnRay(address)
+
 
 RETRIES = 3  # of a job whose worker or node was lost
 PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # beginnings of names of environment variables
@@ -39,7 +124,7 @@ NUDGE = 0.5  # seconds
 
 
 class OnRay:
-    """The crew of a cluster's workers; `address` as in `crew.of`."""
+    """The workers of a cluster; `address` as in `of`."""
 
     def __init__(self, address: str):
         self._ray, self._leave = _connect(address)
@@ -53,7 +138,7 @@ class OnRay:
         return f"ray, {self.size} worker{'s' if self.size > 1 else ''}"
 
     def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
-        """Do the jobs, `size` of them at once; see `crew.Crew`."""
+        """Do the jobs, `size` of them at once; see `Workers`."""
         task = self._ray.remote(_done).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **self._asks)
         waiting, running = iter(range(len(jobs))), {}
         try:

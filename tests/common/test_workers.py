@@ -14,14 +14,14 @@ import pytest
 
 from tests.kit import jobs
 from tests.kit.cluster import Nodes, two_nodes
-from vlmcompress.common import _ray, crew
-from vlmcompress.common.crew import Crew, Failed
+from vlmcompress.common import workers
+from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.errors import UserError
 
 
 def test_in_turn_starts_a_job_when_its_result_is_asked_for() -> None:
     begun: list[int] = []
-    results = crew.of(None).map(lambda job: begun.append(job) or job * 10, [5, 6, 7])
+    results = workers.of(None).map(lambda job: begun.append(job) or job * 10, [5, 6, 7])
     assert not begun
     assert next(results) == (0, 50) and begun == [5]
     assert next(results) == (1, 60) and begun == [5, 6]
@@ -30,10 +30,10 @@ def test_in_turn_starts_a_job_when_its_result_is_asked_for() -> None:
 
 
 def test_in_turn_goes_on_behind_a_users_error_only() -> None:
-    results = crew.of(None).map(jobs.square, [3, -1, 2])
+    results = workers.of(None).map(jobs.square, [3, -1, 2])
     assert list(results) == [(0, 9), (1, Failed("-1 is negative; give a natural number")), (2, 4)]
     with pytest.raises(ZeroDivisionError):
-        list(crew.of(None).map(jobs.inverse, [1, 0]))
+        list(workers.of(None).map(jobs.inverse, [1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_in_turn_goes_on_behind_a_users_error_only() -> None:
     ],
 )
 def test_shares(nodes: list[dict[str, float]], asks: dict[str, float], size: int) -> None:
-    assert _ray.shares(nodes) == (asks, size)
+    assert workers.shares(nodes) == (asks, size)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_shares(nodes: list[dict[str, float]], asks: dict[str, float], size: int
 def test_addresses_that_are_none(address: str, message: str) -> None:
     pytest.importorskip("ray")
     with pytest.raises(UserError) as caught:
-        crew.of(address)
+        workers.of(address)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as Python marks what can't be imported
     with pytest.raises(UserError, match=r"^ray is not installed; pip install '\.\[ray\]'"):
-        crew.of("auto")
+        workers.of("auto")
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +79,24 @@ def nodes() -> Nodes:
 
 
 @pytest.fixture(scope="module")
-def two(nodes: Nodes) -> Iterator[Crew]:
+def two(nodes: Nodes) -> Iterator[Workers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLMCOMPRESS_PASSED", "yes")
         patch.setenv("NOT_PASSED", "yes")
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         ours = signal.getsignal(signal.SIGTERM)
-        with closing(crew.of(nodes.address)) as found:
+        with closing(workers.of(nodes.address)) as found:
             kept = signal.getsignal(signal.SIGTERM) is ours
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
             assert kept, "Ray's own would end a run with code 15, and no word of how to go on"
             yield found
 
 
-def test_two_nodes_do_what_one_process_does(two: Crew) -> None:
+def test_two_nodes_do_what_one_process_does(two: Workers) -> None:
     assert (two.name, two.size) == ("ray, 2 workers", 2)
     numbers = [3, 1, -4, 1, 5, -9, 2]
     assert sorted(two.map(jobs.square, numbers), key=lambda found: found[0]) == list(
-        crew.InTurn().map(jobs.square, numbers)
+        workers.InTurn().map(jobs.square, numbers)
     )
     assert not list(two.map(jobs.square, []))
     with pytest.raises(ZeroDivisionError):
@@ -105,22 +105,22 @@ def test_two_nodes_do_what_one_process_does(two: Crew) -> None:
     assert found == {0: "yes", 1: None}
 
 
-def test_closing_stops_what_is_open(two: Crew, tmp_path: Path) -> None:
+def test_closing_stops_what_is_open(two: Workers, tmp_path: Path) -> None:
     with closing(two.map(jobs.linger, [(str(tmp_path), 0), (str(tmp_path), 1)])) as results:
         assert next(results) == (0, 0)
         assert not (tmp_path / "stopped").exists()
     assert (tmp_path / "stopped").exists()
 
 
-def test_a_job_that_kills_its_workers_fails(two: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ray, "RETRIES", 1)
+def test_a_job_that_kills_its_workers_fails(two: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "RETRIES", 1)
     found = dict(two.map(jobs.die, [0, 1, 2]))
     assert (found[0], found[2]) == (0, 2)
     assert isinstance(found[1], Failed) and found[1].reason.startswith("a worker of Ray was lost, 2 times (")
 
 
 def test_a_lost_nodes_job_is_done_again(
-    two: Crew, nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    two: Workers, nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each of two nodes has a job. The first node's may end only after the second node is gone; the second's never there."""
     killed: list[str] = []

@@ -17,7 +17,7 @@ from tests.kit import calibration_rows, tiny
 from tests.kit.workers import ended, start
 from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.common import team
+from vlmcompress.common import distributed
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,7 @@ def test_a_worker_that_dies(world, tmp_path):
 
 def test_a_worker_alone_needs_no_torch():
     """Whether it is alone is read off the environment, in the start of the command line."""
-    code = "import sys; from vlmcompress.common import team; assert team.size() == 1 and 'torch' not in sys.modules"
+    code = "import sys; from vlmcompress.common import distributed; assert distributed.world_size() == 1"
+    code += " and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert list(team.own([1, 2, 3])) == [1, 2, 3] and team.merged({1: 2}) == {1: 2}
+    assert list(distributed.shard([1, 2, 3])) == [1, 2, 3] and distributed.merge_dicts({1: 2}) == {1: 2}
