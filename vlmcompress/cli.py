@@ -19,10 +19,9 @@ import traceback
 from vlmcompress import __version__
 from vlmcompress.commands import REGISTRY as VERBS
 from vlmcompress.commands import _flags
-from vlmcompress.commands import _stops as stops
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as process
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED, OK
-from vlmcompress.commands._parser import Parser
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.messages import shortened, unusable
 from vlmcompress.errors import GateError, UserError
@@ -110,16 +109,16 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(given)
         args.began = began
         if not args.verbose:
-            terminal.quiet_libraries()
+            process.quiet_libraries()
         hub.only_ids()  # nothing is fetched behind the user's back
-        with stops.raised(), terminal.stdout_kept_clean():
+        with process.stopping_signals(), process.stdout_kept_clean():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():
-            terminal.show(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text)
+            process.show(json.dumps(data, indent=1, default=str, ensure_ascii=False) if as_json else text)
         return code
     except BrokenPipeError:  # the reader of our stdout left
         return OK
-    except stops.Stopped as stop:
+    except process.Stopped as stop:
         return _fail(f"stopped by {stop.signal.name}{_how_to_go_on(args)}", 128 + stop.signal, as_json)
     except KeyboardInterrupt:
         return _fail(f"interrupted{_how_to_go_on(args)}", INTERRUPTED, as_json)
@@ -169,7 +168,7 @@ def _fail(message: str, code: int, as_json: bool) -> int:
     print(f"error: {line}" if code < 128 else line, file=sys.stderr, flush=True)
     if as_json:
         with contextlib.suppress(BrokenPipeError, UserError):  # the line is on stderr
-            terminal.show(json.dumps({"ok": False, "error": line, "exit_code": code}))
+            process.show(json.dumps({"ok": False, "error": line, "exit_code": code}))
     return code
 
 

@@ -39,7 +39,7 @@ import torch
 from plant_outliers import drawn, most_visual, plant, write
 
 from vlmcompress import models
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.compression import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import Sample, bundled, encode, load_samples

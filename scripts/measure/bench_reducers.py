@@ -43,7 +43,7 @@ import torch
 from reduced_answers import Asker, Found
 
 from vlmcompress import models
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.hf_hooks import refusal, resizing, scorer_file
 from vlmcompress.hf_hooks.learning import learn

@@ -32,7 +32,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.common.text import points, times
 from vlmcompress.data.sources import bundled
 from vlmcompress.evaluation.compare import compare

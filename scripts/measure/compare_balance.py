@@ -37,7 +37,7 @@ from torch import Tensor
 from vlmcompress import models
 from vlmcompress.blocks.solve import Method
 from vlmcompress.blocks.store import BlockStore
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.common import yaml_files as _yaml
 from vlmcompress.compression.blocks import compress
 from vlmcompress.data import bundled, encode, load_samples

@@ -31,7 +31,7 @@ from teacher_forcing import encode_questions, measure, pack, predictions
 from vlmcompress import models
 from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.compression import allocate
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.data import bundled, load_samples

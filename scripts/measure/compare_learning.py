@@ -40,7 +40,7 @@ from eval.world.freeze import SCHEMA
 from eval.world.rows import family_rows
 from eval.world.vocab import FAMILIES
 from vlmcompress import models
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.evaluation.compare import compare
 from vlmcompress.recipe.reducer import parse
 

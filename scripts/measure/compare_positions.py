@@ -26,7 +26,7 @@ from bench_reducers import DEMO, samples
 from methods_table import BEYOND, _numbers, about, difference
 
 from vlmcompress import models
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.recipe.reducer import choose
 
 METHODS = ("divprune", "random", "uniform")

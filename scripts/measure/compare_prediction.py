@@ -30,7 +30,7 @@ from eval import english
 from vlmcompress import models, quantizers
 from vlmcompress.blocks.predict import ROWS, Predictor
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.compression import allocate
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.models import Source, decoder_blocks

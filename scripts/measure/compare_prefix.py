@@ -102,7 +102,7 @@ def main() -> int:
     args = parser.parse_args()
     from vlmcompress import models
     from vlmcompress.calibration import statistics_folder
-    from vlmcompress.commands import _terminal as terminal
+    from vlmcompress.commands import _process as terminal
     from vlmcompress.common import text
     from vlmcompress.compression.calibrate import calibrate
     from vlmcompress.data import bundled, encode, load_samples

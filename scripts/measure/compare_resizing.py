@@ -35,7 +35,7 @@ from reduced_answers import Asker
 sys.path.insert(0, str(ROOT))
 from eval.demo.scales import train
 from vlmcompress import models
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.evaluation.compare import compare
 from vlmcompress.hf_hooks import resizing
 from vlmcompress.recipe.reducer import parse

@@ -47,7 +47,7 @@ from weight_methods import chosen as chosen_methods
 
 from eval import english
 from vlmcompress import models
-from vlmcompress.commands._terminal import quiet_libraries
+from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.compression import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import Sample, bundled, encode, load_mixed

@@ -24,7 +24,7 @@ import transformers as T
 
 from vlmcompress.capacity import cache, decoder, engine, speculation
 from vlmcompress.capacity.model import open_model
-from vlmcompress.commands._lean import import_transformers
+from vlmcompress.commands._process import import_transformers
 from vlmcompress.common.text import table
 from vlmcompress.engines.vllm import environment, interpreter
 from vlmcompress.models import quiet

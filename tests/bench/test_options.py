@@ -10,7 +10,7 @@ from vlmcompress.bench.measure import summarise
 from vlmcompress.bench.memory import memory
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.text import text
-from vlmcompress.commands._parser import Parser
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands.bench import options
 from vlmcompress.errors import UserError
 from vlmcompress.results import Bench, LoadRun

@@ -11,7 +11,7 @@ from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, numerics
 from vlmcompress.blocks.solve import BlockResult, warnings
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.quantizers import gptq, solve
 from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import GroupStats

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.kit import calibration_rows, tiny
 from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.commands.calibrate import STATISTICS
 from vlmcompress.compression.calibrate import KINDS, calibrate, gram_bytes, needed
 from vlmcompress.compression.quantize import quantize

@@ -18,7 +18,7 @@ from vlmcompress import cli, models
 from vlmcompress.blocks.solve import Method, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.compression import inputs
 from vlmcompress.compression.blocks import solve_blocks
 from vlmcompress.compression.calibrate import calibrate, collect

@@ -10,7 +10,7 @@ import pytest
 from tests.kit import tiny
 from vlmcompress import cli
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.kit import calibration_rows, tiny
 from tests.kit.next_steps import follow
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, commands
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.commands import quantize
 from vlmcompress.common.registry import Registry
 from vlmcompress.errors import GateError, UserError

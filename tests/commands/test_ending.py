@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.places import ROOT
 from vlmcompress import cli
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 
 FULL = "error: cannot write the result to standard output: No space left on device; "
 

@@ -16,7 +16,7 @@ from tests.kit.hub_server import Hub, serving
 from tests.kit.tiny import build
 from vlmcompress import cli
 from vlmcompress.checkpoint import card, manifest
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.common import hub
 from vlmcompress.results import FILE
 

@@ -17,9 +17,9 @@ from PIL import Image
 from tests.kit import tiny
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.diagnosis import files as doctor
-from vlmcompress.models import _bounds, _template
+from vlmcompress.models import _checks, _template
 
 HUGE = 10**12
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -394,5 +394,5 @@ def test_bounds_leave_room_for_the_largest_models(tmp_path):
         "num_position_embeddings": 65536,
     }
     config = {"text_config": text | {"max_position_embeddings": 10485760, "num_experts": 512}, "vision_config": vision}
-    _bounds.check_sizes(config, tmp_path)
-    _bounds.check_sizes({"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "max_pixels": 16777216}, tmp_path)
+    _checks.check_sizes(config, tmp_path)
+    _checks.check_sizes({"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "max_pixels": 16777216}, tmp_path)

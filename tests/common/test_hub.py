@@ -16,7 +16,7 @@ from tests.kit import calibration_rows, tiny
 from tests.kit.hub_server import Hub, serving
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.common import _hub_fetch, hub, tensor_files
 from vlmcompress.errors import UserError
 

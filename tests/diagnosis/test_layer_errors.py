@@ -13,7 +13,7 @@ import pytest
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError

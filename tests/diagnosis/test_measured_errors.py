@@ -15,7 +15,7 @@ from vlmcompress import cli
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.convert import convert
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis.measured_errors import measure

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from vlmcompress import models
 from vlmcompress.errors import UserError
-from vlmcompress.models._unknown import engine_architectures
+from vlmcompress.models._checks import engine_architectures
 
 WEIGHTS = "model.safetensors"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, models
-from vlmcompress.commands import _terminal as terminal
+from vlmcompress.commands import _process as terminal
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import bundled, encode, load_samples

@@ -1,10 +1,69 @@
-"""What a verb returns, and the exit codes of the command line."""
+"""What a verb returns, the exit codes of the command line, and texts that several verbs print."""
 
 from __future__ import annotations
 
-from typing import Any
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlmcompress.common.text import table
 
 Outcome = tuple[int, Any, str]
 """Exit code, data for `--json`, text for people."""
 
 OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+class Looked(Protocol):
+    """Something that was looked at: a finding of `check`, a check of `doctor`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def detail(self) -> str: ...
+
+
+def looked_text(title: str, findings: Sequence[Looked]) -> str:
+    """A title, a line for each thing that was looked at, and how many of them are problems."""
+    bad = sum(not finding.ok for finding in findings)
+    rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
+    verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
+    return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
+
+
+def phases_text(timing: Mapping[str, float], seconds: float) -> list[str]:
+    """Lines about the time that each phase took, of `seconds` in all."""
+    rest = {"other": seconds - sum(timing.values())}
+    return [
+        f"  {'' if number else 'time':<9} {name:<18} {spent:8.1f} s {spent / max(seconds, 1e-9):5.0%}"
+        for number, (name, spent) in enumerate([*timing.items(), *rest.items()])
+    ]
+
+
+def evaluation(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
+    """`vlmcompress eval` of a candidate against its baseline; with `--data FILE` unless one is a demo model with questions.
+
+    Args:
+        flags: further flags, quoted; empty, or beginning with a space.
+    """
+    from vlmcompress.data.sources import bundled
+
+    data = "" if bundled(baseline, "test") or bundled(candidate, "test") else " --data FILE"
+    return f"vlmcompress eval {shlex.quote(str(candidate))} --baseline {shlex.quote(str(baseline))}{flags}{data}"
+
+
+def calibration(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
+    """The flag that gives a further `quantize` of a model its data; empty where it needs none, else begins with a space.
+
+    Args:
+        used: data that the user gave this run; they are named again.
+        bundled_with: the model whose bundled data this run used if none were given.
+    """
+    from vlmcompress.data.sources import bundled
+
+    if used is None and bundled(model, "calibration"):
+        return ""
+    return f" --calib {shlex.quote(str(used or bundled(bundled_with, 'calibration') or 'DATA'))}"

@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 from vlmcompress.commands import _flags, search
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import Outcome
-from vlmcompress.commands._parser import Parser
 from vlmcompress.common.folders import claimed
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError

@@ -7,8 +7,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import Outcome
-from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 
 if TYPE_CHECKING:

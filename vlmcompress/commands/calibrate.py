@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.commands import _flags
-from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._text import phases_text
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import OK, Outcome, phases_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vlmcompress.commands import _flags, _lean
-from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._text import looked_text
+from vlmcompress.commands import _flags, _process
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome, looked_text
 from vlmcompress.common import hub
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     recipe = resolve(_flags.given(args), args.recipe, refuse=False, weights="headers").recipe
-    _lean.import_transformers()
+    _process.import_transformers()
     from vlmcompress.planning.check import findings
 
     engine = args.engine or recipe.engine

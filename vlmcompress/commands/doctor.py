@@ -7,10 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _lean
-from vlmcompress.commands._outcome import BAD_INPUT, GATE, OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._text import looked_text
+from vlmcompress.commands import _process
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import BAD_INPUT, GATE, OK, Outcome, looked_text
 from vlmcompress.common import hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> Outcome:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
-        _lean.import_transformers()
+        _process.import_transformers()
         from vlmcompress.diagnosis.files import diagnose
 
         checks = diagnose(Path(args.out), hub.local(args.source, weights="headers") if args.source else None)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import Outcome
-from vlmcompress.commands._parser import Parser
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
 

@@ -7,7 +7,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from vlmcompress.commands import _lean
+from vlmcompress.commands import _process
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, size, table
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
     """Write `source` as the flags of `converting` ask for it."""
-    _lean.import_transformers()
+    _process.import_transformers()
     from vlmcompress.checkpoint.convert import convert
 
     out = Path(args.out)

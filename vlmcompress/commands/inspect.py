@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common import hub
 from vlmcompress.common.text import table
@@ -28,7 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the picture and say what became of the tokens of each image."""
-    _lean.import_transformers()
+    _process.import_transformers()
     from vlmcompress.data.encode import encode_prompt
     from vlmcompress.data.images import open_image
     from vlmcompress.data.samples import Sample

@@ -10,10 +10,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags, _next
-from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._text import phases_text
+from vlmcompress.commands import _flags, _outcome
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import OK, Outcome, phases_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
@@ -101,7 +100,7 @@ def result(
     out: Path, model: str, facts: Mapping[str, Any], seconds: float, calib: str | Path | None = None
 ) -> dict[str, Any]:
     """What was learnt, as data for `--json`. `calib`: the data that the user gave."""
-    data = _next.calibration(model, calib, model)
+    data = _outcome.calibration(model, calib, model)
     reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={out}")
     return {
         "ok": True,
@@ -109,7 +108,7 @@ def result(
         "seconds": round(seconds, 3),
         **facts,
         "next": [
-            _next.evaluation(model, model, f" --engine hf {reduce}"),
+            _outcome.evaluation(model, model, f" --engine hf {reduce}"),
             f"vlmcompress quantize {shlex.quote(model)} {reduce} --scheme SCHEME{data} -o OUT",
         ],
     }

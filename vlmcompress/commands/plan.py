@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands import _flags, _process
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._plan_text import as_data, plan_text, sizes_text
 from vlmcompress.common import hub
 from vlmcompress.common.registry import TARGETS
-from vlmcompress.common.text import parse_size
+from vlmcompress.common.text import figures, parse_size, size, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
     from vlmcompress.capacity.model import Model
-    from vlmcompress.capacity.plan import Capacity, Request
+    from vlmcompress.capacity.plan import Capacity, Row
 
 GROUP = "look first"
 PLACE = 10
@@ -70,36 +69,34 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Work out the plan. 2 when nothing fits."""
-    given = _given(args)
-    sizes = [_size(text.strip(), "--sizes") for text in (args.sizes or SIZES).split(",")]
-    _check_plot(args.plot)
-    _lean.import_transformers()
+    fields = _request_fields(args)
+    sizes = [_flags.parse_size(text.strip(), "--sizes", most=7) for text in (args.sizes or SIZES).split(",")]
+    if args.plot and Path(args.plot).suffix != ".svg":
+        raise UserError(f"--plot {args.plot} should end in .svg")
+    if args.plot and not Path(args.plot).parent.is_dir():
+        raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
+    _process.import_transformers()
     from vlmcompress.capacity.model import open_model
     from vlmcompress.capacity.plan import Request, plan
     from vlmcompress.capacity.visual import Pictures
     from vlmcompress.recipe.reducer import parse
 
-    chosen = parse(args.reduce) if args.reduce else None
-    asked = Request(Pictures(*given.pop("pictures")), reduce=chosen, **given)
+    reducer = parse(args.reduce) if args.reduce else None
+    request = Request(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
     model = open_model(Path(hub.local(args.model, weights="headers")))
-    found = plan(model, asked)
-    data, text = as_data(found), plan_text(found)
+    capacity = plan(model, request)
+    data, text = as_data(capacity), plan_text(capacity)
     if args.sizes or args.plot:
-        rows = _sweep(model, asked, sizes, found)
-        data["sizes"] = rows
-        text += "\n\n" + sizes_text(rows, found)
+        data["sizes"] = rows = _by_size(model, sizes, capacity)
+        text += "\n\n" + sizes_text(rows, capacity)
         if args.plot:
-            _draw(Path(args.plot), rows, found)
+            _draw(Path(args.plot), rows, capacity)
             text += f"\n\n  drawn into {args.plot}"
-    return OK if found.best or _unknown(found) else BAD_INPUT, data, text
+    undecided = all(row.space is None for row in capacity.rows)  # the machine's memory is not known
+    return OK if capacity.best or undecided else BAD_INPUT, data, text
 
 
-def _unknown(found: Capacity) -> bool:
-    """Whether there is no verdict, as the machine's memory is not known."""
-    return all(row.space is None for row in found.rows)
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
+def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a `capacity.plan.Request` but its reducer, checked; `pictures` are images and video."""
     from vlmcompress import targets
     from vlmcompress.capacity import speculation
@@ -109,13 +106,12 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, flag[2:].replace("-", "_")) or 0
         if not least <= value <= MOST:
             raise UserError(f"{flag} {value} should be a whole number from {least} to {MOST:,}")
-    image = _size(args.image_size, "--image-size")
+    image = _flags.parse_size(args.image_size, "--image-size", most=7)
     images = args.images_per_request if args.images_per_request is not None else int(args.video is None)
     if images > 10_000:
         raise UserError(f"--images-per-request {images} is more than a request can hold; give up to 10,000")
-    named = {"memory": "--memory", "reserve": "--reserve", "space": "--kv-cache-memory"}
-    given = {key: getattr(args, flag[2:].replace("-", "_")) for key, flag in named.items()}
-    bytes_of: dict[str, Any] = {key: text and parse_size(text, named[key]) for key, text in given.items()}
+    texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
+    memory, reserve, space = (text and parse_size(text, flag) for flag, text in texts.items())
     return {
         "pictures": ((image,) * images, _video(args.video)),
         "text": args.text_tokens,
@@ -125,72 +121,58 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "tp": args.tp,
         "kv_cache": args.kv_cache,
         "speculative": speculation.parse(args.speculative) if args.speculative else None,
-        **bytes_of,
+        "memory": memory,
+        "reserve": reserve,
+        "space": space,
     }
 
 
-def _check_plot(file: str | None) -> None:
-    """Refuse, before anything is worked out, a file that could not be drawn into."""
-    if file is None:
-        return
-    path = Path(file)
-    if path.suffix != ".svg":
-        raise UserError(f"--plot {file} should end in .svg")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {file}: {path.parent} does not exist; make the folder first")
-
-
-def _size(text: str, flag: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", text)
-    if not found:
-        raise UserError(f"{flag} {text[:40]} is not a size; write it WIDTHxHEIGHT, like 1024x768")
-    return int(found[1]), int(found[2])
-
-
 def _video(text: str | None) -> tuple[int, int, int] | None:
+    """Frames, width and height of a video like 16x640x360."""
     if text is None:
         return None
-    found = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})[x×X*]([1-9]\d{0,6})", text)
+    if not match:
         raise UserError(f"--video {text[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
-    return int(found[1]), int(found[2]), int(found[3])
+    return int(match[1]), int(match[2]), int(match[3])
 
 
-def _sweep(model: Model, asked: Request, sizes: list[tuple[int, int]], found: Capacity) -> list[dict[str, Any]]:
+def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
     """A row for each image size: what a request takes, and how many the recommended format serves at once."""
     from vlmcompress.capacity.plan import plan
     from vlmcompress.capacity.visual import Pictures
 
-    number = max(len(asked.pictures.images), 1)
-    best = found.best
+    request, best = capacity.request, capacity.best
+    number = max(len(request.pictures.images), 1)
     rows = []
-    for size in sizes:
-        one = plan(model, replace(asked, pictures=Pictures((size,) * number, asked.pictures.video)), rows=False)
+    for image in sizes:
+        pictures = Pictures((image,) * number, request.pictures.video)
+        resized = plan(model, dataclasses.replace(request, pictures=pictures), rows=False)
         loads = {}
-        for name, load in one.loads.items():
+        for name, load in resized.loads.items():
             space = best.space if best else None
-            if space is not None:
-                space += found.encoder + found.reserve - one.encoder - one.reserve if asked.space is None else 0
-            enough = space is not None and space - one.pool.block_bytes >= load.bytes
-            flight = one.defaults.in_flight(load.context)
+            if space is not None and request.space is None:
+                space += capacity.encoder + capacity.reserve - resized.encoder - resized.reserve
+            enough = space is not None and space - resized.pool.block_bytes >= load.bytes
+            flight = resized.defaults.in_flight(load.context)
             loads[name] = {
                 "visual": load.visual,
                 "context": load.context,
                 "bytes": load.bytes,
-                "requests": float(one.pool.requests(space or 0, load.context, flight)) if enough else 0.0,
+                "requests": float(resized.pool.requests(space or 0, load.context, flight)) if enough else 0.0,
             }
-        rows.append({"size": f"{size[0]}x{size[1]}", "pixels": size[0] * size[1], "loads": loads})
+        rows.append({"size": f"{image[0]}x{image[1]}", "pixels": image[0] * image[1], "loads": loads})
     return rows
 
 
-def _draw(file: Path, rows: list[dict[str, Any]], found: Capacity) -> None:
+def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
     from vlmcompress.report.charts.capacity import requests
 
     rows = sorted(rows, key=lambda row: row["pixels"])
     names = list(rows[0]["loads"])
-    title = "Requests at once" + (f" in {found.best.weights.name}" if found.best else "")
-    if found.request.target:
-        title += f" on {found.request.target.title}"
+    title = "Requests at once" + (f" in {capacity.best.weights.name}" if capacity.best else "")
+    if capacity.request.target:
+        title += f" on {capacity.request.target.title}"
     drawn = requests(
         title,
         [row["size"] for row in rows],
@@ -200,3 +182,186 @@ def _draw(file: Path, rows: list[dict[str, Any]], found: Capacity) -> None:
     if not drawn:
         raise UserError(f"--plot {file}: no size fits, so there is nothing to draw")
     file.write_text(str(drawn) + "\n", encoding="utf-8")
+
+
+def plan_text(capacity: Capacity) -> str:
+    """The request, the memory, the formats, and what to do."""
+    from vlmcompress.capacity import advice
+    from vlmcompress.capacity.plan import verdict
+
+    request = capacity.request
+    where = request.target.title if request.target else "any machine"
+    devices = f" x {request.tp}" if request.tp > 1 else ""
+    head = f"{advice.shown_model(capacity)} on {where}{devices}"
+    lines = [head, "", _loads_text(capacity), "", _memory_text(capacity), "", _formats_text(capacity)]
+    refused = [
+        f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}"
+        for row in capacity.rows
+        if row.weights.refused
+    ]
+    lines += ["", *refused] if refused else []
+    lines += ["", f"Verdict: {verdict(capacity)}"]
+    if best := capacity.best:
+        lines[-1] += f" ({advice.reason(capacity, best)})"
+        written = advice.command(capacity, best, advice.shown_model(capacity))
+        flags = advice.flags(capacity, best)
+        lines += [f"  {written}"] if written else []
+        lines.append(f"  vllm serve {'OUT' if written else advice.shown_model(capacity)} {' '.join(map(str, flags))}")
+        lines += [table([(flag.name, flag.reason) for flag in flags], indent="    ")]
+    lines += [f"  note: {note}" for note in capacity.notes]
+    return "\n".join(lines)
+
+
+def _loads_text(capacity: Capacity) -> str:
+    rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
+    for name, load in capacity.loads.items():
+        counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
+        rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
+    return table(rows)
+
+
+def _memory_text(capacity: Capacity) -> str:
+    from vlmcompress.planning.check import MEMORY_SHARE
+
+    per = " of a device" if capacity.request.tp > 1 else ""
+    state = f", {size(capacity.state_bytes)} a request" if capacity.state_bytes else ""
+    rows = [("cache", f"{capacity.token_bytes:,} bytes a token{per}{state}")]
+    if drafting := capacity.speculation:
+        head = f"{size(drafting.bytes)} of weights and {capacity.head_token_bytes:,} bytes a token"
+        states = f"{drafting.tokens} more state{'s' * (drafting.tokens > 1)} a request"
+        costs = [*([head] if drafting.blocks else []), *([states] if capacity.state_bytes else [])]
+        takes = " and ".join(costs) or "nothing"
+        rows.append(("speculation", f"{drafting} takes {takes}, counted here; bounds are without it"))
+    if capacity.request.space is not None:
+        return table([*rows, ("for the cache", f"{size(capacity.request.space)}, as asked")])
+    if capacity.memory:
+        rows.append(
+            (
+                "memory",
+                f"{size(MEMORY_SHARE * capacity.memory)} for vLLM ({MEMORY_SHARE} of {size(capacity.memory)}{per})",
+            )
+        )
+    kind = "as asked" if capacity.request.reserve is not None else "an estimate; vLLM measures it"
+    rows.append(("reserve", f"{size(capacity.reserve)} ({kind}) and {size(capacity.encoder)} of encoder cache"))
+    return table(rows)
+
+
+def _formats_text(capacity: Capacity) -> str:
+    """The table of formats; columns of bounds only where the machine's rates are known."""
+    names = list(capacity.loads)
+    bounds = any(served.prefill or served.step for row in capacity.rows for served in row.served.values())
+    head = ["format", "", "weights of a device" if capacity.request.tp > 1 else "weights", "for the cache"]
+    head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
+    head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
+    rows = [(*head, "also by")]
+    rows += [_format_cells(capacity, row, names, bounds) for row in capacity.rows if row.weights.refused is None]
+    about, target = "", capacity.request.target
+    if not (target and target.bandwidth and target.rates):
+        about = "\n  bounds of time: unknown without a target's bandwidth and arithmetic"
+    elif bounds:
+        about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
+    return table(rows) + about
+
+
+def _format_cells(capacity: Capacity, row: Row, names: list[str], bounds: bool) -> tuple[str, ...]:
+    cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
+    cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
+    cells += [f"{int(row.served[name].requests):,}" if name in row.served else "?" for name in names]
+    served = row.served.get(capacity.served)
+    if bounds:
+        cells.append(f"{figures(1000 * served.prefill)} ms" if served and served.prefill else "")
+        cells.append(figures(1 / served.step) if served and served.step else "")
+        batch = max(1, min(int(served.requests), capacity.defaults.sequences)) if served else 1
+        cells.append(f"{figures(batch / served.full_step)} ({batch})" if served and served.full_step else "")
+    return (*cells, ", ".join(row.weights.others))
+
+
+def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
+    """The table over image sizes."""
+    names = list(rows[0]["loads"])
+    head = ["image"]
+    for name in names:
+        head += [f"visual ({name})", "cache a request", "requests"]
+    lines = [tuple(head)]
+    for row in rows:
+        cells = [row["size"]]
+        for name in names:
+            load = row["loads"].get(name)
+            filled = (
+                [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"] if load else ["", "", ""]
+            )
+            cells += filled
+        lines.append(tuple(cells))
+    title = (
+        f"Requests at once in {capacity.best.weights.name}, by size of the image"
+        if capacity.best
+        else "By size of the image"
+    )
+    return f"{title}\n{table(lines)}"
+
+
+def as_data(capacity: Capacity) -> dict[str, Any]:
+    """Everything, as JSON data; bytes and seconds."""
+    from vlmcompress.capacity import advice
+    from vlmcompress.capacity.plan import verdict
+    from vlmcompress.planning.check import MEMORY_SHARE
+
+    request, best, drafting = capacity.request, capacity.best, capacity.speculation
+    flags = advice.flags(capacity, best) if best else []
+    return {
+        "ok": best is not None,
+        "verdict": verdict(capacity),
+        "model": advice.shown_model(capacity),
+        "target": request.target_name,
+        "tp": request.tp,
+        "kv_cache": request.kv_cache,
+        "reduce": str(request.reduce) if request.reduce else None,
+        "speculative": drafting
+        and {
+            "method": drafting.method,
+            "tokens": drafting.tokens,
+            "weights": drafting.bytes,
+            "token_bytes": capacity.head_token_bytes,
+        },
+        "memory": {
+            "device": capacity.memory,
+            "utilization": MEMORY_SHARE,
+            "reserve": capacity.reserve,
+            "encoder_cache": capacity.encoder,
+            "token_bytes": capacity.token_bytes,
+            "state_bytes": capacity.state_bytes,
+            "block_bytes": capacity.pool.block_bytes,
+            "groups": [dataclasses.asdict(group) for group in capacity.pool.groups],
+        },
+        "loads": {name: {**dataclasses.asdict(load), "context": load.context} for name, load in capacity.loads.items()},
+        "formats": [_format_data(row) for row in capacity.rows],
+        "recommended": best.weights.name if best else None,
+        "reason": advice.reason(capacity, best) if best else None,
+        "quantize": advice.command(capacity, best, advice.shown_model(capacity)) if best else None,
+        "serve": [dataclasses.asdict(flag) for flag in flags],
+        "notes": list(capacity.notes),
+    }
+
+
+def _format_data(row: Row) -> dict[str, Any]:
+    about = row.weights
+    return {
+        "name": about.name,
+        "others": list(about.others),
+        "label": about.label,
+        "format": about.key,
+        "refused": about.refused,
+        "weights": about.stored,
+        "device_weights": row.device,
+        "cache_space": row.space,
+        "fits": row.fits,
+        "served": {
+            name: {
+                "requests": served.requests,
+                "prefill_seconds_bound": served.prefill,
+                "step_seconds_bound": served.step,
+                "full_step_seconds_bound": served.full_step,
+            }
+            for name, served in row.served.items()
+        },
+    }

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _lean
+from vlmcompress.commands import _process
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.errors import UserError
 
@@ -30,7 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Check names and files, then show or upload."""
-    _lean.import_transformers()
+    _process.import_transformers()
     from vlmcompress.checkpoint import publish
 
     publish.check_id(args.repository, "repository")

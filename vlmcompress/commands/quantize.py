@@ -13,10 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _flags, _lean, _next
-from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._text import phases_text
+from vlmcompress.commands import _flags, _outcome, _process
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import OK, Outcome, phases_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, percentage, size, smaller, table
@@ -68,7 +67,7 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, ove
         given, file: what it was resolved from.
         overwrite: whether OUT may be there, if it is ours.
     """
-    _lean.import_transformers()
+    _process.import_transformers()
     from vlmcompress.checkpoint.manifest import MANIFEST
     from vlmcompress.common import folders
     from vlmcompress.planning.calibration_data import looked_at
@@ -161,7 +160,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     served = recipe.get("engine", "vllm") == "vllm"
-    compare = _next.evaluation(out, model, "" if served else " --engine hf")
+    compare = _outcome.evaluation(out, model, "" if served else " --engine hf")
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {
         "ok": True,

@@ -14,10 +14,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags, _next
-from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.commands._parser import Parser
-from vlmcompress.commands._text import phases_text
+from vlmcompress.commands import _flags, _outcome
+from vlmcompress.commands._flags import Parser
+from vlmcompress.commands._outcome import OK, Outcome, phases_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.common.text import duration, table
@@ -135,7 +134,7 @@ def result(
 ) -> dict[str, Any]:
     """What was trained and written, as data for `--json`. `model`: the one that was the teacher; `calib`: the user's data."""
     recovery, recipe = manifest["recovery"], manifest["recipe"]
-    folder, data = shlex.quote(str(out)), _next.calibration(out, calib, model)
+    folder, data = shlex.quote(str(out)), _outcome.calibration(out, calib, model)
     flags = "".join(f" --reduce {shlex.quote(one)}" for one in _reducers(recipe))
     engine = "" if recipe.get("engine", "vllm") == "vllm" else " --engine hf"
     return {
@@ -149,7 +148,7 @@ def result(
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
         "next": [
-            _next.evaluation(out, model, engine),
+            _outcome.evaluation(out, model, engine),
             *([] if _of_scales(recovery) else [f"vlmcompress quantize {folder}{flags} --scheme SCHEME{data} -o OUT"]),
         ],
     }

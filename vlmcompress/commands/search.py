@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmcompress.commands import _flags
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
-from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
 from vlmcompress.common.folders import claimed
 from vlmcompress.common.progress import ProgressBar

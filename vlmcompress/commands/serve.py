@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from vlmcompress.commands import _flags
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.commands._parser import Parser
 
 GROUP = "carry on"
 PLACE = 40

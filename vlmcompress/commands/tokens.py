@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vlmcompress.commands import _flags, _lean
+from vlmcompress.commands import _flags, _process
+from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome
-from vlmcompress.commands._parser import Parser
 from vlmcompress.common import hub
 from vlmcompress.common.text import size as size_text
 from vlmcompress.common.text import table
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Outcome:
     """Count the tokens, the work on them and the cache that they fill."""
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
-    _lean.import_transformers()
+    _process.import_transformers()
     from vlmcompress.hf_hooks import cost
     from vlmcompress.recipe.reducer import compared
 

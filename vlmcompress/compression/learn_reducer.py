@@ -27,7 +27,7 @@ from vlmcompress.compression import recovery_data
 from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
 from vlmcompress.compression.recovery_files import RecoveryFiles
 from vlmcompress.data import Sample, data_hash
-from vlmcompress.data.encoded import Encoded
+from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import refusal, scorer_file
 from vlmcompress.hf_hooks.gated import Gate, Gated

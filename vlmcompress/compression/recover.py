@@ -29,7 +29,7 @@ from vlmcompress.compression.recovery_training import Asked, Student, facts, tra
 from vlmcompress.compression.reducer import counter, settled
 from vlmcompress.compression.write import write_checkpoint
 from vlmcompress.data import Sample, data_hash
-from vlmcompress.data.encoded import Encoded
+from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import attach, resizing, scorer_file
 from vlmcompress.models import VLM

@@ -31,7 +31,7 @@ from vlmcompress.compression import recovery_data
 from vlmcompress.compression.inputs import Result
 from vlmcompress.compression.recovery_training import Asked, Student, facts, trained
 from vlmcompress.data import data_hash
-from vlmcompress.data.encoded import Encoded
+from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import attach_carried, scorer_file
 from vlmcompress.models import VLM

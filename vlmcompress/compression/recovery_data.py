@@ -21,8 +21,7 @@ from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress, phase
 from vlmcompress.compression.recovery_files import PART, RecoveryFiles
 from vlmcompress.data import Sample, load_samples, provenance
-from vlmcompress.data.encode import encode_prompt
-from vlmcompress.data.encoded import Encoded
+from vlmcompress.data.encode import Encoded, encode_prompt
 from vlmcompress.data.provenance import notes
 from vlmcompress.errors import UserError
 from vlmcompress.models import VLM

@@ -17,7 +17,7 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.compression.recovery_data import LEAST_HELD_OUT, Data
 from vlmcompress.compression.recovery_files import RecoveryFiles
 from vlmcompress.compression.recovery_parts import PARTS, Trained, put
-from vlmcompress.data.encoded import Encoded
+from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM
 from vlmcompress.recovery import objective

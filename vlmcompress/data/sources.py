@@ -362,3 +362,21 @@ def _undecoded(feature: Any, datasets: Any) -> Any:
     if isinstance(feature, datasets.List):
         return datasets.List(_undecoded(feature.feature, datasets))
     return feature
+
+
+def load_mixed(
+    source: str | Path, text: str | Path | None, *, samples: int, seed: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Load `samples` samples of `source`; or, if `text` names a file of samples without images, half from each.
+
+    LUQ (arXiv 2509.23729) mixes as many text tokens as multimodal ones. Here the numbers of samples are equal, so that
+    images stay whole.
+    """
+    if text is None:
+        return load_samples(source, samples=samples, seed=seed), []
+    if samples < 2:
+        raise UserError(f"calibrate.samples is {samples}; with calibrate.text take at least 2")
+    found = load_samples(source, samples=samples // 2, seed=seed)
+    texts = load_samples(text, samples=samples // 2, seed=seed, text=True)
+    count = min(len(found), len(texts))
+    return found[:count], texts[:count]

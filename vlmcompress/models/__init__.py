@@ -3,21 +3,12 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
-from vlmcompress.models._draft import (
-    draft_blocks,
-    draft_dropped,
-    draft_fault,
-    draft_lost,
-    draft_modules,
-    draft_tensors,
-    found_draft,
-    kept_draft,
-)
+from vlmcompress.models._checks import UNSUPPORTED
 from vlmcompress.models._experts import Expert, Experts
-from vlmcompress.models._kept import kept_modules, keys_are_values, module_names, routers, values_name
-from vlmcompress.models._layout import Layout, Piece
+from vlmcompress.models._images import ImageSetting, Layout, Piece
 from vlmcompress.models._load import (
     VLM,
+    Source,
     check_shapes,
     compressed,
     load,
@@ -26,6 +17,27 @@ from vlmcompress.models._load import (
     quiet,
     skeleton,
     spec_for,
+)
+from vlmcompress.models._modules import (
+    attentions,
+    decoder_blocks,
+    decoder_layers,
+    draft_blocks,
+    draft_dropped,
+    draft_fault,
+    draft_lost,
+    draft_modules,
+    draft_tensors,
+    found_draft,
+    kept_draft,
+    kept_modules,
+    keys_are_values,
+    layer_class,
+    module_names,
+    resolve,
+    routers,
+    values_name,
+    vision_linears,
 )
 from vlmcompress.models._names import (
     disk_module,
@@ -38,25 +50,24 @@ from vlmcompress.models._names import (
     unfound_text,
     written_names,
 )
-from vlmcompress.models._quantized import CONFIG_FILES, quantization_block, quantization_method, refuse_quantized
 from vlmcompress.models._read import (
+    CONFIG_FILES,
     REGISTRY,
     all_specs,
     check_files,
     mixture,
+    quantization_block,
+    quantization_method,
     read_config,
     read_json,
+    refuse_quantized,
     shards,
     stored_bytes,
     stored_tensors,
     tensor_headers,
 )
-from vlmcompress.models._resolve import attentions, decoder_blocks, decoder_layers, layer_class, resolve, vision_linears
-from vlmcompress.models._sizes import ImageSetting
-from vlmcompress.models._source import Source
 from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
 from vlmcompress.models._stream import Stream, Values, stream, untied
-from vlmcompress.models._unsupported import UNSUPPORTED
 
 __all__ = [
     "CONFIG_FILES",

@@ -20,9 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress.errors import UserError
-from vlmcompress.models._draft import draft_tensors
+from vlmcompress.models._modules import decoder_blocks, decoder_layers, draft_tensors
 from vlmcompress.models._names import tied_names
-from vlmcompress.models._resolve import decoder_blocks, decoder_layers
 from vlmcompress.models._spec import Group, ModelSpec
 
 

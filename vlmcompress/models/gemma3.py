@@ -6,9 +6,8 @@ Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP r
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import ATTENTION_OUT, CLIP, DOWN, LLAVA_ENGINE, LLAVA_MAPPER, QKV
-from vlmcompress.models._layout import pooled
-from vlmcompress.models._spec import LinearGroup, ModelSpec
+from vlmcompress.models._images import pooled
+from vlmcompress.models._spec import ATTENTION_OUT, CLIP, DOWN, LLAVA_ENGINE, LLAVA_MAPPER, QKV, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="gemma3",

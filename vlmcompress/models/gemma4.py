@@ -11,10 +11,8 @@ The tower of audio, where there is one, stays as it is.
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import DOWN, QKV
-from vlmcompress.models._layout import budgeted
-from vlmcompress.models._sizes import budgets
-from vlmcompress.models._spec import LinearGroup, ModelSpec, Prefixes
+from vlmcompress.models._images import budgeted, budgets
+from vlmcompress.models._spec import DOWN, QKV, LinearGroup, ModelSpec, Prefixes
 
 ENGINE: Prefixes = (
     ("model.language_model", "language_model.model"),

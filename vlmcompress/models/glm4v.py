@@ -7,10 +7,8 @@ scaled, so `down_proj` has nothing to smooth into.
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import ATTENTION_OUT, QKV, QWEN_ENGINE
-from vlmcompress.models._layout import filmed
-from vlmcompress.models._sizes import film_pixels
-from vlmcompress.models._spec import LinearGroup, ModelSpec
+from vlmcompress.models._images import film_pixels, filmed
+from vlmcompress.models._spec import ATTENTION_OUT, QKV, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="glm4v",

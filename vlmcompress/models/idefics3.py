@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import CLIP, LLAMA
-from vlmcompress.models._layout import split
-from vlmcompress.models._sizes import tile_edges
-from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._images import split, tile_edges
+from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec
 
 SPEC = ModelSpec(
     family="idefics3",

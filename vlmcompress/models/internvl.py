@@ -7,10 +7,8 @@ vLLM 0.32 builds this tower without a quantization config, so none of it can be 
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import LLAMA, LLAVA_MAPPER
-from vlmcompress.models._layout import tiled
-from vlmcompress.models._sizes import tiles
-from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._images import tiled, tiles
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
     family="internvl",

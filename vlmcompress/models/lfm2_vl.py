@@ -6,10 +6,8 @@ followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups 
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import CLIP, LLAVA_ENGINE, LLAVA_MAPPER
-from vlmcompress.models._layout import adaptive
-from vlmcompress.models._sizes import tiles_or_whole
-from vlmcompress.models._spec import LinearGroup, ModelSpec
+from vlmcompress.models._images import adaptive, tiles_or_whole
+from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LLAVA_MAPPER, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="lfm2-vl",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER
-from vlmcompress.models._layout import square
-from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._images import square
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
     family="llava",

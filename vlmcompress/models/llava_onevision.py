@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER
-from vlmcompress.models._layout import anyres
-from vlmcompress.models._sizes import canvases
-from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._images import anyres, canvases
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 
 SPEC = ModelSpec(
     family="llava-onevision",

@@ -5,10 +5,8 @@ A token that shows nothing ends each row of the image's tokens; it is one of the
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import LLAMA, LLAVA_MAPPER
-from vlmcompress.models._layout import patched
-from vlmcompress.models._sizes import edges
-from vlmcompress.models._spec import LinearGroup, ModelSpec
+from vlmcompress.models._images import edges, patched
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="mistral3",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE
-from vlmcompress.models._layout import native
-from vlmcompress.models._sizes import pixels
-from vlmcompress.models._spec import LinearGroup, ModelSpec
+from vlmcompress.models._images import native, pixels
+from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
 
 SPEC = ModelSpec(
     family="qwen2-5-vl",

@@ -6,10 +6,8 @@ Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a r
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE
-from vlmcompress.models._layout import native
-from vlmcompress.models._sizes import pixels
-from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._images import native, pixels
+from vlmcompress.models._spec import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
 
 SPEC = ModelSpec(
     family="qwen3-5",

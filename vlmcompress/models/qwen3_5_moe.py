@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmcompress.models import qwen3_5
-from vlmcompress.models._blocks import ATTENTION_OUT, EXPERTS, GATED_DELTA_NET, QKV, SHARED_EXPERT
+from vlmcompress.models._spec import ATTENTION_OUT, EXPERT_GROUPS, GATED_DELTA_NET, QKV, SHARED_EXPERT
 
 SPEC = replace(
     qwen3_5.SPEC,
@@ -19,5 +19,5 @@ SPEC = replace(
     model_types=("qwen3_5_moe",),
     experts="mlp.experts",
     router="mlp.gate",
-    groups=(*GATED_DELTA_NET, QKV, ATTENTION_OUT, *SHARED_EXPERT, *EXPERTS),
+    groups=(*GATED_DELTA_NET, QKV, ATTENTION_OUT, *SHARED_EXPERT, *EXPERT_GROUPS),
 )

@@ -5,10 +5,8 @@ The deepstack mergers are projectors: they stay as they are, even where the towe
 
 from __future__ import annotations
 
-from vlmcompress.models._blocks import LLAMA, QWEN3_TOWER, QWEN_ENGINE
-from vlmcompress.models._layout import native
-from vlmcompress.models._sizes import pixels
-from vlmcompress.models._spec import ModelSpec
+from vlmcompress.models._images import native, pixels
+from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
 
 SPEC = ModelSpec(
     family="qwen3-vl",

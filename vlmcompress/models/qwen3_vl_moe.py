@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmcompress.models import qwen3_vl
-from vlmcompress.models._blocks import EXPERTS, LLAMA
+from vlmcompress.models._spec import EXPERT_GROUPS, LLAMA
 
 SPEC = replace(
     qwen3_vl.SPEC,
@@ -20,6 +20,6 @@ SPEC = replace(
     model_types=("qwen3_vl_moe",),
     experts="mlp.experts",
     router="mlp.gate",
-    groups=(*LLAMA, *EXPERTS),
+    groups=(*LLAMA, *EXPERT_GROUPS),
     text_defaults=(("norm_topk_prob", True),),
 )

@@ -1,0 +1,116 @@
+"""The process around a verb: where output goes, signals that end it, and what the libraries print and import."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+
+from vlmcompress.common import distributed
+from vlmcompress.errors import UserError
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Within the block everything that anybody prints, child processes and C libraries included, goes to stderr."""
+    kept = sys.stdout
+    kept.flush()
+    descriptor = os.dup(1)
+    sys.stdout = sys.stderr
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
+        sys.stdout = kept
+
+
+def show(text: str) -> None:
+    """Print to standard output; where that fails, nothing more is written there.
+
+    Raises:
+        BrokenPipeError: its reader left.
+        UserError: it cannot be written for another reason, such as a full disk.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left when it ends
+        if isinstance(error, BrokenPipeError):
+            raise
+        reason = f"cannot write the result to standard output: {error.strerror}"
+        raise UserError(f"{reason}; let it go elsewhere. Files that the run wrote are whole") from error
+
+
+def quiet_libraries() -> None:
+    """Silence what the libraries log, warn and draw. Variables that the user has set stay; call before importing any."""
+    for name, value in {
+        "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
+        "LOGURU_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised in the main thread by one of `SIGNALS`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def stopping_signals() -> Iterator[None]:
+    """Within the context `SIGNALS` raise `Stopped`; a second one of a kind ends the process at once.
+
+    A signal that whoever started the process ignores stays ignored, as under `nohup`; Python treats SIGINT so by itself. One
+    that has a handler keeps it. Workers other than the first have nothing to say, and end at once.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    taken = [
+        number for number in SIGNALS if main and distributed.is_main() and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in taken:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Stopped(number)
+
+
+def import_transformers() -> None:
+    """Import transformers' models without scikit-learn, which it would import, where that is installed, for assisted decoding.
+
+    With scikit-learn come scipy and pandas. Only transformers is kept from it, and only if neither has been imported before.
+    """
+    if "transformers" in sys.modules or "sklearn" in sys.modules:
+        return
+    sys.modules["sklearn"] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
+    try:
+        from transformers import AutoModelForImageTextToText  # noqa: F401
+    finally:
+        del sys.modules["sklearn"]

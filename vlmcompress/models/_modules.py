@@ -1,0 +1,328 @@
+"""The modules of a model (its meta model will do): which linear layers are quantized together, and what stays in 16 bits.
+
+Each format's config block names the parts that stay in its own way (`vlmcompress.exporters`), and each reader compares the
+entries with names of another kind: in memory (transformers), on disk or in vLLM.
+
+A head that drafts tokens for speculative decoding is such a part: vLLM has a class for it, transformers drops it. It shares the
+model's embedding and output head and stays in 16 bits; its tensors are carried as they are, byte for byte.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmcompress.common.layer_names import Kept, Names
+from vlmcompress.common.tensor_files import FLOATS, Spec
+from vlmcompress.errors import UserError
+from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+
+
+def decoder_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Full names of the decoder blocks, in order."""
+    return _blocks(model, spec.layers)
+
+
+def attentions(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Full names of the decoder's attention modules, in order: those that have a cache of keys and values."""
+    paths = [f"{block}.self_attn" for block in decoder_layers(model, spec)]
+    modules = dict(model.named_modules())
+    return [path for path in paths if path in modules]
+
+
+def layer_class(model: nn.Module, spec: ModelSpec) -> str:
+    """Class name of the decoder blocks: what llm-compressor takes as `sequential_targets`."""
+    return type(model.get_submodule(decoder_layers(model, spec)[0])).__name__
+
+
+def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
+    """The linear groups of all decoder blocks, block by block, in the order in which a block runs them.
+
+    A linear layer that no template names (a variant of the family) is a group of its own, without smoothing.
+    """
+    found: list[Group] = []
+    for index, block in enumerate(decoder_layers(model, spec)):
+        groups = _groups(model, block, index, spec.groups)
+        seen = {name for group in groups for name in (*group.linears, *group.kept)}
+        rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in seen]
+        found += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
+    return found
+
+
+def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
+    """The linear groups of the vision tower's blocks, as far as an engine can run them quantized.
+
+    Patch embedding, merger and projector are not among them, nor is a layer that no template names.
+    """
+    return [
+        group
+        for index, block in enumerate(_blocks(model, spec.vision_layers))
+        for group in _groups(model, block, index, spec.vision_groups)
+    ]
+
+
+def _blocks(model: nn.Module, path: str) -> list[str]:
+    try:
+        blocks = model.get_submodule(path)
+    except AttributeError as error:
+        raise UserError(
+            f"{type(model).__name__} has no '{path}': this variant of the family is not supported"
+        ) from error
+    return [f"{path}.{name}" for name, _ in blocks.named_children()]
+
+
+def decoder_blocks(model: nn.Module, spec: ModelSpec) -> list[list[Group]]:
+    """The groups of linear layers of each decoder block, in order."""
+    blocks: list[list[Group]] = [[] for _ in decoder_layers(model, spec)]
+    for group in resolve(model, spec):
+        blocks[group.layer].append(group)
+    return blocks
+
+
+def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGroup, ...]) -> list[Group]:
+    """The groups of one block whose layers it has."""
+    linears = _linears(model, block)
+    modules = dict(model.get_submodule(block).named_modules())
+    found: list[Group] = []
+    for template, expert in _each(templates, linears):
+        members = [name for name in template.linears if name in linears]
+        if not members:
+            continue
+        smooth = next((name for name in template.smooth if name in modules), None)
+        if smooth is not None and not _fits(modules[smooth], [linears[name] for name in members]):
+            smooth = None
+        found.append(
+            Group(
+                layer=layer,
+                name=template.name,
+                linears=tuple(f"{block}.{name}" for name in members),
+                smooth=None if smooth is None else f"{block}.{smooth}",
+                smooth_kind=template.smooth_kind,
+                fused=template.fused and len(members) > 1,
+                kept=tuple(f"{block}.{name}" for name in template.kept if name in modules),
+                expert=expert,
+            )
+        )
+    return found
+
+
+def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[tuple[LinearGroup, int | None]]:
+    """The templates of a block with those of experts once for each expert, beside its number."""
+    names = list(linears)
+    for numbered, some in itertools.groupby(templates, lambda template: "{}" in template.name):
+        if not numbered:
+            yield from ((template, None) for template in some)
+            continue
+        one = list(some)
+        pattern = re.compile(re.escape(one[0].linears[0]).replace(r"\{\}", r"(\d+)"))
+        numbers = sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+        yield from ((_numbered(template, number), number) for number in numbers for template in one)
+
+
+def _numbered(template: LinearGroup, number: int) -> LinearGroup:
+    linears, smooth = (tuple(name.format(number) for name in part) for part in (template.linears, template.smooth))
+    return replace(template, name=template.name.format(number), linears=linears, smooth=smooth)
+
+
+def _linears(model: nn.Module, block: str) -> dict[str, nn.Linear]:
+    """The linear layers of one block, by their name within it."""
+    modules = model.get_submodule(block).named_modules()
+    return {name: module for name, module in modules if isinstance(module, nn.Linear)}
+
+
+def _fits(op: nn.Module, linears: list[nn.Linear]) -> bool:
+    """Whether each output channel of `op` is one input channel of `linears`, so that `op` can take a scale in.
+
+    It is not for v_proj and o_proj with grouped-query attention, where a value head feeds several query heads.
+    """
+    weight = getattr(op, "weight", None)
+    return weight is not None and all(weight.shape[0] == linear.in_features for linear in linears)
+
+
+def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], names: Mapping[str, str]) -> list[Kept]:
+    """The largest parts of the model that hold linear layers, or routers, and no quantized one, and what each is called.
+
+    Args:
+        model: the model, or its skeleton.
+        quantized: memory names of the layers that are quantized.
+        names: memory name -> disk name, from `disk_names`.
+    """
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers.update(routers(model, spec))
+    quantized = set(quantized)
+    above = _above(quantized)
+    roots = {root for root in (*spec.vision, *spec.projector) if root not in above}
+    found = []
+    for path, is_leaf in _subtrees(model, layers, _above(layers), quantized, above, roots):
+        forms = module_names(path, spec, names)
+        # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
+        safe = forms if is_leaf else tuple(form for form in forms if form not in above)
+        found.append(Kept(safe, not is_leaf))
+        if is_leaf and keys_are_values(path, names):
+            found.append(Kept(tuple(values_name(form) for form in safe), False))
+    return found
+
+
+def keys_are_values(path: str, names: Mapping[str, str]) -> bool:
+    """Whether a layer is the `k_proj` of a block without `v_proj`, as Gemma 4 has some.
+
+    vLLM loads such a layer twice, into keys and values of its `qkv_proj`, and wants to hear of both.
+    """
+    return path.endswith(".k_proj") and f"{values_name(path)}.weight" not in names
+
+
+def values_name(name: str) -> str:
+    """The name of the `v_proj` beside a `k_proj`."""
+    return f"{name.removesuffix('k_proj')}v_proj"
+
+
+def _subtrees(
+    model: nn.Module,
+    layers: set[str],
+    hold: set[str],
+    quantized: set[str],
+    above: set[str],
+    roots: set[str],
+    path: str = "",
+) -> Iterator[tuple[str, bool]]:
+    """`(path, is it one linear layer)` of the largest subtrees that hold linear layers and no quantized one.
+
+    Args:
+        layers: linear layers and routers; `hold`: these and everything above them.
+        quantized: those of them that are quantized; `above`: these and everything above them.
+        roots: subtrees that count even without a linear layer: the engine may use one where transformers does not.
+    """
+    for child, module in model.named_children():
+        name = f"{path}.{child}" if path else child
+        if name in layers:
+            if name not in quantized:
+                yield name, True
+        elif name in roots:
+            yield name, False
+        elif name in above or any(root.startswith(name + ".") for root in roots):
+            yield from _subtrees(module, layers, hold, quantized, above, roots, name)
+        elif name in hold:
+            yield name, False
+
+
+def routers(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Memory names of what sends tokens to experts: engines run them as linear layers, and they stay in 16 bits."""
+    if spec.router is None:
+        return []
+    found = [name for name, _ in model.named_modules() if name.endswith(f".{spec.router}")]
+    return [name for name in found if not isinstance(model.get_submodule(name), nn.Linear)]
+
+
+def _above(names: Collection[str]) -> set[str]:
+    """Names, and those of everything that they are part of."""
+    found = set[str]()
+    for name in names:
+        while name and name not in found:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
+
+
+def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
+    """The names of the module `path`: in memory, on disk (one or, where its parts are renamed differently, more), in vLLM."""
+    forms = [path]
+    for memory, disk in names.items():
+        suffix = memory.removeprefix(path)
+        if suffix != memory and suffix.startswith(".") and disk.endswith(suffix):
+            forms.append(disk.removesuffix(suffix))
+    forms.append(spec.engine_name(path))
+    return tuple(dict.fromkeys(forms))
+
+
+def draft_tensors(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's tensor names that belong to the head."""
+    return [name for name in stored if spec.draft and name.startswith(f"{spec.draft.prefix}.")]
+
+
+def draft_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
+    """Names on disk of the head's modules that have a matrix for a weight."""
+    names = [name for name in draft_tensors(spec, stored) if name.endswith(".weight") and len(stored[name].shape) > 1]
+    return [name.removesuffix(".weight") for name in names]
+
+
+def draft_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
+    """How many decoder blocks the head has by config.json; 0: there is none."""
+    value = _text(config).get(spec.draft.blocks) if spec.draft else None
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def kept_draft(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
+    """The head as a part that stays in 16 bits; none where the checkpoint has no head."""
+    return [Kept((spec.draft.prefix,), True, draft=True)] if spec.draft and draft_tensors(spec, stored) else []
+
+
+def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
+    """Why a checkpoint's head can't be carried: it is not what config.json says, or it is quantized. None: it can, or
+    there is none (see `draft_lost`)."""
+    names = draft_tensors(spec, stored)
+    if not spec.draft or not names:
+        return None
+    key, prefix, said = spec.draft.blocks, spec.draft.prefix, draft_blocks(spec, config)
+    found = len({match[1] for name in names if (match := re.match(rf"{prefix}\.layers\.(\d+)\.", name))})
+    what = f"{len(names)} tensors are of a head that drafts tokens ({prefix}.*)"
+    if not said:
+        return f'{what}, but config.json has no such head; add "{key}": {found} to its text_config, or remove them'
+    if found != said:
+        return f"{what}, of {found} blocks, but config.json says {key} {said}; download the checkpoint again"
+    if other := next((name for name in names if stored[name].dtype not in FLOATS), None):
+        where = f"'{other}' is {stored[other].dtype}"
+        return f"the head that drafts tokens is quantized ({where}), and is carried in 16 bits only; take the original"
+    return None
+
+
+def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> str | None:
+    """In words that config.json has a head that is not there; None where that is not so."""
+    said = draft_blocks(spec, config)
+    if not said or not spec.draft or draft_tensors(spec, stored):
+        return None
+    return (
+        f"config.json says {spec.draft.blocks} {said}, but there is no tensor {spec.draft.prefix}.*: the head that drafts "
+        "tokens was lost when this checkpoint was saved; copy these tensors from the original to speculate with them"
+    )
+
+
+def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> list[str]:
+    """The warning about a checkpoint that is made of one whose head is lost; none where that is not so."""
+    lost = draft_lost(spec, config, stored)
+    return [f"{lost}; the config written here says 0"] if lost else []
+
+
+def asked_draft(spec: ModelSpec, config: Mapping[str, Any], skeleton: PreTrainedModel) -> dict[str, Spec]:
+    """The head's tensors that config.json asks for, where no weights are there: blocks like the decoder's with attention, a
+    matrix that joins hidden state and embedding, three norms."""
+    count, text = draft_blocks(spec, config), skeleton.config.get_text_config()
+    if not spec.draft or not count:
+        return {}
+    blocks: Any = skeleton.get_submodule(spec.layers)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(blocks)
+    block = blocks[kinds.index("full_attention") if "full_attention" in kinds else -1]
+    found = {f"layers.{i}.{name}": Spec.of(value) for i in range(count) for name, value in block.state_dict().items()}
+    norm = Spec(next(iter(found.values())).dtype, (text.hidden_size,))
+    found |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    found["fc.weight"] = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
+    return {f"{spec.draft.prefix}.{name}": value for name, value in found.items()}
+
+
+def found_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:
+    """The content of config.json with no more of a head than there is: 0 blocks where it is lost."""
+    changed: Any = copy.deepcopy(dict(config))
+    if spec.draft and draft_lost(spec, config, stored):
+        _text(changed)[spec.draft.blocks] = 0
+    return changed
+
+
+def _text(config: Mapping[str, Any]) -> Any:
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
