@@ -23,24 +23,24 @@ def test_the_decoders_work_is_that_of_tokens(name, checkpoint):
     expected = cost.plan(path, [(64, 64)], "what?", []).full
     visual = [expected.visual] * len(found.decoder.blocks)
     done = arithmetic.work(found, visual, expected.prompt - expected.visual, [], expected.visual)
-    head = found.skeleton.get_output_embeddings().weight.numel()
+    head = found.meta_model.get_output_embeddings().weight.numel()
     assert done.linear - head + done.attention == expected.multiply_adds
 
 
 @pytest.mark.parametrize(("name", "patches"), [("llava", [16]), ("qwen2-vl", [64])])
 def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
-    """Oracle: torch's own counter on the tower of the skeleton, whose attention it counts without windows."""
+    """Oracle: torch's own counter on the tower of the meta model, whose attention it counts without windows."""
     found = open_model(checkpoint(name))
     tokens = sum(patches) // (4 if name == "qwen2-vl" else 1)
-    inner = found.skeleton.model
+    inner = found.meta_model.model
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         if name == "llava":
             size = found.config["vision_config"]["image_size"]
-            rows = inner.vision_tower(torch.zeros(1, 3, size, size, dtype=found.skeleton.dtype)).last_hidden_state
+            rows = inner.vision_tower(torch.zeros(1, 3, size, size, dtype=found.meta_model.dtype)).last_hidden_state
             inner.multi_modal_projector(rows[:, 1:])
         else:
             blocks, width = inner.visual.blocks, found.config["vision_config"]
-            hidden = torch.zeros(patches[0], width["embed_dim"], dtype=found.skeleton.dtype)
+            hidden = torch.zeros(patches[0], width["embed_dim"], dtype=found.meta_model.dtype)
             inner.visual.patch_embed(
                 torch.zeros(patches[0], inner.visual.patch_embed.proj.weight[0].numel(), dtype=hidden.dtype)
             )
@@ -90,11 +90,11 @@ def test_a_token_meets_some_experts_alone(tmp_path):
 def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
     found = open_model(checkpoint("llava"))
     total = sum(spec.nbytes for spec in found.stored.values())
-    model = found.skeleton.model
+    model = found.meta_model.model
     decoder = (
         sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
     )
-    head = found.skeleton.lm_head.weight.numel()
+    head = found.meta_model.lm_head.weight.numel()
     about = arithmetic.read(found, total)
     assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
 

@@ -200,7 +200,7 @@ def test_one_scheme_or_several():
 def test_names_mean_the_same_layers_to_every_reader(family, name, tmp_path):
     """In every family, one decoder layer skipped besides the tower, projector and head."""
     folder = build(family, tmp_path)
-    model, spec = models.skeleton(folder), models.spec_for(models.read_config(folder))
+    model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))
     names = models.disk_names(model, models.tensor_headers(folder))
     scheme = SCHEMES["fp8" if name == "modelopt" else "w4-symmetric-32"]
     groups = models.resolve(model, spec)

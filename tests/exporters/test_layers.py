@@ -21,7 +21,7 @@ def family_of(tmp_path_factory):
     @functools.cache
     def get(family):
         folder = build(family, tmp_path_factory.mktemp(family))
-        model = models.skeleton(folder)
+        model = models.build_meta_model(folder)
         names = models.disk_names(model, models.tensor_headers(folder))
         return model, models.spec_for(models.read_config(folder)), names
 

@@ -100,7 +100,7 @@ def test_vllm_takes_the_layers_for_quantized_that_are(converted):
         config = models.read_config(folder)
         spec, module = models.spec_for(config), FORMATS.get(name)
         block = config["quantization_config"]
-        names = [spec.engine_name(linear) for linear in models.linear_names(models.skeleton(folder))]
+        names = [spec.engine_name(linear) for linear in models.linear_names(models.build_meta_model(folder))]
         (found,) = asked("naming", [{"block": block, "names": names}])
         assert "error" not in found, found["error"]
         assert found["quantized"] == [module.takes(block, linear) for linear in names]

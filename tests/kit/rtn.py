@@ -31,7 +31,7 @@ SCHEMES = {
 
 def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_cache: bool = False) -> dict:
     """The arguments of `checkpoint.write` but for `out`."""
-    model = models.skeleton(source)
+    model = models.build_meta_model(source)
     spec = models.spec_for(models.read_config(source))
     entries = models.stored_tensors(source)
     names = models.disk_names(model, entries)

@@ -48,7 +48,7 @@ def in_memory_names(source: Path, folder: Path) -> Path:
     """The checkpoint with the names that its tensors have in memory."""
     for file in source.iterdir():
         (folder / file.name).symlink_to(file)
-    names = models.disk_names(models.skeleton(source), models.tensor_headers(source))
+    names = models.disk_names(models.build_meta_model(source), models.tensor_headers(source))
     tensors = load_file(source / "model.safetensors")
     (folder / "model.safetensors").unlink()
     save_file({memory: tensors[disk] for memory, disk in names.items()}, folder / "model.safetensors")
@@ -59,8 +59,8 @@ def in_memory_names(source: Path, folder: Path) -> Path:
 def test_the_tables_find_what_vllm_finds(family, kind, folders, placed):
     """`models.unfound` names exactly the tensors that vLLM has no place for, and vLLM misses some only then."""
     folder, found = folders[f"{family} {kind}"], placed[f"{family} {kind}"]
-    spec, bones = models.spec_for(models.read_config(folder)), models.skeleton(folder)
-    names = models.disk_names(bones, models.tensor_headers(folder))
+    spec, meta_model = models.spec_for(models.read_config(folder)), models.build_meta_model(folder)
+    names = models.disk_names(meta_model, models.tensor_headers(folder))
     assert found["lost"].keys() == models.unfound(names, spec).keys()
     assert bool(found["missing"]) == bool(found["lost"])
 

@@ -107,9 +107,9 @@ def test_layer_class_is_that_of_each_decoder_layer(family, loaded):
 
 def test_skeleton_has_the_shapes_of_the_model(family, checkpoint, loaded):
     state = loaded(family).model.state_dict()
-    bones = models.skeleton(checkpoint(family))
-    assert all(parameter.is_meta for parameter in bones.parameters())
-    assert {name: value.shape for name, value in bones.state_dict().items()} == {
+    meta_model = models.build_meta_model(checkpoint(family))
+    assert all(parameter.is_meta for parameter in meta_model.parameters())
+    assert {name: value.shape for name, value in meta_model.state_dict().items()} == {
         name: value.shape for name, value in state.items()
     }
 

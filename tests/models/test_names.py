@@ -50,11 +50,11 @@ def test_disk_names_are_where_the_values_come_from(family, hub_names, checkpoint
     folder = checkpoint(family, hub_names)
     state = loaded(family).model.state_dict()
     tensors = {name: read_tensor(entry) for name, entry in models.stored_tensors(folder).items()}
-    bones = models.skeleton(folder)
-    names = models.disk_names(bones, tensors)
+    meta_model = models.build_meta_model(folder)
+    names = models.disk_names(meta_model, tensors)
     drafts = models.draft_tensors(loaded(family).spec, tensors)
     assert sorted([*names.values(), *drafts]) == sorted(tensors)
-    assert set(state) - set(names) <= set(models.tied_names(bones))
+    assert set(state) - set(names) <= set(models.tied_names(meta_model))
     assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
 
 
@@ -63,10 +63,11 @@ SAVED_WITHOUT_VISION_MODEL = ("gemma3", "lfm2-vl", "llava", "llava-next", "llava
 
 def spelled(checkpoint, family: str) -> tuple[models.ModelSpec, dict[str, dict[str, str]]]:
     """The family, and memory name -> name on disk as on the hub, as transformers saves it, and as it is in memory."""
-    bones = models.skeleton(checkpoint(family))
+    meta_model = models.build_meta_model(checkpoint(family))
     kinds = {"hub": True, "transformers": False}
     found = {
-        kind: models.disk_names(bones, models.tensor_headers(checkpoint(family, hub))) for kind, hub in kinds.items()
+        kind: models.disk_names(meta_model, models.tensor_headers(checkpoint(family, hub)))
+        for kind, hub in kinds.items()
     }
     return models.spec_for(models.read_config(checkpoint(family))), found | {"memory": {m: m for m in found["hub"]}}
 
@@ -89,25 +90,25 @@ def test_names_that_vllm_does_not_find(family, checkpoint):
 
 def test_disk_names_refuse_what_does_not_fit(checkpoint):
     folder = checkpoint("llava")
-    bones, disk = models.skeleton(folder), list(models.tensor_headers(folder))
+    meta_model, disk = models.build_meta_model(folder), list(models.tensor_headers(folder))
     with pytest.raises(UserError, match="'surplus.weight' has no place"):
-        models.disk_names(bones, [*disk, "surplus.weight"])
+        models.disk_names(meta_model, [*disk, "surplus.weight"])
     with pytest.raises(UserError, match="lacks 1 tensors .* first 'lm_head.weight'"):
-        models.disk_names(bones, [name for name in disk if "lm_head" not in name])
+        models.disk_names(meta_model, [name for name in disk if "lm_head" not in name])
     with pytest.raises(UserError, match="are both 'lm_head.weight'"):
-        models.disk_names(bones, [*disk, "lm_head.weight"])
+        models.disk_names(meta_model, [*disk, "lm_head.weight"])
 
 
 def test_memory_names_of_a_quantized_layer(family, checkpoint):
     """A packed weight and its scale belong to the module that the plain weight belonged to."""
     folder = checkpoint(family)
-    bones = models.skeleton(folder)
-    names = models.disk_names(bones, models.tensor_headers(folder))
-    for memory in models.linear_names(bones):
+    meta_model = models.build_meta_model(folder)
+    names = models.disk_names(meta_model, models.tensor_headers(folder))
+    for memory in models.linear_names(meta_model):
         if f"{memory}.weight" in names:
             disk = models.disk_module(memory, names)
             parts = [f"{disk}.weight_packed", f"{disk}.weight_scale", f"{disk}.weight"]
-            found = models.memory_names(bones, parts)
+            found = models.memory_names(meta_model, parts)
             assert list(found.values()) == [f"{memory}.weight_packed", f"{memory}.weight_scale", f"{memory}.weight"]
 
 
@@ -115,7 +116,7 @@ def test_disk_names_skip_rotary_tables_of_old_checkpoints(checkpoint):
     folder = checkpoint("llava")
     disk = list(models.tensor_headers(folder))
     old = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert old not in models.disk_names(models.skeleton(folder), [*disk, old]).values()
+    assert old not in models.disk_names(models.build_meta_model(folder), [*disk, old]).values()
 
 
 @pytest.mark.parametrize("hub_names", [True, False], ids=["hub", "transformers"])
@@ -123,17 +124,17 @@ def test_disk_names_skip_rotary_tables_of_old_checkpoints(checkpoint):
 def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
     """Oracle: compressed-tensors' own matcher. Under each naming it matches all unquantized layers and no other."""
     folder = checkpoint(family, hub_names)
-    bones = models.skeleton(folder)
+    meta_model = models.build_meta_model(folder)
     spec = models.spec_for(models.read_config(folder))
-    names = models.disk_names(bones, models.tensor_headers(folder))
-    groups = models.resolve(bones, spec)
+    names = models.disk_names(meta_model, models.tensor_headers(folder))
+    groups = models.resolve(meta_model, spec)
     if what == "one layer skipped":
         groups = [group for group in groups if group.layer != 1 or group.name != "down"]
     if what == "llm and tower":
-        groups += models.vision_linears(bones, spec)
+        groups += models.vision_linears(meta_model, spec)
     quantized = {name for group in groups for name in group.linears}
-    ignore = ignored(models.kept_modules(bones, spec, quantized, names))
-    for name in models.linear_names(bones):
+    ignore = ignored(models.kept_modules(meta_model, spec, quantized, names))
+    for name in models.linear_names(meta_model):
         forms = {name, spec.engine_name(name)}
         if f"{name}.weight" in names:
             forms.add(models.disk_module(name, names))
@@ -145,24 +146,24 @@ def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
 def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):
     """Gemma's projector is a bare matrix in transformers, but the engine may see a layer there."""
     folder = checkpoint("gemma3")
-    bones, spec = models.skeleton(folder), models.spec_for(models.read_config(folder))
-    quantized = {name for group in models.resolve(bones, spec) for name in group.linears}
-    names = models.disk_names(bones, models.tensor_headers(folder))
-    ignore = ignored(models.kept_modules(bones, spec, quantized, names))
+    meta_model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))
+    quantized = {name for group in models.resolve(meta_model, spec) for name in group.linears}
+    names = models.disk_names(meta_model, models.tensor_headers(folder))
+    ignore = ignored(models.kept_modules(meta_model, spec, quantized, names))
     assert any(match_name("multi_modal_projector.mm_input_projection", entry) for entry in ignore)
 
 
 def test_a_layer_whose_keys_are_its_values_is_named_as_both(checkpoint):
     """vLLM's `qkv_proj` of such a block is loaded from two layers and looks for the scheme of three."""
     folder = checkpoint("gemma4")
-    bones, spec = models.skeleton(folder), models.spec_for(models.read_config(folder))
-    names = models.disk_names(bones, models.tensor_headers(folder))
+    meta_model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))
+    names = models.disk_names(meta_model, models.tensor_headers(folder))
     attention = [f"model.language_model.layers.{layer}.self_attn" for layer in range(3)]
     assert [f"{path}.v_proj.weight" in names for path in attention] == [True, False, False]
     assert [f"{path}.k_proj.weight" in names for path in attention] == [True, True, False]
-    quantized = {name for group in models.resolve(bones, spec) for name in group.linears}
+    quantized = {name for group in models.resolve(meta_model, spec) for name in group.linears}
     left = {f"{path}.{part}_proj" for path in attention for part in "qk"}
-    ignore = ignored(models.kept_modules(bones, spec, quantized - left, names))
+    ignore = ignored(models.kept_modules(meta_model, spec, quantized - left, names))
     for path, kept in zip(attention, (False, True, False), strict=True):
         for form in (f"{path}.v_proj", spec.engine_name(f"{path}.v_proj")):
             assert any(match_name(form, entry) for entry in ignore) == kept, (form, ignore)

@@ -20,10 +20,10 @@ def internvl3_5(tmp_path_factory):
 
 def test_internvl3_5_is_an_internvl(internvl3_5, checkpoint):
     """Its groups are those of InternVL, each with what it smooths, and only the norms of queries and keys are new to it."""
-    known, bones = models.skeleton(checkpoint("internvl")), models.skeleton(internvl3_5)
+    known, meta_model = models.build_meta_model(checkpoint("internvl")), models.build_meta_model(internvl3_5)
     spec = models.spec_for(models.read_config(internvl3_5))
-    assert spec.family == "internvl" and models.resolve(bones, spec) == models.resolve(known, spec)
-    names = models.disk_names(bones, models.tensor_headers(internvl3_5))
+    assert spec.family == "internvl" and models.resolve(meta_model, spec) == models.resolve(known, spec)
+    names = models.disk_names(meta_model, models.tensor_headers(internvl3_5))
     assert models.unfound(names, spec) == {} and names == {memory: spec.hub_name(memory) for memory in names}
     new = {name.rpartition("self_attn.")[2] for name in names.keys() - known.state_dict().keys()}
     assert new == {"q_norm.weight", "k_norm.weight"}

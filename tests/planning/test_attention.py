@@ -26,7 +26,7 @@ def said(model, name: str, **given) -> tuple[bool, str]:
 
 
 def test_qk_norm_is_found_by_the_skeleton(folders):
-    assert {name for name, folder in folders.items() if normalizes(Source.of(folder).skeleton)} == NORMALIZED
+    assert {name for name, folder in folders.items() if normalizes(Source.of(folder).meta_model)} == NORMALIZED
 
 
 @pytest.mark.parametrize(

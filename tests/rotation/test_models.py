@@ -97,7 +97,7 @@ def test_heads_of_values_have_rotations_of_their_own(kind, checkpoint, tmp_path)
     """Oracle: dense products. `v` gets R1 on its columns and R2 of each head on its rows, `o` R2 of the head that it reads."""
     source = Source.of(spread(checkpoint("qwen2-vl"), tmp_path / "model"))
     rotations = rotate.Rotations(kind, 4)
-    found = models.stream(source.skeleton, source.spec)
+    found = models.stream(source.meta_model, source.spec)
     vlm = models.load(source.path, dtype=torch.float64)
     gains = vlm.model.state_dict()
     made = rotate.changes(found, rotations, gains.__getitem__)

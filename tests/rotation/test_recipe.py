@@ -59,7 +59,7 @@ def test_not_quantized_it_is_the_same_model(model, tmp_path):
     assert done.manifest["size"]["weights_before"] == planned.bytes_before == models.stored_bytes(model)
     assert "output head" in done.manifest["warnings"][0] and done.manifest["recipe"]["rotate"] == "hadamard"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert Source.of(done.out).names["lm_head.weight"] and not models.tied_names(models.skeleton(done.out))
+    assert Source.of(done.out).names["lm_head.weight"] and not models.tied_names(models.build_meta_model(done.out))
     quantize(recipe(model, tmp_path / "again"))
     name = "model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (done.out / name).read_bytes()

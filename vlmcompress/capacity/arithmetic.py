@@ -57,7 +57,7 @@ def blocks(model: Model) -> list[Block]:
     """The decoder's blocks as `hf_hooks.cost` counts them, where a token meets `active` of the experts."""
     found = []
     described = model.decoder
-    layers: Any = model.skeleton.get_decoder()
+    layers: Any = model.meta_model.get_decoder()
     for block, about in zip(layers.layers, described.blocks, strict=True):
         entries = 0
         for name, weight in block.named_parameters():
@@ -87,7 +87,7 @@ def work(model: Model, visual: Sequence[int], text: int, patches: Sequence[int],
         attention += 2 * block.queries * (seen * (seen + 1) // 2 + (n - seen) * seen)
         if isinstance(about, State):
             attention += 2 * n * sum(entries for entries, _ in about.parts)
-    head = model.skeleton.get_output_embeddings()
+    head = model.meta_model.get_output_embeddings()
     linear += head.weight.numel() if head is not None else 0  # of the last token alone
     return Work(linear, attention, tower(model, patches, full))
 
@@ -97,14 +97,14 @@ def tower(model: Model, patches: Sequence[int], tokens: int) -> int:
     spec = model.pictures
     if spec is None or not patches:
         return 0
-    layers: Any = model.skeleton.get_submodule(spec.vision_layers)
+    layers: Any = model.meta_model.get_submodule(spec.vision_layers)
     vision: Any = model.config.get("vision_config") or {}
     inside = {id(module) for block in layers for module in block.modules()}
-    named = dict(model.skeleton.named_modules())
+    named = dict(model.meta_model.named_modules())
     projectors = [named[name] for name in spec.projector if name in named]
     of_tokens = {id(module) for root in projectors for module in root.modules()}
     total = 0
-    for root in [model.skeleton.get_submodule(name) for name in spec.vision]:
+    for root in [model.meta_model.get_submodule(name) for name in spec.vision]:
         for module in root.modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d) and id(module) not in inside | of_tokens:
                 total += sum(patches) * module.weight.numel()
@@ -126,7 +126,7 @@ def _linear(root: nn.Module) -> int:
 def read(model: Model, loaded: int) -> Read:
     """What of `loaded` bytes of weights a decoding step reads: not the tower, nor an embedding that is not the head."""
     names = {model.source.names.get(name, name): name for name in model.source.names} if model.source else {}
-    tied = bool(models.tied_names(model.skeleton))
+    tied = bool(models.tied_names(model.meta_model))
     aside = routed = decoder = 0
     for disk, spec in model.stored.items():
         name = names.get(disk, disk)

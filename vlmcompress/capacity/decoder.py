@@ -120,7 +120,7 @@ def check(config: Mapping[str, Any], file: Path) -> None:
 
 
 def describe(model: PreTrainedModel) -> Decoder:
-    """Describe the decoder of a model, a skeleton on the meta device will do."""
+    """Describe the decoder of a model, one on the meta device will do."""
     config: Any = model.config.get_text_config()
     blocks = list(model.get_decoder().layers)
     sliding = getattr(config, "sliding_window", None)

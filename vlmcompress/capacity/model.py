@@ -23,7 +23,7 @@ class Model:
     Attributes:
         path: its folder.
         config: the content of config.json.
-        skeleton: the model on the meta device, shapes only.
+        meta_model: the model on the meta device, shapes only.
         decoder: its decoder.
         stored: tensor -> type and shape: those on disk, or those that the config asks for.
         headers: whether there are weight files.
@@ -35,7 +35,7 @@ class Model:
 
     path: Path
     config: dict[str, Any]
-    skeleton: PreTrainedModel
+    meta_model: PreTrainedModel
     decoder: Decoder
     stored: dict[str, Spec]
     headers: bool
@@ -58,9 +58,9 @@ def open_model(path: Path) -> Model:
     quantized = str(found.get("quant_method") or "quantized") if found else ""
     if spec and not quantized:
         source = Source.of(path) if weights else Source.outline(path)
-        described = decoder.describe(source.skeleton)
-        return Model(path, config, source.skeleton, described, source.stored, weights, spec, source, spec)
-    skeleton = models.skeleton(path, weights, known=False)
+        described = decoder.describe(source.meta_model)
+        return Model(path, config, source.meta_model, described, source.stored, weights, spec, source, spec)
+    meta_model = models.build_meta_model(path, weights, known=False)
     if weights:
         headers = models.tensor_headers(path)
         stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
@@ -69,17 +69,17 @@ def open_model(path: Path) -> Model:
             f"{path} is quantized and has no weight files that show its size; download them, or plan the original"
         )
     else:
-        tied = models.tied_names(skeleton)
-        stored = {name: Spec.of(tensor) for name, tensor in skeleton.state_dict().items() if name not in tied}
-    described, pictures = decoder.describe(skeleton), spec or _like(skeleton)
-    return Model(path, config, skeleton, described, stored, weights, spec, None, pictures, quantized)
+        tied = models.tied_names(meta_model)
+        stored = {name: Spec.of(tensor) for name, tensor in meta_model.state_dict().items() if name not in tied}
+    described, pictures = decoder.describe(meta_model), spec or _like(meta_model)
+    return Model(path, config, meta_model, described, stored, weights, spec, None, pictures, quantized)
 
 
-def _like(skeleton: PreTrainedModel) -> ModelSpec | None:
+def _like(meta_model: PreTrainedModel) -> ModelSpec | None:
     """The family that a model of an unknown one takes its tower from: that of Qwen3-VL, as Qwen3.5 does."""
     like: ModelSpec = models.REGISTRY.get("qwen3-vl").SPEC
     try:
-        blocks: Any = skeleton.get_submodule(like.vision_layers)
+        blocks: Any = meta_model.get_submodule(like.vision_layers)
         return like if "Qwen3" in type(blocks[0]).__name__ else None
     except (AttributeError, IndexError):
         return None

@@ -180,7 +180,7 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
     )
     reserve = asked.reserve if asked.reserve is not None else _reserve(model, usual, counted, asked)
     scales = kv_types.has_scales(model.config)
-    notes += kv_types.remarks(asked.kv_cache, kv_types.normalizes(model.skeleton), asked.target, scales)
+    notes += kv_types.remarks(asked.kv_cache, kv_types.normalizes(model.meta_model), asked.target, scales)
     found = Capacity(
         asked,
         model,
@@ -248,7 +248,7 @@ def _check_context(most: int | None, loads: Mapping[str, Load]) -> None:
 
 def _reserve(model: Model, usual: Defaults, counted: Counted, asked: Request) -> int:
     """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
-    text: Any = model.skeleton.config.get_text_config()
+    text: Any = model.meta_model.config.get_text_config()
     about = model.decoder
     wide = max(
         about.intermediates[:1] + tuple(size * max(about.active, 1) for size in about.intermediates[1:]), default=0

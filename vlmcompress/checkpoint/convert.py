@@ -62,7 +62,7 @@ def convert(
     if fault := models.draft_fault(stored.spec, stored.config, tensors):
         raise UserError(fault)
     layers = layers_of(
-        stored.schemes, stored.skeleton, written, stored.spec, stored=tensors, kv_cache=bool(stored.kv_scales)
+        stored.schemes, stored.meta_model, written, stored.spec, stored=tensors, kv_cache=bool(stored.kv_scales)
     )
     check(stored, layers, writer)
     config = models.found_draft(stored.spec, stored.spec.completed(stored.config), tensors)

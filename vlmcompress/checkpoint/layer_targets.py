@@ -37,7 +37,7 @@ def layers_of(
 
     Args:
         schemes: quantized linear layer (memory name) -> its scheme.
-        model: the model, or its skeleton.
+        model: the model, or its meta model.
         disk: memory name of a parameter -> its name in the checkpoint that is written.
         spec: the model's family.
         stored: names of all tensors of the checkpoint; those of a head that drafts tokens are looked at.

@@ -41,7 +41,7 @@ def retouched(
     names = {entry.name: entry.spec for entry in stored.entries}
     plan = [Piece(entry.name, entry.spec, values.get(entry.name, entry)) for entry in stored.entries]
     more_names = {"stored": names, "kv_cache": bool(stored.kv_scales)}
-    layers = layers_of(stored.schemes, stored.skeleton, stored.names, stored.spec, **more_names)  # type: ignore[arg-type]
+    layers = layers_of(stored.schemes, stored.meta_model, stored.names, stored.spec, **more_names)  # type: ignore[arg-type]
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     models.check_files(stored.path)
     before, record = known["size"]["weights_before"], known | dict(more)

@@ -123,7 +123,7 @@ def write(
     if (out / RECORD).is_file() and (out / RECORD).read_text(encoding="utf-8") == mark:
         return
     folders.check(source.path, out, overwrite=True, mark=RECORD)
-    found = stream(source.skeleton, source.spec, source.stored)
+    found = stream(source.meta_model, source.spec, source.stored)
     entries = source.entries
     made = changes(found, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
     plan = _pieces(source, found, made, torch.device(device))
@@ -149,7 +149,7 @@ def record(source: Source, rotations: Rotations) -> str:
 
 def head_name(source: Source) -> str:
     """The name on disk of an output head that becomes a matrix of its own: as the embedding's, the hub's or transformers'."""
-    found = stream(source.skeleton, source.spec, source.stored)
+    found = stream(source.meta_model, source.spec, source.stored)
     hub = source.names[found.embedding] == source.spec.hub_name(found.embedding)
     name = f"{found.head}.weight"
     return source.spec.hub_name(name) if hub else name
@@ -184,7 +184,7 @@ def _later(entry: Entry, change: Change, device: torch.device) -> Callable[[], T
 
 def outline(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
     """Tensor name on disk -> type and shape, and memory name -> name on disk, of the rotated checkpoint, nothing written."""
-    found, head = stream(source.skeleton, source.spec, source.stored), head_name(source)
+    found, head = stream(source.meta_model, source.spec, source.stored), head_name(source)
     if not found.tied:
         return source.stored, source.names
     name = f"{found.head}.weight"

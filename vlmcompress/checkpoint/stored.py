@@ -58,7 +58,7 @@ class Stored(Mapping[str, Quantized]):
         config: the content of config.json.
         block: the format's config block.
         format: the format's name; `reader` its module in `vlmcompress.exporters`.
-        spec: the model's family; `skeleton` the unquantized model, shapes only.
+        spec: the model's family; `meta_model` the unquantized model, shapes only.
         layers: linear layer (memory name) -> how it is stored, for quantized ones.
         names: memory name of a parameter -> its name on disk; that of a quantized weight is the one it would have.
         kv_scales: attention module's name on disk, with a dot at the end -> scales of keys and of values.
@@ -71,7 +71,7 @@ class Stored(Mapping[str, Quantized]):
     format: str
     reader: ModuleType
     spec: ModelSpec
-    skeleton: PreTrainedModel
+    meta_model: PreTrainedModel
     layers: dict[str, StoredLayer]
     names: dict[str, str]
     kv_scales: dict[str, tuple[Entry, Entry]]
@@ -88,15 +88,15 @@ class Stored(Mapping[str, Quantized]):
         block = _block(path, config)
         name, reader = _format(path, block)
         spec = models.spec_for(config)
-        skeleton = models.skeleton(path)
+        meta_model = models.build_meta_model(path)
         entries = list(models.stored_tensors(path).values())
         kv_scales = _kv_scales(entries, reader)
         cached = {entry.name for pair in kv_scales.values() for entry in pair}
-        layers = _layers(skeleton, spec, [e for e in entries if e.name not in cached], block, reader)
+        layers = _layers(meta_model, spec, [e for e in entries if e.name not in cached], block, reader)
         inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
         plain = [entry.name for entry in entries if entry.name not in inside | cached]
-        names = models.disk_names(skeleton, [*plain, *(f"{layer.prefix}weight" for layer in layers.values())])
-        stored = Stored(path, config, block, name, reader, spec, skeleton, layers, names, kv_scales, entries)
+        names = models.disk_names(meta_model, [*plain, *(f"{layer.prefix}weight" for layer in layers.values())])
+        stored = Stored(path, config, block, name, reader, spec, meta_model, layers, names, kv_scales, entries)
         _check_plain(stored)
         return stored
 
@@ -111,8 +111,8 @@ class Stored(Mapping[str, Quantized]):
 
         Engines load scales in the model's type, and transformers computes in the type it finds.
         """
-        embedding = self.skeleton.get_input_embeddings()
-        name = next(key for key, value in self.skeleton.named_parameters() if value is embedding.weight)
+        embedding = self.meta_model.get_input_embeddings()
+        name = next(key for key, value in self.meta_model.named_parameters() if value is embedding.weight)
         entry = next(entry for entry in self.entries if entry.name == self.names[name])
         wanted = tensor_files.DTYPES[entry.spec.dtype]
         for layer in self.layers.values():
@@ -189,12 +189,12 @@ def _kv_scales(entries: list[Entry], reader: ModuleType) -> dict[str, tuple[Entr
 
 
 def _layers(
-    skeleton: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: ModuleType
+    meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: ModuleType
 ) -> dict[str, StoredLayer]:
     """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
-    linears = {name: module for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in meta_model.named_modules() if isinstance(module, nn.Linear)}
     by_layer: dict[str, dict[str, Entry]] = {}
-    memory = models.memory_names(skeleton, [entry.name for entry in entries])
+    memory = models.memory_names(meta_model, [entry.name for entry in entries])
     for entry in entries:
         module, _, local = memory[entry.name].rpartition(".")
         if module in linears:
@@ -242,7 +242,7 @@ def _check_layer(prefix: str, own: Mapping[str, Entry], needed: Mapping[str, Spe
 
 def _check_plain(stored: Stored) -> None:
     """Compare the shapes of unquantized tensors with the model's."""
-    state, specs = stored.skeleton.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
+    state, specs = stored.meta_model.state_dict(keep_vars=True), {entry.name: entry.spec for entry in stored.entries}
     packed = {f"{name}.weight" for name in stored.layers}
     for memory, disk in stored.names.items():
         if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):

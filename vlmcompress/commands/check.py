@@ -53,7 +53,7 @@ def _devices(recipe: Recipe, tp: int) -> Finding:
     if tp < 1:
         raise UserError(f"--tp {tp} is no number of devices; give 1 or more")
     try:
-        described = decoder.describe(models.skeleton(recipe.model))
+        described = decoder.describe(models.build_meta_model(recipe.model))
     except UserError as error:
         return Finding("devices", False, str(error))
     problem = decoder.tp_refusal(described, tp) or decoder.group_problem(described, tp, recipe.number_formats)

@@ -129,7 +129,7 @@ def _opened(path: Path) -> Stored:
 def _check_alike(stored: Stored, teacher: Path) -> None:
     """Refuse a teacher that is not a model of the same shapes, before a weight is read."""
     models.refuse_quantized(teacher, models.read_config(teacher))
-    ours, theirs = (one.state_dict(keep_vars=True) for one in (stored.skeleton, models.skeleton(teacher)))
+    ours, theirs = (one.state_dict(keep_vars=True) for one in (stored.meta_model, models.build_meta_model(teacher)))
     for name in stored.names:
         if name not in theirs or theirs[name].shape != ours[name].shape:
             raise UserError(

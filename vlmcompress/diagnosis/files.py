@@ -95,28 +95,28 @@ class _Subject:
         return models.spec_for(self.config)
 
     @functools.cached_property
-    def skeleton(self) -> PreTrainedModel:
+    def meta_model(self) -> PreTrainedModel:
         """The unquantized model without weights."""
-        return models.skeleton(self.path)
+        return models.build_meta_model(self.path)
 
     @functools.cached_property
     def names(self) -> dict[str, str]:
         """Map memory names to names on disk, for every tensor of the model that transformers builds for this config."""
         if self.stored:
             return self.stored.names
-        model = models.skeleton(self.path)
+        model = models.build_meta_model(self.path)
         models.compressed(model, self.quantization)
         return models.disk_names(model, self.entries)
 
     @functools.cached_property
     def linears(self) -> dict[str, nn.Linear]:
         """Memory names of the linear layers of the unquantized model."""
-        return {name: module for name, module in self.skeleton.named_modules() if isinstance(module, nn.Linear)}
+        return {name: module for name, module in self.meta_model.named_modules() if isinstance(module, nn.Linear)}
 
     @functools.cached_property
     def fused(self) -> list[Group]:
         """Linear layers that an engine makes one matrix of."""
-        every = (*models.resolve(self.skeleton, self.spec), *models.vision_linears(self.skeleton, self.spec))
+        every = (*models.resolve(self.meta_model, self.spec), *models.vision_linears(self.meta_model, self.spec))
         return [group for group in every if group.fused]
 
     @functools.cached_property
@@ -169,9 +169,9 @@ def _reducer(subject: _Subject) -> str:
     found = reducer_block.read(subject.config)
     if found is None:
         return "none, all visual tokens are kept"
-    vlm = models.VLM(subject.skeleton, None, subject.spec, subject.path)
+    vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
     hf_hooks.check(vlm, found.reducer.method, found.reducer.options)
-    scorer_file.known(subject.skeleton.config, found.reducer, subject.path)
+    scorer_file.known(subject.meta_model.config, found.reducer, subject.path)
     reason = plugin.refusal(subject.config["architectures"][0], found.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
     return f"{found.reducer.label}, {where}"
@@ -180,7 +180,7 @@ def _reducer(subject: _Subject) -> str:
 def _tensors(subject: _Subject) -> str:
     if subject.stored:  # which looks at names and shapes itself
         return f"{len(subject.entries)} tensors, none missing, none left over"
-    names, state = subject.names, subject.skeleton.state_dict(keep_vars=True)
+    names, state = subject.names, subject.meta_model.state_dict(keep_vars=True)
     for memory, disk in names.items():
         quantized = subject.groups.get(memory.rpartition(".")[0]) and not memory.endswith(".bias")
         if memory in state and not quantized and subject.entries[disk].spec.shape != tuple(state[memory].shape):
@@ -238,7 +238,7 @@ def _names(subject: _Subject) -> str:
 
 def _engine(subject: _Subject) -> str:
     names = {memory.removesuffix("_packed"): disk.removesuffix("_packed") for memory, disk in subject.names.items()}
-    groups = subject.groups | dict.fromkeys(models.routers(subject.skeleton, subject.spec))
+    groups = subject.groups | dict.fromkeys(models.routers(subject.meta_model, subject.spec))
     if subject.stored:
         wrong = misnamed(subject.stored.reader, subject.quantization, groups, names, subject.spec)
     else:

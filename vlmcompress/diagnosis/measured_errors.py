@@ -81,8 +81,8 @@ class Weights:
         block = models.read_config(folder).get("quantization_config")
         self.stored = Stored.of(folder) if block and block.get("config_groups") != {} else None
         source = self.stored or Source.of(folder)
-        self.skeleton, self.spec, self.names = source.skeleton, source.spec, source.names
-        self.groups = models.resolve(self.skeleton, self.spec)
+        self.meta_model, self.spec, self.names = source.meta_model, source.spec, source.names
+        self.groups = models.resolve(self.meta_model, self.spec)
         self.entries = models.stored_tensors(folder)
 
     def scheme(self, linear: str) -> Scheme | None:

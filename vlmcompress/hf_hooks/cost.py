@@ -30,7 +30,7 @@ from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import resizing
 from vlmcompress.hf_hooks.support import check, chooses_images
 from vlmcompress.hf_hooks.views import tokens_left
-from vlmcompress.models import VLM, Layout, decoder_layers, load_processor, read_config, skeleton, spec_for
+from vlmcompress.models import VLM, Layout, build_meta_model, decoder_layers, load_processor, read_config, spec_for
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.recipe.resize import Resize
 
@@ -110,7 +110,7 @@ def plan(
         resize: images made smaller, alone and before each of the reducers; a share of it is measured on these sizes.
     """
     spec = spec_for(read_config(path, weights=False))
-    model, processor = skeleton(path, weights=False), load_processor(path)
+    model, processor = build_meta_model(path, weights=False), load_processor(path)
     vlm = VLM(model, processor, spec, Path(path))
     for one in chosen:
         try:

@@ -9,13 +9,13 @@ from vlmcompress.models._images import ImageSetting, Layout, Piece
 from vlmcompress.models._load import (
     VLM,
     Source,
+    build_meta_model,
     check_shapes,
     compressed,
     load,
     load_processor,
     open_model,
     quiet,
-    skeleton,
     spec_for,
 )
 from vlmcompress.models._modules import (
@@ -123,7 +123,7 @@ __all__ = [
     "resolve",
     "routers",
     "shards",
-    "skeleton",
+    "build_meta_model",
     "spec_for",
     "stored_bytes",
     "stored_tensors",

@@ -106,17 +106,17 @@ def without_experts(kind: type[PreTrainedModel], spec: ModelSpec) -> type[PreTra
     return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
-def put_in(model: PreTrainedModel, bones: PreTrainedModel, stored: Mapping[str, Entry]) -> None:
+def put_in(model: PreTrainedModel, meta_model: PreTrainedModel, stored: Mapping[str, Entry]) -> None:
     """Give a model of `without_experts` its experts, mapped from the files: they take memory as they are used.
 
     Args:
         model: the model; it becomes one of its own class again.
-        bones: its skeleton, whose experts it gets; those may have the tensors of quantized layers.
+        meta_model: the model on the meta device, whose experts it gets; those may have the tensors of quantized layers.
         stored: memory name of each tensor of an expert -> where it is.
     """
-    model.__class__ = type(bones)
+    model.__class__ = type(meta_model)
     weights = tensor_files.map_tensors(stored)
-    for path, experts in [(path, module) for path, module in bones.named_modules() if isinstance(module, Experts)]:
+    for path, experts in [(path, module) for path, module in meta_model.named_modules() if isinstance(module, Experts)]:
         model.set_submodule(path, experts)
         for name in list(experts.state_dict()):
             owner, _, leaf = name.rpartition(".")

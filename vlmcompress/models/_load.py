@@ -57,7 +57,7 @@ def spec_for(config: dict) -> ModelSpec:
     return specs[model_type]
 
 
-def skeleton(path: str | Path, weights: bool = True, known: bool = True) -> PreTrainedModel:
+def build_meta_model(path: str | Path, weights: bool = True, known: bool = True) -> PreTrainedModel:
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
@@ -71,15 +71,15 @@ def skeleton(path: str | Path, weights: bool = True, known: bool = True) -> PreT
     try:
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            bones = AutoModelForImageTextToText.from_config(config)
+            meta_model = AutoModelForImageTextToText.from_config(config)
         if spec:
-            _experts.split(bones, spec)
+            _experts.split(meta_model, spec)
     except Exception as error:  # any value in a config can be wrong, and each raises something of its own
         raise UserError(f"{file} is not a valid config ({reason(error)}); restore it from the source") from error
     if weights:
-        asked = sum(parameter.numel() for parameter in bones.parameters())
+        asked = sum(parameter.numel() for parameter in meta_model.parameters())
         check_total(asked, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
-    return bones
+    return meta_model
 
 
 def load(
@@ -104,13 +104,13 @@ def load(
         raise UserError(
             f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"
         )
-    bones = skeleton(path)
-    names = disk_names(bones, tensor_headers(path))
-    check_shapes(path, bones, names)
+    meta_model = build_meta_model(path)
+    names = disk_names(meta_model, tensor_headers(path))
+    check_shapes(path, meta_model, names)
     options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     with quiet():
         try:
-            model, info = open_model(path, bones, dtype=dtype or "auto", **options)
+            model, info = open_model(path, meta_model, dtype=dtype or "auto", **options)
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"{path} does not load ({reason(error)}); download it again") from error
         processor = load_processor(path, trust_remote_code)
@@ -123,7 +123,7 @@ def load(
 
 
 def open_model(
-    path: str | Path, bones: PreTrainedModel | None = None, **options: Any
+    path: str | Path, meta_model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """What `from_pretrained` of transformers gives with `output_loading_info`, and experts in it one by one.
 
@@ -132,7 +132,7 @@ def open_model(
 
     Args:
         path: folder of a checkpoint, plain or in compressed-tensors.
-        bones: its skeleton, which the model may take parts of; None: it is made where it is needed.
+        meta_model: the model on the meta device, which the model may take parts of; None: it is made where it is needed.
         options: further arguments of `from_pretrained`.
     """
     config = read_config(path)
@@ -141,26 +141,26 @@ def open_model(
     if spec is None:
         found: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
         return found
-    bones, stored = bones or skeleton(path), stored_tensors(path)
-    kind: Any = _experts.without_experts(type(bones), spec)
-    compressed(bones, config.get("quantization_config") or {})
+    meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
+    kind: Any = _experts.without_experts(type(meta_model), spec)
+    compressed(meta_model, config.get("quantization_config") or {})
     with quiet():  # it would report the experts as left over
         model, info = kind.from_pretrained(path, **options)
     inside = f".{spec.experts}."
     _experts.put_in(
-        model, bones, {key: stored[disk] for key, disk in disk_names(bones, stored).items() if inside in key}
+        model, meta_model, {key: stored[disk] for key, disk in disk_names(meta_model, stored).items() if inside in key}
     )
     return model, info | {"unexpected_keys": [key for key in info["unexpected_keys"] if inside not in key]}
 
 
-def compressed(bones: PreTrainedModel, block: Mapping[str, Any]) -> None:
-    """Give a skeleton the layers that transformers builds for a `quantization_config` of compressed-tensors."""
+def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:
+    """Give a meta model (shapes only) the layers that transformers builds for a `quantization_config` of compressed-tensors."""
     if not block.get("config_groups") and not block.get("kv_cache_scheme"):
         return
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
         quantizer = AutoHfQuantizer.from_config(CompressedTensorsConfig.from_dict(dict(block)), pre_quantized=True)
         quantizer.validate_environment()
-        quantizer.preprocess_model(bones)
+        quantizer.preprocess_model(meta_model)
 
 
 @contextlib.contextmanager
@@ -201,10 +201,10 @@ def check_template(processor: Any, path: str | Path) -> None:
                 raise UserError(f"the chat template of {path} is not usable: {why}; restore it from the source")
 
 
-def check_shapes(path: Path, bones: PreTrainedModel, names: dict[str, str]) -> None:
+def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str]) -> None:
     """Compare shapes on disk with the model's, so that a wrong file is named before any weight is read."""
     headers = tensor_headers(path)
-    state = bones.state_dict(keep_vars=True)
+    state = meta_model.state_dict(keep_vars=True)
     for memory, disk in names.items():
         shape = tuple(headers[disk]["shape"])
         if shape != tuple(state[memory].shape):
@@ -231,7 +231,7 @@ class Source:
         path: the checkpoint's folder.
         config: the content of config.json.
         spec: the model's family.
-        skeleton: the model on the meta device, shapes only.
+        meta_model: the model on the meta device, shapes only.
         stored: tensor name on disk -> type and shape.
         names: memory name of a parameter -> its name on disk.
         headers: whether there are weight files; without, `stored` is what config.json asks for.
@@ -240,7 +240,7 @@ class Source:
     path: Path
     config: dict[str, Any]
     spec: ModelSpec
-    skeleton: PreTrainedModel
+    meta_model: PreTrainedModel
     stored: dict[str, Spec]
     names: dict[str, str]
     headers: bool = True
@@ -250,7 +250,7 @@ class Source:
         """Open the checkpoint in a folder. Raises `UserError` for one that is unusable, damaged or of an unknown family."""
         config = read_config(path)
         spec = spec_for(config)
-        model, headers = skeleton(path), tensor_headers(path)
+        model, headers = build_meta_model(path), tensor_headers(path)
         stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in headers.items()}
         return Source(path, config, spec, model, stored, disk_names(model, headers))
 
@@ -259,7 +259,7 @@ class Source:
         """A checkpoint of which only config.json is there: every tensor of the model, in the config's type, by memory name."""
         config = read_config(path, weights=False)
         spec = spec_for(config)
-        model = skeleton(path, weights=False)
+        model = build_meta_model(path, weights=False)
         tied = tied_names(model)
         stored = {name: Spec.of(tensor) for name, tensor in model.state_dict().items() if name not in tied}
         names = {name: name for name in stored}
@@ -268,7 +268,7 @@ class Source:
     @cached_property
     def blocks(self) -> list[list[Group]]:
         """The groups of linear layers of each decoder block."""
-        return decoder_blocks(self.skeleton, self.spec)
+        return decoder_blocks(self.meta_model, self.spec)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -288,11 +288,11 @@ class Source:
     @property
     def vlm(self) -> VLM:
         """The model as a `VLM` without weights and processor, for code that needs modules and shapes alone."""
-        return VLM(self.skeleton, None, self.spec, self.path)
+        return VLM(self.meta_model, None, self.spec, self.path)
 
     def shapes(self, group: Group) -> list[tuple[int, int]]:
         """`(out, in)` of each linear layer of a group."""
-        weights = [self.skeleton.get_parameter(f"{name}.weight") for name in group.linears]
+        weights = [self.meta_model.get_parameter(f"{name}.weight") for name in group.linears]
         return [(weight.shape[0], weight.shape[1]) for weight in weights]
 
     def weights(self, group: Group) -> list[Spec]:

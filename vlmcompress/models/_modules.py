@@ -150,7 +150,7 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
     """The largest parts of the model that hold linear layers, or routers, and no quantized one, and what each is called.
 
     Args:
-        model: the model, or its skeleton.
+        model: the model, or its meta model.
         quantized: memory names of the layers that are quantized.
         names: memory name -> disk name, from `disk_names`.
     """
@@ -299,13 +299,13 @@ def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[s
     return [f"{lost}; the config written here says 0"] if lost else []
 
 
-def asked_draft(spec: ModelSpec, config: Mapping[str, Any], skeleton: PreTrainedModel) -> dict[str, Spec]:
+def asked_draft(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
     """The head's tensors that config.json asks for, where no weights are there: blocks like the decoder's with attention, a
     matrix that joins hidden state and embedding, three norms."""
-    count, text = draft_blocks(spec, config), skeleton.config.get_text_config()
+    count, text = draft_blocks(spec, config), meta_model.config.get_text_config()
     if not spec.draft or not count:
         return {}
-    blocks: Any = skeleton.get_submodule(spec.layers)
+    blocks: Any = meta_model.get_submodule(spec.layers)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(blocks)
     block = blocks[kinds.index("full_attention") if "full_attention" in kinds else -1]
     found = {f"layers.{i}.{name}": Spec.of(value) for i in range(count) for name, value in block.state_dict().items()}

@@ -24,7 +24,7 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
     """Map the memory name of each parameter and buffer to its name in the checkpoint.
 
     Args:
-        model: the model, or its skeleton.
+        model: the model, or its meta model.
         disk_tensors: tensor names of the checkpoint.
 
     A tied tensor (lm_head sharing the embedding) that the checkpoint does not hold has no entry. Raises `UserError`

@@ -1,4 +1,4 @@
-"""Who reads and who writes a decoder's residual stream, found in a model's skeleton: what a rotation has to change.
+"""Who reads and who writes a decoder's residual stream, found in a model's meta model: what a rotation has to change.
 
 Embedding, attention's `o`, the MLP's `down` and what turns the tower's output into visual tokens write rows into the stream;
 `qkv`, `gate_up` and the output head read them behind an RMSNorm. If every writer writes `y R` instead of `y` and every reader
@@ -71,42 +71,42 @@ class Stream:
         return list(dict.fromkeys(self.readers.values()))
 
 
-def stream(skeleton: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] = ()) -> Stream:
+def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] = ()) -> Stream:
     """Describe the residual stream of a model.
 
     Args:
-        skeleton: the model on the meta device.
+        meta_model: the model on the meta device.
         stored: tensor names of its checkpoint.
 
     Raises:
         UserError: a rotation of the stream would not leave this model's answers as they are; why.
     """
     _refuse_known(spec, stored)
-    config = skeleton.config.get_text_config()
-    embedding = skeleton.get_input_embeddings()
-    name = next(key for key, value in skeleton.named_parameters() if value is embedding.weight)
+    config = meta_model.config.get_text_config()
+    embedding = meta_model.get_input_embeddings()
+    name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
     head, width = f"{spec.lm_head}.weight", int(embedding.get_parameter("weight").shape[1])
-    found = Stream(width, name, spec.lm_head, head in tied_names(skeleton), rows=[name, *_newlines(skeleton, spec)])
+    found = Stream(width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *_newlines(meta_model, spec)])
     templates = {template.name: template for template in spec.groups}
-    for path, groups in zip(decoder_layers(skeleton, spec), decoder_blocks(skeleton, spec), strict=True):
+    for path, groups in zip(decoder_layers(meta_model, spec), decoder_blocks(meta_model, spec), strict=True):
         for group in groups:
             if group.name not in templates:
                 raise _refused(spec, f"nothing is known about {group.linears[0]}")
             if group.smooth and group.smooth_kind == "norm":
                 found.readers |= dict.fromkeys(group.linears, group.smooth)
-            elif all(skeleton.get_submodule(linear).out_features == width for linear in group.linears):
+            elif all(meta_model.get_submodule(linear).out_features == width for linear in group.linears):
                 found.writers += group.linears
             else:
                 raise _refused(spec, f"{group.linears[0]} reads the stream without a norm that is known")
             template = templates[group.name]
             if group.name == "o" and template.smooth_kind == "linear":
-                found.values += _values(skeleton, f"{path}.{template.smooth[0]}", group, config)
-    _check_blocks(skeleton, spec, found)
-    found.writers += [_last_linear(skeleton, root, spec, width) for root in _projectors(skeleton, spec)]
-    found.readers[spec.lm_head] = _final_norm(skeleton, spec, embedding)
-    _check_rest(skeleton, spec, found)
+                found.values += _values(meta_model, f"{path}.{template.smooth[0]}", group, config)
+    _check_blocks(meta_model, spec, found)
+    found.writers += [_last_linear(meta_model, root, spec, width) for root in _projectors(meta_model, spec)]
+    found.readers[spec.lm_head] = _final_norm(meta_model, spec, embedding)
+    _check_rest(meta_model, spec, found)
     for norm in found.norms:
-        _check_norm(skeleton.get_submodule(norm), norm, spec)
+        _check_norm(meta_model.get_submodule(norm), norm, spec)
     return found
 
 
@@ -125,15 +125,15 @@ def _refused(spec: ModelSpec, why: str) -> UserError:
     return UserError(f"a rotation does not leave {spec.family} as it is: {why}; leave out --rotate")
 
 
-def _newlines(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
+def _newlines(meta_model: nn.Module, spec: ModelSpec) -> list[str]:
     """Parameters besides embedding and projector whose rows enter the stream."""
-    names = {name for name, _ in skeleton.named_parameters()}
+    names = {name for name, _ in meta_model.named_parameters()}
     return [name for name in spec.newlines if name in names]
 
 
-def _values(skeleton: nn.Module, v: str, group: Group, config: object) -> Iterator[Values]:
+def _values(meta_model: nn.Module, v: str, group: Group, config: object) -> Iterator[Values]:
     """The value heads of a block's attention, if it has a layer of its own for them."""
-    modules = dict(skeleton.named_modules())
+    modules = dict(meta_model.named_modules())
     heads, o = getattr(config, "num_attention_heads", 0), group.linears[0]
     if v not in modules or not heads or modules[o].in_features % heads:
         return
@@ -143,18 +143,18 @@ def _values(skeleton: nn.Module, v: str, group: Group, config: object) -> Iterat
         yield Values(v, o, heads, kv_heads, width)
 
 
-def _projectors(skeleton: nn.Module, spec: ModelSpec) -> Iterator[str]:
+def _projectors(meta_model: nn.Module, spec: ModelSpec) -> Iterator[str]:
     """The projectors one by one: each of a list is one."""
     for root in spec.projector:
-        module = skeleton.get_submodule(root)
+        module = meta_model.get_submodule(root)
         yield from (f"{root}.{i}" for i in range(len(module))) if isinstance(module, nn.ModuleList) else (root,)
 
 
-def _last_linear(skeleton: nn.Module, root: str, spec: ModelSpec, width: int) -> str:
+def _last_linear(meta_model: nn.Module, root: str, spec: ModelSpec, width: int) -> str:
     """The layer of a projector that gives visual tokens: the last one with parameters, which has to be linear."""
     owners = [
         (name, module)
-        for name, module in skeleton.get_submodule(root).named_modules(prefix=root)
+        for name, module in meta_model.get_submodule(root).named_modules(prefix=root)
         if any(True for _ in module.parameters(recurse=False))
     ]
     if not owners or not isinstance(owners[-1][1], nn.Linear) or owners[-1][1].out_features != width:
@@ -162,12 +162,12 @@ def _last_linear(skeleton: nn.Module, root: str, spec: ModelSpec, width: int) ->
     return owners[-1][0]
 
 
-def _final_norm(skeleton: nn.Module, spec: ModelSpec, embedding: nn.Module) -> str:
+def _final_norm(meta_model: nn.Module, spec: ModelSpec, embedding: nn.Module) -> str:
     """The norm before the output head: what the decoder's stem has besides blocks and embedding."""
     stem, _, layers = spec.layers.rpartition(".")
     others = [
         name
-        for name, module in skeleton.get_submodule(stem).named_children()
+        for name, module in meta_model.get_submodule(stem).named_children()
         if name != layers and module is not embedding and any(True for _ in module.parameters())
     ]
     if len(others) != 1:
@@ -181,10 +181,10 @@ def _known(found: Stream) -> set[str]:
     return {*found.rows, *linears, *(f"{name}.weight" for name in found.norms)}
 
 
-def _check_blocks(skeleton: nn.Module, spec: ModelSpec, found: Stream) -> None:
+def _check_blocks(meta_model: nn.Module, spec: ModelSpec, found: Stream) -> None:
     """Refuse blocks with a parameter that neither reads nor writes the stream nor acts within a branch."""
     known = _known(found)
-    for name, _ in skeleton.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
+    for name, _ in meta_model.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
         module = name.rpartition(".")[0]
         if name in known or module.endswith(spec.inner):
             continue
@@ -193,10 +193,10 @@ def _check_blocks(skeleton: nn.Module, spec: ModelSpec, found: Stream) -> None:
         raise _refused(spec, f"nothing is known about what {name} does to the stream")
 
 
-def _check_rest(skeleton: nn.Module, spec: ModelSpec, found: Stream) -> None:
+def _check_rest(meta_model: nn.Module, spec: ModelSpec, found: Stream) -> None:
     """Refuse a model with a parameter beside blocks, tower and projector that has no known part."""
     known, roots = _known(found), (*spec.vision, *spec.projector, spec.layers)
-    for name, _ in skeleton.named_parameters(remove_duplicate=False):
+    for name, _ in meta_model.named_parameters(remove_duplicate=False):
         if name not in known and not name.startswith(tuple(f"{root}." for root in roots)):
             raise _refused(spec, f"nothing is known about what {name} does to the stream")
 

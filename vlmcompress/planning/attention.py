@@ -31,7 +31,7 @@ def cache_finding(recipe: Recipe, source: Source, target: Target, everywhere: bo
     Args:
         everywhere: whether every decoder block has a quantized layer, without which no scales are stored.
     """
-    title, risk = "vllm: KV cache", "" if normalizes(source.skeleton) else _RISK
+    title, risk = "vllm: KV cache", "" if normalizes(source.meta_model) else _RISK
     if recipe.kv_cache:
         needs = target.kv_fp8_refused or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{_instead(target)}{risk}"
         return Finding(title, not target.kv_fp8_refused, needs)

@@ -52,7 +52,7 @@ def has_scales(config: dict[str, Any]) -> bool:
 
 
 def normalizes(model: nn.Module) -> bool:
-    """Whether a model (its skeleton will do) normalizes queries and keys in its decoder."""
+    """Whether a model (its meta model will do) normalizes queries and keys in its decoder."""
     decoder: Any = model.get_decoder()  # type: ignore[operator]
     names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     return bool(names & {"q_norm", "q_layernorm"}) and bool(names & {"k_norm", "k_layernorm"})

@@ -165,10 +165,10 @@ def survey(
     vision_method = _vision_method(recipe)
     vision_groups = _vision_groups(source, recipe, problems) if vision_method else []
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    about = source.skeleton, source.written, source.spec
+    about = source.meta_model, source.written, source.spec
     layers = layers_of(schemes, *about, stored=source.stored, kv_cache=bool(recipe.kv_cache))
     problems += _unwritable(recipe, layers, blocks)
-    kv_layers = len(models.attentions(source.skeleton, source.spec)) if recipe.kv_cache else 0
+    kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
     written = sizes.output_tensors(source.stored, schemes, source.names, exporter, kv_layers)
     after = sum(spec.nbytes for spec in written.values())
     budget = None
@@ -204,7 +204,7 @@ def _usable(path: Path, source: Source | None) -> Source:
         source = Source.of(path)
     if source.headers:
         models.check_files(source.path)
-        models.check_shapes(source.path, source.skeleton, source.names)
+        models.check_shapes(source.path, source.meta_model, source.names)
     return source
 
 
@@ -327,7 +327,7 @@ def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list
                 f"skip: {skipped[0]} is left but not all experts of block {layer}, and engines run them by one kernel; "
                 f"skip 'layers.{layer}.{source.spec.experts}.' or none of them"
             )
-    linears = models.linear_names(source.skeleton)
+    linears = models.linear_names(source.meta_model)
     for pattern in recipe.skip:
         if not any(re.search(pattern, name) for name in linears):
             problems.append(f"skip: '{pattern}' matches no linear layer; names look like {linears[-2]}")
@@ -363,7 +363,7 @@ def _vision_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[
     """The vision tower's groups in which every layer's sides divide as kernels need it; an engine may fuse a group."""
     wanted = [
         group
-        for group in models.vision_linears(source.skeleton, source.spec)
+        for group in models.vision_linears(source.meta_model, source.spec)
         if not any(_skipped(recipe, name) for name in group.linears)
     ]
     fits = [

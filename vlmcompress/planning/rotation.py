@@ -24,7 +24,7 @@ def problems(recipe: Recipe, source: Source) -> list[str]:
             "others; take another, such as divprune, or leave out --rotate"
         ]
     try:
-        stream(source.skeleton, source.spec, source.stored)
+        stream(source.meta_model, source.spec, source.stored)
     except UserError as error:
         return [str(error)]
     return []
