@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.kit import tiny
 from vlmcompress import models, modifiers
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_search
 from vlmcompress.calibration.gradient_pass import gradients
 from vlmcompress.data import encode, load_samples
@@ -119,7 +119,7 @@ def test_mbq_in_a_recipe_finds_what_ours_finds(folder):
     batches = encode(load_samples(str(folder / "calib.jsonl"), samples=3, seed=0), source)
     names = [{group.name: group.linears for group in groups} for groups in blocks]
     known = sensitivities(gradients(source, batches), names)
-    method = Method(mbq, mbq.Options(bits=3, group_size=32, objective="mae"))
+    method = QuantMethod(mbq, mbq.Options(bits=3, group_size=32, objective="mae"))
     scales = block_search.search_blocks(source, blocks, batches, method, known)
     assert any((scale != 1).any() for scale in scales.values()), "the test needs a model on which scaling pays"
     model = run(folder, [modifiers.MBQModifier(), QuantizationModifier(config_groups=ASYMMETRIC, ignore=IGNORE)])

@@ -124,7 +124,7 @@ def solved(vlm: Any, groups: Any, stats: Any, scheme: str) -> float:
     import torch
 
     from vlmcompress import quantizers
-    from vlmcompress.blocks.solve import Method, solve_block
+    from vlmcompress.blocks.solve import QuantMethod, solve_block
 
     module = quantizers.REGISTRY.get(scheme)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,7 +134,7 @@ def solved(vlm: Any, groups: Any, stats: Any, scheme: str) -> float:
 
     weights = {name: weight(name) for group in groups for name in group.linears}
     norms = {group.smooth: weight(group.smooth) for group in groups if group.smooth and group.smooth_kind == "norm"}
-    method, own = Method(module, module.Options()), dict(stats)  # what is solved is emptied
+    method, own = QuantMethod(module, module.Options()), dict(stats)  # what is solved is emptied
     with torch.no_grad():
         return timed(lambda: solve_block(groups, weights, own, method, torch.bfloat16, None, norms))
 

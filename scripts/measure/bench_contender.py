@@ -170,7 +170,7 @@ def run_stock(vlm, rows: list[dict], method: str, group: int) -> None:
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """Run the part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
-    from vlmcompress.blocks.solve import Method
+    from vlmcompress.blocks.solve import QuantMethod
     from vlmcompress.blocks.store import BlockStore
     from vlmcompress.compression.blocks import compress
 
@@ -180,7 +180,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     blocks = [[group for group in groups if group.layer == layer] for layer in range(len(layers))]
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore(Path(folder) / "store", "bench", resume=False)
-        compress(vlm, blocks, Method(module, module.Options(**options)), rows, store)
+        compress(vlm, blocks, QuantMethod(module, module.Options(**options)), rows, store)
 
 
 def run_forward(vlm, rows: list[dict], how: str) -> None:

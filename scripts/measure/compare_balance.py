@@ -35,7 +35,7 @@ from plant_outliers import drawn, most_visual, plant
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.common import yaml_files as _yaml
@@ -96,7 +96,7 @@ def quantized(vlm: VLM, samples: list, name: str, bits: int, balance: Any) -> tu
     blocks = [[g for g in groups if g.layer == i] for i in range(1 + groups[-1].layer)]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         store = BlockStore(Path(folder, "layers"), "", False)
-        compress(own, blocks, Method(module, module.Options(**options)), samples, store)
+        compress(own, blocks, QuantMethod(module, module.Options(**options)), samples, store)
         errors = [error for i in range(len(blocks)) for error in store.load(i, weights=False).errors.values()]
     return own.model, {modality: fmean(error[modality] for error in errors) for modality in errors[0]}
 

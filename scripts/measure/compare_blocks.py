@@ -29,7 +29,7 @@ import torch
 from teacher_forcing import encode_questions, measure, pack, predictions
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
+from vlmcompress.blocks.solve import BlockResult, QuantMethod, apply, solve_block
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.compression import allocate
@@ -50,7 +50,7 @@ def solved(
     found = {}
     for bits in (LOW, HIGH):
         module = resolve({"model": str(vlm.path), "scheme": "gptq"}).recipe.method
-        method = Method(module, module.Options(bits=bits, symmetric=False, balance=balance))
+        method = QuantMethod(module, module.Options(bits=bits, symmetric=False, balance=balance))
         for layer, groups in enumerate(blocks):
             weights = {name: vlm.model.get_parameter(f"{name}.weight") for g in groups for name in g.linears}
             found[layer, bits] = solve_block(groups, weights, stats.load(layer)[0], method, torch.bfloat16)

@@ -69,7 +69,7 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
     import torch
 
     from vlmcompress import models, quantizers
-    from vlmcompress.blocks.solve import Method
+    from vlmcompress.blocks.solve import QuantMethod
     from vlmcompress.blocks.store import BlockStore
     from vlmcompress.compression.blocks import compress, solve_blocks
     from vlmcompress.models import decoder_blocks
@@ -77,7 +77,7 @@ def compress(folder: Path, scheme: str, options: dict, batches: list[dict], stat
     vlm, module = models.load(folder), quantizers.REGISTRY.get(scheme)
     blocks, method, began = (
         decoder_blocks(vlm.model, vlm.spec),
-        Method(module, module.Options(**options)),
+        QuantMethod(module, module.Options(**options)),
         time.perf_counter(),
     )
     with tempfile.TemporaryDirectory() as place, torch.no_grad():

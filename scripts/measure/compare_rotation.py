@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.english import paragraphs as _split
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method, apply, solve_block
+from vlmcompress.blocks.solve import QuantMethod, apply, solve_block
 from vlmcompress.calibration.observe import Wanted, observe
 from vlmcompress.calibration.statistics_folder import Collected
 from vlmcompress.checkpoint import rotate
@@ -135,7 +135,9 @@ def measure(model: Path, work: Path, kind: str, asked: str) -> None:
     name, _, rest = asked.partition(":")
     module = SCHEMES.get(name)
     options = dict(part.split("=") for part in rest.split(",")) if rest else {}
-    method = Method(module, module.Options(**{key: yaml_files.parse(value, asked) for key, value in options.items()}))
+    method = QuantMethod(
+        module, module.Options(**{key: yaml_files.parse(value, asked) for key, value in options.items()})
+    )
     vlm, began = models.load(_folder(model, work, kind), dtype=torch.float32), time.monotonic()
     error = quantize(vlm, work, kind, method) if name != "none" else {}
     seconds = time.monotonic() - began
@@ -152,7 +154,7 @@ def measure(model: Path, work: Path, kind: str, asked: str) -> None:
     _add(work, found)
 
 
-def quantize(vlm: VLM, work: Path, kind: str, method: Method) -> dict[str, float]:
+def quantize(vlm: VLM, work: Path, kind: str, method: QuantMethod) -> dict[str, float]:
     """Put rounded weights into the model, and hooks that round inputs where the scheme does; mean error by kind of group."""
     errors: dict[str, list[float]] = {}
     for layer, groups in enumerate(models.decoder_blocks(vlm.model, vlm.spec)):

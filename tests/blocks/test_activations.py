@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kit.places import DEMO_LLAVA
-from vlmcompress.blocks.solve import Method, solve_block
+from vlmcompress.blocks.solve import QuantMethod, solve_block
 from vlmcompress.checkpoint import manifest
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.models import Group
@@ -63,7 +63,7 @@ def test_the_error_is_that_of_the_output(module, balance):
     x, mask = data()
     weight = torch.randn(64, x.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     options = module.Options(balance=balance) if module is int8 else module.Options()
-    group, method = Group(0, "g", ("lin",)), Method(module, options)
+    group, method = Group(0, "g", ("lin",)), QuantMethod(module, options)
     result = solve_block([group], {"lin": weight}, {"g": observed(x, mask)}, method, torch.bfloat16)
     q, act = result.weights["lin"].dequantize(torch.float32), method.scheme.activations
     y = round_activations(x, act, result.input_scales.get("lin")) @ q.T

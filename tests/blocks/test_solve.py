@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import quantizers
-from vlmcompress.blocks.solve import Method, apply, solve_block
+from vlmcompress.blocks.solve import QuantMethod, apply, solve_block
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
+from vlmcompress.quantizers import Needs
 from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import SAMPLE, GroupStats
 from vlmcompress.statistics.tokens import splits
@@ -67,10 +68,10 @@ def observe(block: Block, x: Tensor, needs: frozenset[str]) -> dict[str, GroupSt
 
 def solve(block: Block, scheme: str, x: Tensor, **options):
     module = quantizers.REGISTRY.get(scheme)
-    method = Method(module, module.Options(**options))
+    method = QuantMethod(module, module.Options(**options))
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     norms = {"norm": block.norm.weight}
-    stats = observe(block, x, method.needs)
+    stats = observe(block, x, method.needs.statistics)
     return solve_block([GATE_UP, DOWN], weights, stats, method, torch.float32, norms=norms)
 
 
@@ -83,8 +84,8 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
     block.norm.weight.data = weight.float() + offset
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     module = quantizers.REGISTRY.get(scheme)
-    method = Method(module, module.Options())
-    stats = observe(block, x, method.needs)
+    method = QuantMethod(module, module.Options())
+    stats = observe(block, x, method.needs.statistics)
     result = solve_block(
         [GATE_UP, DOWN], weights, stats, method, torch.float32, norms={"norm": weight}, norm_offset=offset
     )
@@ -99,7 +100,8 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
 
 def test_broken_statistics_name_the_layer(block):
     module = quantizers.REGISTRY.get("awq")
-    method, stats = Method(module, module.Options()), observe(block, torch.randn(TOKENS, WIDTH), module.NEEDS)
+    method = QuantMethod(module, module.Options())
+    stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
     stats["down"]._gram["text"][3, 3] = float("inf")
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     with pytest.raises(UserError, match="^down: the calibration statistics hold NaN or Inf; collect them again$"):
@@ -155,8 +157,8 @@ def test_inputs_stay_as_they_are(block):
 def test_no_folding_into_a_layer_that_is_left_alone(block):
     """`up` is skipped, so `down` must not be smoothed: nothing could take the scale in."""
     module = quantizers.REGISTRY.get("awq")
-    method = Method(module, module.Options())
-    stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs)
+    method = QuantMethod(module, module.Options())
+    stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
     result = solve_block([DOWN], {"down": block.down.weight}, stats, method, torch.float32)
     assert result.smoothing == {}
     assert set(result.weights) == {"down"}
@@ -164,7 +166,7 @@ def test_no_folding_into_a_layer_that_is_left_alone(block):
 
 def test_without_data_the_error_is_that_of_the_weight(block):
     module = quantizers.REGISTRY.get("rtn")
-    result = solve_block([DOWN], {"down": block.down.weight}, {}, Method(module, module.Options()), torch.float32)
+    result = solve_block([DOWN], {"down": block.down.weight}, {}, QuantMethod(module, module.Options()), torch.float32)
     difference = result.weights["down"].dequantize(torch.float32) - block.down.weight
     expected = difference.square().sum() / block.down.weight.square().sum()
     assert result.errors["down"] == {"weight": pytest.approx(expected.item(), rel=1e-4)}
@@ -173,19 +175,20 @@ def test_without_data_the_error_is_that_of_the_weight(block):
 def test_a_group_can_have_a_method_of_its_own(block):
     """Oracle: each group solved in a run in which all groups have its method; here nothing is smoothed."""
     gptq, rtn = (quantizers.REGISTRY.get(name) for name in ("gptq", "rtn"))
-    four, two = Method(gptq, gptq.Options(group_size=64)), Method(rtn, rtn.Options(bits=2, group_size=32))
-    mixed = Method(gptq, four.options, others={(0, "down"): two})
+    four, two = QuantMethod(gptq, gptq.Options(group_size=64)), QuantMethod(rtn, rtn.Options(bits=2, group_size=32))
+    mixed = QuantMethod(gptq, four.options, others={(0, "down"): two})
     x = torch.randn(TOKENS, WIDTH)
     weights = {name: module.weight for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
     def solved(method):
-        return solve_block([GATE_UP, DOWN], weights, observe(block, x, method.needs), method, torch.bfloat16)
+        return solve_block([GATE_UP, DOWN], weights, observe(block, x, method.needs.statistics), method, torch.bfloat16)
 
     found, all_four, all_two = solved(mixed), solved(four), solved(two)
     for name, expected in (("gate", all_four), ("up", all_four), ("down", all_two)):
         assert torch.equal(found.weights[name].q, expected.weights[name].q)
         assert found.weights[name].format == expected.weights[name].format
     assert mixed.of(DOWN).scheme == two.scheme and mixed.of(GATE_UP).scheme == four.scheme
-    assert mixed.needs == {"gram"} and two.needs == frozenset()
-    auto = Method(gptq, gptq.Options(balance="auto"))
-    assert auto.needs == {"gram", "gradient"} and Method(rtn, two.options, {(0, "down"): auto}).needs == auto.needs
+    assert mixed.needs.statistics == {"gram"} and two.needs == Needs()
+    auto = QuantMethod(gptq, gptq.Options(balance="auto"))
+    assert auto.needs == Needs(frozenset({"gram", "gradient"}))
+    assert QuantMethod(rtn, two.options, {(0, "down"): auto}).needs == auto.needs

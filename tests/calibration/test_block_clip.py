@@ -10,7 +10,7 @@ import torch
 
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_clip, block_inputs
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.compression.calibrate import calibrate
@@ -88,7 +88,7 @@ def test_against_every_combination(world, monkeypatch):
     assert len(blocks) == 2
     groups = [group for own in blocks for group in own]
     before = {name: value.clone() for name, value in vlm.model.state_dict().items()}
-    found = block_clip.search(vlm, blocks, batches, Method(qvlm, options))
+    found = block_clip.search(vlm, blocks, batches, QuantMethod(qvlm, options))
     assert all(torch.equal(before[name], value) for name, value in vlm.model.state_dict().items())
     wanted = outputs(vlm, modules[-1], batches)
     rounded = {}
@@ -140,8 +140,8 @@ def test_groups_with_a_width_of_their_own(world):
     """Ranges are searched in each group's own format, and groups that are quantized in another way keep theirs."""
     vlm, _, batches = loaded(world, "llava")
     options, other = qvlm.Options(bits=4, group_size=64), SCHEMES.get("int8")
-    others = {(0, "qkv"): Method(qvlm, replace(options, bits=2)), (1, "down"): Method(other, other.Options())}
-    found = block_clip.search(vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], Method(qvlm, options, others))
+    others = {(0, "qkv"): QuantMethod(qvlm, replace(options, bits=2)), (1, "down"): QuantMethod(other, other.Options())}
+    found = block_clip.search(vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], QuantMethod(qvlm, options, others))
     assert found.others[1, "down"] == others[1, "down"]
     widths = {key: method.options.bits for key, method in found.others.items() if key != (1, "down")}
     assert widths.pop((0, "qkv")) == 2 and set(widths.values()) == {4} and len(widths) == 6

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.kit.spread import uneven
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_search
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
@@ -150,7 +150,7 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
     options, blocks = mbq.Options(**PUBLISHED[case]), decoder_blocks(vlm.model, vlm.spec)
     known = sensitivities(blocks)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    found = block_search.search_blocks(vlm, blocks, batches, Method(mbq, options), known)
+    found = block_search.search_blocks(vlm, blocks, batches, QuantMethod(mbq, options), known)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items()), (
         "model was changed"
     )
@@ -190,7 +190,7 @@ def test_stock_search_minds_all_tokens(vlm, batches):
     group, the squared error of attention's output over all tokens."""
     blocks = decoder_blocks(vlm.model, vlm.spec)
     options = awq.Options(group_size=32, objective="block", duo=False, clip=False)
-    found = block_search.search_blocks(vlm, blocks, batches, Method(awq, options), {})
+    found = block_search.search_blocks(vlm, blocks, batches, QuantMethod(awq, options), {})
     group = blocks[0][0]
     module = vlm.model.get_submodule(group.linears[0].rpartition(".")[0])
     seen, least, chosen = calls(vlm, module, batches), float("inf"), None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.kit.pictures import picture
 from tests.kit.spread import uneven
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_search, finalists
 from vlmcompress.calibration.observe import Wanted, observe
 from vlmcompress.data import Sample, encode
@@ -43,7 +43,7 @@ def batches(vlm) -> list[dict[str, Tensor]]:
 
 def chosen(vlm, batches, options) -> dict[tuple[int, str], Tensor | None]:
     """What `choose` finds for every block of the unquantized model."""
-    blocks, method, found = decoder_blocks(vlm.model, vlm.spec), Method(awq, options), {}
+    blocks, method, found = decoder_blocks(vlm.model, vlm.spec), QuantMethod(awq, options), {}
     wanted = Wanted(frozenset({"gram", "absmean"}))
     for layer, seen in observe(vlm, blocks, batches, wanted, twice=True):
         scales = finalists.choose(vlm, layer, blocks[layer], seen.batches, seen.stats, method)
@@ -123,7 +123,7 @@ def test_llm_compressors_search_agrees(vlm, batches):
     blocks = decoder_blocks(vlm.model, vlm.spec)
     found = chosen(vlm, batches, awq.Options(**ALL, duo=False))
     stock = block_search.search_blocks(
-        vlm, blocks, batches, Method(awq, awq.Options(**ALL | {"objective": "block"}, duo=False)), {}
+        vlm, blocks, batches, QuantMethod(awq, awq.Options(**ALL | {"objective": "block"}, duo=False)), {}
     )
     for name in ("qkv", "gate_up"):
         scale = found[0, name]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
-from vlmcompress.blocks.solve import Method, apply, solve_block
+from vlmcompress.blocks.solve import QuantMethod, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands import _process as terminal
@@ -135,7 +135,7 @@ def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
 def test_the_weights_are_those_from_memory(world, tmp_path):
     """Statistics that never were on disk (their run collected anew) give the same stored blocks, smoothing included."""
     vlm = models.load(world / "llava")
-    method = Method(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
+    method = QuantMethod(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
     kept, store = Memory(), BlockStore(tmp_path / "store", "x", resume=False)
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
     collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, kept)

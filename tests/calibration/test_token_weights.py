@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.pictures import picture
 from vlmcompress import quantizers
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.observe import Wanted, observe
 from vlmcompress.calibration.token_weights import token_weights
 from vlmcompress.data import Sample, encode
@@ -19,7 +19,7 @@ from vlmcompress.numerics import round_to_nearest
 pytestmark = pytest.mark.representatives
 
 GPTQ = quantizers.REGISTRY.get("gptq")
-METHOD = Method(GPTQ, GPTQ.Options(bits=3, group_size=64, tokens="vlmq"))
+METHOD = QuantMethod(GPTQ, GPTQ.Options(bits=3, group_size=64, tokens="vlmq"))
 
 
 @pytest.fixture(scope="module")

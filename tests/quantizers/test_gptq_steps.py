@@ -242,7 +242,7 @@ def test_gptq_plus_is_gptq_with_all_steps(bits):
         ("awq", awq, awq.Options(**given)),
     ):
         left[name] = output_error(x[2000:], rounded(method, w, stats, options)[0], w)
-    assert plus.needs == {"gram", "absmean"} and left["plus"] == left["steps"]
+    assert gptq_plus.needs(plus).statistics == {"gram", "absmean"} and left["plus"] == left["steps"]
     assert left["plus"] < 0.9 * min(left["gptq"], left["awq"])
 
 
@@ -253,8 +253,12 @@ def test_smoothing_is_that_of_awq():
         chain = gptq.Options(group_size=32, smooth="awq", balance=balance)
         theirs = awq.Options(group_size=32, symmetric=True, balance=balance)
         assert torch.equal(smooth(gptq, w, stats, chain), smooth(awq, w, stats, theirs))
-    assert gptq.Options(smooth="feedback").needs == {"gram", "absmean"}
-    assert gptq.Options(smooth="awq").needs == {"gram", "absmean"} and gptq.Options(smooth=False).needs == {"gram"}
+    for chosen, statistics_read in {
+        "feedback": {"gram", "absmean"},
+        "awq": {"gram", "absmean"},
+        False: {"gram"},
+    }.items():
+        assert gptq.needs(gptq.Options(smooth=chosen)).statistics == statistics_read
 
 
 def test_smoothing_for_feedback_takes_what_feedback_leaves_least_of():

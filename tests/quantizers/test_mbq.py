@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kit.quant_data import MBQ, WIDTH, collected, inputs, losses, tokens, weight
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
 from vlmcompress.quantizers import mbq, smooth, solve
 from vlmcompress.statistics.balance import Sensitivity
@@ -102,7 +102,7 @@ def test_weights_are_rounded_to_nearest():
 
 
 def test_needs_gradients():
-    assert "gradient" in Method(mbq, mbq.Options()).needs
+    assert "gradient" in QuantMethod(mbq, mbq.Options()).needs.statistics
     with pytest.raises(ValueError, match="gradient"):
         smooth(mbq, [weight(8, WIDTH)], collected(tokens()), mbq.Options(group_size=32))
 

@@ -82,7 +82,7 @@ def test_the_steps_around_feedback_lower_the_error():
     error = {name: output_error(x, effective(w, x, rounding="gptq", **given), w) for name, given in steps.items()}
     assert max(error["smooth"], error["clip"], error["sweeps"]) < 0.98 * error["plain"]
     assert error["all"] < min(error["smooth"], error["clip"], error["sweeps"])
-    assert nvfp4.Options(smooth="awq").needs == {"gram", "absmean", "absmax"}
+    assert nvfp4.needs(nvfp4.Options(smooth="awq")).statistics == {"gram", "absmean", "absmax"}
 
 
 def test_the_sketch_foresees_feedback():
@@ -104,7 +104,9 @@ def test_the_input_scale_covers_every_modality():
 
 def test_what_is_read_hangs_on_the_options():
     read = {
-        (a, r): set(nvfp4.Options(activations=a, rounding=r).needs) for a in (4, 16) for r in ("rtn", "gptq", "awq")
+        (a, r): set(nvfp4.needs(nvfp4.Options(activations=a, rounding=r)).statistics)
+        for a in (4, 16)
+        for r in ("rtn", "gptq", "awq")
     }
     assert read[16, "rtn"] == set() and read[4, "rtn"] == {"absmax"}
     assert read[4, "gptq"] == {"gram", "absmax"} and read[16, "awq"] == {"gram", "absmean"}

@@ -22,7 +22,7 @@ def run(name: str, *, dtype: torch.dtype = torch.float32, scale_dtype: torch.dty
     method = REGISTRY.get(name)
     options = method.Options()
     weights = [weight(48, WIDTH, 0).to(dtype), weight(32, WIDTH, 1).to(dtype)]
-    stats = statistics(inputs(WIDTH)) if method.NEEDS else None
+    stats = statistics(inputs(WIDTH)) if method.needs(options).statistics else None
     s = smooth(method, weights, stats, options, scale_dtype)
     if s is not None:
         assert s.shape == (WIDTH,) and (s > 0).all() and s.isfinite().all()
@@ -41,7 +41,7 @@ def test_names():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_declares_itself(name):
     method = REGISTRY.get(name)
-    assert method.__doc__ and method.NEEDS.issubset({*NEEDS, CROSS})
+    assert method.__doc__ and method.needs(method.Options()).statistics <= {*NEEDS, CROSS}
     assert dataclasses.is_dataclass(method.Options) and method.Options.__doc__
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.Options().bits = 2
@@ -49,13 +49,31 @@ def test_declares_itself(name):
     assert isinstance(method, Quantizer) or name == "none"  # which quantizes nothing
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "searches"),
+    [
+        ("awq", {}, set()),
+        ("awq", {"objective": "block"}, {"block_scales"}),
+        ("awq", {"objective": "both"}, {"finalists"}),
+        ("mbq", {}, set()),
+        ("mbq", {"activations": 8}, {"block_scales"}),
+        ("qvlm", {}, {"ranges"}),
+        ("gptq-plus", {"tokens": "vlmq"}, {"token_weights"}),
+        ("rtn", {}, set()),
+    ],
+)
+def test_searches_that_the_model_is_needed_for(name, options, searches):
+    method = REGISTRY.get(name)
+    needs = method.needs(method.Options(**options))
+    assert needs.searches == searches and needs.prefix == "blocks" and bool(needs.statistics) == (name != "rtn")
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_options_say_what_the_package_asks(name):
     options = REGISTRY.get(name).Options()
     assert isinstance(options, QuantizerOptions)
     own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    assert options.bits == own.get("bits") and options.tokens == own.get("tokens", "off")
-    assert options.objective == own.get("objective")
+    assert options.bits == own.get("bits")
     assert options.balance == ("mbq" if name == "mbq" else own.get("balance"))
     assert dataclasses.asdict(options) == own
 
@@ -113,7 +131,7 @@ def test_dtype_of_the_weight_does_not_matter(name):
     """A bfloat16 weight and the same values in float32 give the same codes."""
     method = REGISTRY.get(name)
     w = weight(48, WIDTH).bfloat16()
-    stats = statistics(inputs(WIDTH)) if method.NEEDS else None
+    stats = statistics(inputs(WIDTH)) if method.needs(method.Options()).statistics else None
     narrow = solve(method, [w], stats, method.Options(), torch.bfloat16).weights[0]
     wide = solve(method, [w.float()], stats, method.Options(), torch.bfloat16).weights[0]
     assert torch.equal(narrow.q.float(), wide.q.float()) and torch.equal(narrow.step, wide.step)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.kit import tiny
 from tests.kit.pictures import file_of, picture, refused
 from vlmcompress import cli, models
-from vlmcompress.blocks.solve import Method, solve_block
+from vlmcompress.blocks.solve import QuantMethod, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.gradient_pass import gradients
@@ -110,12 +110,12 @@ def test_quantize(world, tmp_path, scheme, balance):
             weights[group] = {m: one.count[m] * sensitivity.square[m] for m in one.count}
     vlm = models.load(world / "model")
     module = work.method
-    plain = Method(module, module.Options(**options))
-    others = {(0, g): Method(module, module.Options(**options, balance=w)) for g, w in weights.items()}
+    plain = QuantMethod(module, module.Options(**options))
+    others = {(0, g): QuantMethod(module, module.Options(**options, balance=w)) for g, w in weights.items()}
     groups = decoder_blocks(vlm.model, vlm.spec)[0]
     linears = {name: vlm.model.get_parameter(f"{name}.weight") for group in groups for name in group.linears}
     norms = {g.smooth: vlm.model.get_parameter(f"{g.smooth}.weight") for g in groups if g.smooth_kind == "norm"}
-    weighed, fresh = Method(module, plain.options, others), statistics_folder.read(world / "stats").load(0)[0]
+    weighed, fresh = QuantMethod(module, plain.options, others), statistics_folder.read(world / "stats").load(0)[0]
     expected = solve_block(groups, linears, stats, weighed, torch.bfloat16, None, norms)
     off = solve_block(groups, linears, fresh, plain, torch.bfloat16, None, norms)
     for found in stores.values():

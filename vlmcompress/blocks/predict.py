@@ -122,7 +122,7 @@ class Predictor:
 
     def _of(self, module: Quantizer, options: QuantizerOptions) -> GroupStats:
         """The statistics that a method reads; balanced as its options ask where it reads the Gram matrix."""
-        if "gram" not in module.NEEDS:
+        if "gram" not in module.needs(options).statistics:
             return self.stats
         if (balance := options.balance or "off") != self._balance:
             self._balanced, self._prepared = self.stats, {}  # lets go of the last

@@ -24,16 +24,16 @@ from vlmcompress.common import distributed
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
-from vlmcompress.quantizers import Quantizer, QuantizerOptions
+from vlmcompress.quantizers import Needs, Quantizer, QuantizerOptions
 from vlmcompress.statistics.balance import BY_GRADIENT
-from vlmcompress.statistics.inputs import CROSS, GroupStats
+from vlmcompress.statistics.inputs import GroupStats
 
 FEW = "experts that few tokens were routed to were shown others of their layer as well (--all-experts shows all of them all)"
 _ROWS = 256  # most rows of a weight in a layer's reported error
 
 
 @dataclass(frozen=True)
-class Method:
+class QuantMethod:
     """A scheme with its options, for every group of the decoder but those that `others` names.
 
     Attributes:
@@ -42,18 +42,19 @@ class Method:
 
     module: Quantizer
     options: QuantizerOptions
-    others: Mapping[tuple[int, str], Method] = field(default_factory=dict)
+    others: Mapping[tuple[int, str], QuantMethod] = field(default_factory=dict)
 
-    def of(self, group: Group) -> Method:
+    def of(self, group: Group) -> QuantMethod:
         """The method that a group gets."""
         return self.others.get((group.layer, group.name), self)
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Statistics that the method reads; empty for a data-free one."""
+    def needs(self) -> Needs:
+        """What the scheme requires of a run, with the gradients that its balance reads, and the statistics of `others`."""
+        needs = self.module.needs(self.options)
         gradient = {"gradient"} if self.options.balance in BY_GRADIENT else set()
-        own = self.module.NEEDS if self.options.needs is None else self.options.needs
-        return own.union(gradient, *(other.needs for other in self.others.values()))
+        others = (other.needs.statistics for other in self.others.values())
+        return replace(needs, statistics=needs.statistics.union(gradient, *others))
 
     @property
     def scheme(self) -> Scheme | None:
@@ -65,36 +66,6 @@ class Method:
         """Whether an engine rounds the inputs of some layers."""
         schemes = (self.scheme, *(other.scheme for other in self.others.values()))
         return any(scheme and scheme.activations for scheme in schemes)
-
-    @property
-    def joint(self) -> bool:
-        """Whether ranges are searched beforehand, by the output of runs of blocks (`calibration.block_clip`)."""
-        return getattr(self.module, "JOINT", False)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether it reads the cross-Gram matrix, which only a run behind quantized blocks has."""
-        return CROSS in self.needs
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether each group of a block is observed behind those before it, quantized."""
-        return self.options.behind == "groups"
-
-    @property
-    def by_token(self) -> bool:
-        """Whether single tokens are weighed beforehand (`tokens: vlmq`)."""
-        return self.options.tokens != "off"
-
-    @property
-    def by_block(self) -> bool:
-        """Whether smoothing scales are searched beforehand, by the error of the blocks' outputs (`objective` not `gram`)."""
-        return self.options.objective not in (None, "gram", "both")
-
-    @property
-    def has_finalists(self) -> bool:
-        """Whether the best scales by statistics are compared by the output of a block when its turn comes (`both`)."""
-        return self.options.objective == "both"
 
 
 @dataclass
@@ -135,7 +106,7 @@ def solve_block(
     groups: Sequence[Group],
     weights: Mapping[str, Tensor],
     stats: MutableMapping[str, GroupStats],
-    method: Method,
+    method: QuantMethod,
     scale_dtype: torch.dtype,
     scales: Mapping[str, Tensor | None] | None = None,
     norms: Mapping[str, Tensor] | None = None,
@@ -191,7 +162,7 @@ def solve_block(
 
 
 def _solve_group(
-    group: Group, weights: list[Tensor], stats: GroupStats | None, method: Method, scale_dtype: torch.dtype
+    group: Group, weights: list[Tensor], stats: GroupStats | None, method: QuantMethod, scale_dtype: torch.dtype
 ) -> BlockResult:
     """Quantize the layers of one group, whose `weights [out_i, in]` and statistics are smoothed already."""
     result, first = BlockResult(), group.linears[0]
@@ -221,13 +192,13 @@ def _smoothing(
     group: Group,
     current: _Current,
     stats: GroupStats,
-    method: Method,
+    method: QuantMethod,
     scale_dtype: torch.dtype,
     scales: Mapping[str, Tensor | None],
 ) -> Tensor | None:
     """The scale `[in]` that smooths a group's input: one found before, or what its method finds; None: it stays as it is."""
     chosen = method.of(group)
-    if chosen.by_block or group.name in scales:
+    if "block_scales" in chosen.needs.searches or group.name in scales:
         return scales.get(group.name)
     own = [current[name] for name in group.linears]
     with _naming(group):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vlmcompress.blocks.solve import BlockResult, Method
+from vlmcompress.blocks.solve import BlockResult, QuantMethod
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.models import Group
 from vlmcompress.numerics import Format, QTensor, Scheme
@@ -78,7 +78,7 @@ def stored_bytes(weights: Format, shape: Sequence[int]) -> int:
 class StoredWeights(Mapping):
     """A lazy mapping of linear layer to (weight, scheme, input scale), read from the stored blocks."""
 
-    def __init__(self, store: BlockStore, blocks: list[list[Group]], method: Method):
+    def __init__(self, store: BlockStore, blocks: list[list[Group]], method: QuantMethod):
         self.store, self.method = store, method
         self.group_of = {name: group for groups in blocks for group in groups for name in group.linears}
         self._loaded: tuple[int, BlockResult] | None = None

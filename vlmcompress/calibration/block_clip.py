@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.block_inputs import Batch, record
 from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
 from vlmcompress.calibration.observe import Wanted, observe
@@ -33,9 +33,9 @@ def search(
     vlm: VLM,
     blocks: Sequence[Sequence[Group]],
     batches: Sequence[dict[str, Tensor]],
-    method: Method,
+    method: QuantMethod,
     progress: Progress = silent,
-) -> Method:
+) -> QuantMethod:
     """Search a range for each group of layers and return the method with them; the model's weights end as they were.
 
     Args:
@@ -68,11 +68,11 @@ def search(
     for key, percentile in chosen.items():
         options = _options(method.others.get(key, method))
         own = {spec.name: getattr(options, spec.name) for spec in fields(qvlm.Options)}
-        others[key] = Method(qvlm, qvlm.Ranged(**own, percentile=percentile))
+        others[key] = QuantMethod(qvlm, qvlm.Ranged(**own, percentile=percentile))
     return replace(method, others=others)
 
 
-def _options(method: Method) -> qvlm.Options:
+def _options(method: QuantMethod) -> qvlm.Options:
     """Of a method of scheme `qvlm`."""
     assert isinstance(method.options, qvlm.Options)
     return method.options
@@ -94,7 +94,7 @@ def call(modules: Sequence[Any], block: int, xs: Sequence[Tensor], samples: Sequ
 class _Weights:
     """The weights of a run's linear layers, quantized in the ranges chosen so far; restored at the end."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], method: Method):
+    def __init__(self, model: nn.Module, groups: Sequence[Group], method: QuantMethod):
         self.formats = {(g.layer, g.name): qvlm.scheme(_options(method.of(g))).weights for g in groups}
         self.weights = {
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]

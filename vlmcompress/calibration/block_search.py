@@ -28,7 +28,7 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.sequential import run_oneshot
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -184,14 +184,14 @@ def search_blocks(
     vlm: VLM,
     blocks: Sequence[Sequence[Group]],
     batches: list[dict[str, Tensor]],
-    method: Method,
+    method: QuantMethod,
     sensitivities: Mapping[tuple[int, str], Sensitivity],
 ) -> dict[tuple[int, str], Tensor]:
     """Search smoothing scales, (block, group) -> scale `[in]`, by the output errors of the float model's blocks.
 
     Args:
         batches: from `encode`.
-        method: a method that is `by_block`.
+        method: one whose scheme needs the search "block_scales".
         sensitivities: (block, group) -> sensitivity, for mbq.
     """
     groups = [group for block in blocks for group in block]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models, quantizers
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.block_inputs import Batch
 from vlmcompress.calibration.float_products import widened
 from vlmcompress.common import distributed
@@ -56,7 +56,7 @@ def choose(
     groups: Sequence[Group],
     batches: Sequence[Batch],
     stats: Mapping[str, GroupStats],
-    method: Method,
+    method: QuantMethod,
 ) -> dict[str, Tensor | None]:
     """The scale of each group of a block whose finalists are compared: group name -> `[in]`, or None where 1 is best.
 
@@ -78,10 +78,10 @@ def choose(
     return found
 
 
-def _compared(group: Group, method: Method) -> bool:
+def _compared(group: Group, method: QuantMethod) -> bool:
     """Whether a group's finalists are compared: its module turns its layers' outputs into something else."""
     return (
-        method.of(group).has_finalists
+        "finalists" in method.of(group).needs.searches
         and group.smooth is not None
         and group.smooth_kind == "norm"
         and group.expert is None
@@ -126,7 +126,7 @@ def _keeper(seen: _Calls) -> Callable:
     return keep
 
 
-def _weights(batch: Batch, stats: GroupStats, method: Method) -> Tensor:
+def _weights(batch: Batch, stats: GroupStats, method: QuantMethod) -> Tensor:
     """The weight of each token's error, float32 `[samples, tokens]`: 0 of ignored ones."""
     found = shares(method.options.balance or "off", stats.count, stats.sensitivity)
     total = sum(stats.count.values())
@@ -140,7 +140,7 @@ def _best(
     seen: _Calls,
     tokens: Sequence[Tensor],
     stats: GroupStats,
-    method: Method,
+    method: QuantMethod,
 ) -> Tensor | None:
     """The finalist of least loss; None where 1 has less. The module is left as it was."""
     options, module = method.options, model.get_submodule(_around(group))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import round_to_nearest
@@ -38,7 +38,7 @@ Weights = dict[tuple[int, str], Tensor]  # (block, group) -> weight of each toke
 def token_weights(
     vlm: VLM,
     blocks: Sequence[Sequence[Group]],
-    method: Method,
+    method: QuantMethod,
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
 ) -> list[Weights]:
@@ -76,12 +76,12 @@ class _Block:
         weights: the weights computed for the sample, by group.
     """
 
-    def __init__(self, model: nn.Module, path: str, groups: Sequence[Group], method: Method):
+    def __init__(self, model: nn.Module, path: str, groups: Sequence[Group], method: QuantMethod):
         self.block = model.get_submodule(path)
         self.attention = getattr(self.block, "self_attn", None)
         inside = f"{path}.self_attn."
         self.groups = [group for group in groups if group.linears[0].startswith(inside)] if self.attention else []
-        own: list[tuple[Any, Method]]
+        own: list[tuple[Any, QuantMethod]]
         own = [(model.get_submodule(name), method.of(group)) for group in groups for name in group.linears]
         self.formats = [(linear, one.scheme.weights) for linear, one in own if one.scheme]
         self.linears: dict[str, list[Any]]

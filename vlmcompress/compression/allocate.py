@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmcompress.allocation import Candidate, Key
 from vlmcompress.blocks.predict import ROWS, Predictor
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.common import folders, tensor_files
@@ -64,7 +64,7 @@ def clean(out: Path) -> None:
 
 def decide(
     work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
-) -> tuple[dict[Key, Method], dict[str, Any]]:
+) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
     """Choose a method for each group, and describe the choice for the manifest.
 
     Args:
@@ -191,7 +191,7 @@ def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[s
     }
 
 
-def _balance(width: tuple[str, Method]) -> str:
+def _balance(width: tuple[str, QuantMethod]) -> str:
     """What widths are sorted by: those without a balance first."""
     return str(width[1].options.balance or "")
 
@@ -212,7 +212,7 @@ def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
             reuse.verify(found, recipe)
             return found
     methods = [work.method, *work.budget.widths.values()]
-    needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs for method in methods))
+    needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs.statistics for method in methods))
     own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
         read = work.source.path if recipe.rotate else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.blocks.solve import BlockResult, Method, apply, solve_block
+from vlmcompress.blocks.solve import BlockResult, QuantMethod, apply, solve_block
 from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration.devices import accelerator, trim
 from vlmcompress.calibration.statistics_folder import Statistics
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def compress(
     vlm: VLM,
     blocks: list[list[Group]],
-    method: Method,
+    method: QuantMethod,
     batches: list[dict[str, Tensor]],
     store: BlockStore,
     *,
@@ -38,7 +38,7 @@ def compress(
 ) -> None:
     """Quantize the decoder's blocks in `vlm.model` and keep the results in `store`.
 
-    With calibration data each block (of a stepwise method each group) is observed behind what is quantized already.
+    With calibration data each block (each group, where the scheme says so) is observed behind what is quantized already.
 
     Args:
         all_experts: every expert of a mixture is shown all tokens.
@@ -54,10 +54,10 @@ def compress(
 
     with phase("gradients"):
         asked = (store, vlm, blocks, batches, progress, fisher, seed)
-        known = kept_sensitivities(*asked) if "gradient" in method.needs else {}
+        known = kept_sensitivities(*asked) if "gradient" in method.needs.statistics else {}
     with phase("searching"):
         method, scales, weights = _searched(vlm, blocks, batches, method, known, progress)
-    more = {"weights": weights, "all_experts": all_experts, "stepwise": method.stepwise}
+    more = {"weights": weights, "all_experts": all_experts, "stepwise": method.needs.prefix == "groups"}
     wanted = Wanted(_needs(method), kv_cache=kv_cache, **more)
     offset = vlm.spec.norm_offset
     finished: dict[str, Any] = {}
@@ -88,21 +88,22 @@ def _searched(
     vlm: VLM,
     blocks: list[list[Group]],
     batches: list[dict[str, Tensor]],
-    method: Method,
+    method: QuantMethod,
     known: Mapping[tuple[int, str], Any],
     progress: Progress,
-) -> tuple[Method, dict[tuple[int, str], Tensor], Any]:
+) -> tuple[QuantMethod, dict[tuple[int, str], Tensor], Any]:
     """The method with its clipped ranges, scales by block and group, and weights of tokens, where they come of the model."""
     scales: dict[tuple[int, str], Tensor] = {}
-    if method.by_block:
+    searches = method.needs.searches
+    if "block_scales" in searches:
         from vlmcompress.calibration.block_search import search_blocks
 
         scales = search_blocks(vlm, blocks, batches, method, known)
-    if method.joint:
+    if "ranges" in searches:
         from vlmcompress.calibration import block_clip
 
         method = block_clip.search(vlm, blocks, batches, method, progress)
-    if not method.by_token:
+    if "token_weights" not in searches:
         return method, scales, []
     from vlmcompress.calibration.token_weights import token_weights
 
@@ -110,7 +111,7 @@ def _searched(
 
 
 def _of_seen(
-    vlm: VLM, layer: int, groups: list[Group], seen: Seen, method: Method, scales: Mapping[tuple[int, str], Tensor]
+    vlm: VLM, layer: int, groups: list[Group], seen: Seen, method: QuantMethod, scales: Mapping[tuple[int, str], Tensor]
 ) -> BlockResult:
     """What becomes of the groups of a block that were observed; `scales`: those found beforehand, by block and group."""
     from vlmcompress.calibration import finalists
@@ -124,15 +125,17 @@ def _of_seen(
     return result
 
 
-def _needs(method: Method) -> frozenset[str]:
+def _needs(method: QuantMethod) -> frozenset[str]:
     """The statistics that are collected for a method: those that it reads, and what errors are reported by."""
-    return frozenset(method.needs & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set()))
+    return frozenset(
+        method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
+    )
 
 
 def solve_blocks(
     model: nn.Module,
     blocks: list[list[Group]],
-    method: Method,
+    method: QuantMethod,
     store: BlockStore,
     statistics: Statistics | None = None,
     *,
@@ -173,7 +176,7 @@ def _solved(
     groups: Sequence[Group],
     modules: Mapping[str, Any],
     stats: dict[str, GroupStats],
-    method: Method,
+    method: QuantMethod,
     scales: Mapping[str, Tensor],
     norm_offset: float,
     device: str | None = None,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import entropy
 from vlmcompress.calibration.gradient_pass import NO_ANSWER, kept_gradients
 from vlmcompress.calibration.statistics_folder import NAME, SCHEMA_VERSION, Collected, processor_identity, weights_hash
@@ -57,7 +57,7 @@ def needed(names: Collection[str]) -> frozenset[str]:
             raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, known)}")
         if name in SCHEMES.names():
             module = SCHEMES.get(name)
-            found |= Method(module, module.Options()).needs
+            found |= QuantMethod(module, module.Options()).needs.statistics
         if name in RULES.names():
             found |= {"gram", *RULES.get(name).NEEDS}
         if name in BY_GRADIENT:

@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmcompress import targets
 from vlmcompress.allocation import Candidate, error
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
@@ -114,14 +114,14 @@ def run(
     whole = all(facts["calibration"]["tokens"].values())
     balances = ["off", "auto"] if "gradients" in facts else ["off", "ratio"] if whole else ["off"]
     asked, left_out = settings(balances), []
-    table: dict[str, Method] = {}
+    table: dict[str, QuantMethod] = {}
     for name, (scheme, options) in asked.items():
         module = SCHEMES.get(scheme)
         own = {field.name for field in dataclasses.fields(module.Options)}
         coarse = {key: value for key, value in _COARSE.items() if key in own}
-        method = Method(module, module.Options(**options, **coarse))
+        method = QuantMethod(module, module.Options(**options, **coarse))
         refused = recipe.target and targets.get(recipe.target).refusal(targets.format_key(method.scheme))
-        if refused or not method.needs <= {*facts["needs"], "gradient"}:
+        if refused or not method.needs.statistics <= {*facts["needs"], "gradient"}:
             left_out.append(name)
         else:
             table[name] = method

@@ -16,15 +16,17 @@ from typing import Any
 
 from vlmcompress import targets
 from vlmcompress.allocation import Key
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.planning import fit
+from vlmcompress.quantizers import Search
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
+from vlmcompress.statistics.inputs import CROSS
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Budget:
         nbytes: the most bytes that all groups may take together.
     """
 
-    widths: Mapping[str, Method]
+    widths: Mapping[str, QuantMethod]
     sizes: Mapping[Key, Mapping[str, int]]
     weights: int
     fixed: int
@@ -55,7 +57,7 @@ class Budget:
         return 8 * nbytes / self.weights
 
 
-def widths(recipe: Recipe) -> dict[str, Method]:
+def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
     among = recipe.bits.among
@@ -78,21 +80,21 @@ def _default(recipe: Recipe) -> tuple[int | str, ...]:
     return runs if 8 in runs or wide not in NAMED else (*runs, wide)
 
 
-def _width(recipe: Recipe, width: int | str) -> Method:
+def _width(recipe: Recipe, width: int | str) -> QuantMethod:
     options: Any = recipe.options
     if isinstance(width, int):
         if options.bits is None:
             schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).Options().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
-            return Method(recipe.method, dataclasses.replace(options, bits=width))
+            return QuantMethod(recipe.method, dataclasses.replace(options, bits=width))
         except ValueError as error:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
     module = SCHEMES.get("none" if width == "bf16" else width)
     own = module.Options()
     if own.balance is not None and options.balance is not None:
         own = dataclasses.replace(own, balance=options.balance)
-    return Method(module, own)
+    return QuantMethod(module, own)
 
 
 def budget_of(
@@ -100,7 +102,7 @@ def budget_of(
     source: Source,
     groups: Sequence[Group],
     written: Mapping[str, Spec],
-    table: Mapping[str, Method] | None = None,
+    table: Mapping[str, QuantMethod] | None = None,
 ) -> Budget:
     """Compute the budget that a recipe's `bits` leave.
 
@@ -115,13 +117,14 @@ def budget_of(
         UserError: a width is not possible, or the budget cannot be met.
     """
     table = widths(recipe) if table is None else table
-    if any(method.by_block or method.joint for method in table.values()):
+    searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
+    if searches & {"block_scales", "ranges"}:
         raise UserError(
             "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
         )
-    if any(method.by_token for method in table.values()):
+    if "token_weights" in searches:
         raise UserError("bits is shared out by statistics, which know no single tokens; use options.tokens off")
-    if any(method.corrects for method in table.values()):
+    if any(CROSS in method.needs.statistics for method in table.values()):
         raise UserError(
             "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"
         )
@@ -166,7 +169,7 @@ def _limit(bits: Bits, budget: Budget) -> int:
     return limit
 
 
-def _nbytes(method: Method, weights: Iterable[Spec], exporter: ModuleType) -> int:
+def _nbytes(method: QuantMethod, weights: Iterable[Spec], exporter: ModuleType) -> int:
     if method.scheme is None:
         return sum(weight.nbytes for weight in weights)
     stored = (exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights)

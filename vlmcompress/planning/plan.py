@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vlmcompress import models, targets
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import sizes
@@ -24,8 +24,9 @@ from vlmcompress.planning import attention, fit, memory, reducer, reuse, rotatio
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.planning.reducer import VisualTokens
 from vlmcompress.recipe import Recipe
+from vlmcompress.statistics.inputs import CROSS
 
-Others = Mapping[tuple[int, str], Method]
+Others = Mapping[tuple[int, str], QuantMethod]
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
 
 
@@ -64,9 +65,9 @@ class Plan:
 
     recipe: Recipe
     source: Source
-    method: Method
+    method: QuantMethod
     blocks: list[list[Group]]
-    vision_method: Method | None
+    vision_method: QuantMethod | None
     vision_groups: list[Group]
     layers: Layers
     rows: list[Row]
@@ -88,7 +89,7 @@ class Plan:
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        wanted = self.method.needs or self.recipe.kv_cache or self.recipe.bits
+        wanted = self.method.needs.statistics or self.recipe.kv_cache or self.recipe.bits
         return self.statistics is None and any(self.blocks) and bool(wanted)
 
     @property
@@ -138,7 +139,7 @@ def build(recipe: Recipe, others: Others | None = None, source: Source | None = 
 def survey(
     recipe: Recipe,
     others: Others | None = None,
-    table: Mapping[str, Method] | None = None,
+    table: Mapping[str, QuantMethod] | None = None,
     source: Source | None = None,
 ) -> Plan:
     """Plan a recipe and list all of its problems. Raises `UserError` for an unusable model.
@@ -154,7 +155,7 @@ def survey(
     before = sum(spec.nbytes for spec in source.stored.values())
     source = rotation.outlined(recipe, source)
     own = _own_others(recipe, source)
-    exporter, method = recipe.exporter, Method(recipe.method, recipe.options, own | dict(others or {}))
+    exporter, method = recipe.exporter, QuantMethod(recipe.method, recipe.options, own | dict(others or {}))
     problems = _of_model(recipe, source, method, own)
     groups = [group for group in _decoder_groups(source, recipe, problems) if method.of(group).scheme]
     blocks: list[list[Group]] = [[] for _ in source.blocks]
@@ -208,16 +209,18 @@ def _usable(path: Path, source: Source | None) -> Source:
     return source
 
 
-def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> list[str]:
+def _of_model(recipe: Recipe, source: Source, method: QuantMethod, own: Others) -> list[str]:
     """Reasons why the recipe does not go with the model, whatever its layers' shapes."""
     found = [*rotation.problems(recipe, source), *reducer.problems(recipe, source)]
     found += [*attention.tower_problems(recipe, source), *_refusals(recipe, own)]
-    if method.by_block and any(group.expert is not None for block in source.blocks for group in block):
+    needs, options = method.needs, cast(Any, method.options)
+    routed = any(group.expert is not None for block in source.blocks for group in block)
+    if "block_scales" in needs.searches and routed:
         found.append(
-            f"objective '{method.options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
+            f"objective '{options.objective}' runs llm-compressor's search, which cannot follow tokens to experts; "
             "use --set options.objective=gram"
         )
-    if method.corrects and any(group.expert is not None for block in source.blocks for group in block):
+    if CROSS in needs.statistics and routed:
         found.append(
             f"scheme '{recipe.scheme}' compares tokens in the quantized and in the 16-bit model, which route them to different "
             "experts; use gptq"
@@ -228,20 +231,20 @@ def _of_model(recipe: Recipe, source: Source, method: Method, own: Others) -> li
     return [*found, fault] if fault else found
 
 
-def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], Method]:
+def _own_others(recipe: Recipe, source: Source) -> dict[tuple[int, str], QuantMethod]:
     """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantizers`)."""
     other = getattr(recipe.method, "other", None)
-    found: dict[tuple[int, str], Method] = {}
+    found: dict[tuple[int, str], QuantMethod] = {}
     if other is None:
         return found
-    made: dict[str, Method] = {}
+    made: dict[str, QuantMethod] = {}
     for group in (group for block in source.blocks for group in block):
         chosen = other(group.name.rpartition(".")[2], group.layer, len(source.blocks), recipe.options)
         if chosen is not None:
             scheme, options = chosen
             if (key := repr(chosen)) not in made:
                 module = SCHEMES.get(scheme)
-                made[key] = Method(module, module.Options(**options))
+                made[key] = QuantMethod(module, module.Options(**options))
             found[group.layer, group.name] = made[key]
     return found
 
@@ -274,10 +277,10 @@ def _peak(
     weights: int,
     source: Source,
     blocks: list[list[Group]],
-    method: Method,
+    method: QuantMethod,
     stats: Statistics | None,
 ) -> int:
-    runs = bool(method.needs or recipe.kv_cache or recipe.bits) and not stats
+    runs = bool(method.needs.statistics or recipe.kv_cache or recipe.bits) and not stats
     return memory.peak_bytes(
         weights,
         [[source.shapes(group) for group in block] for block in blocks],
@@ -285,7 +288,7 @@ def _peak(
         samples=recipe.calibrate.samples if runs else 0,
         tokens=recipe.calibrate.max_length or memory.TOKENS,
         grams="gram" in stats.facts["needs"] if stats else None,
-        streams=2 if method.corrects else 1,
+        streams=2 if CROSS in method.needs.statistics else 1,
     )
 
 
@@ -334,12 +337,14 @@ def _decoder_groups(source: Source, recipe: Recipe, problems: list[str]) -> list
     return groups
 
 
-def _schemes(method: Method, groups: list[Group]) -> dict[str, Scheme]:
+def _schemes(method: QuantMethod, groups: list[Group]) -> dict[str, Scheme]:
     """Map the linear layers of groups to their number formats."""
     return {name: scheme for group in groups for name in group.linears if (scheme := method.of(group).scheme)}
 
 
-def _statistics(recipe: Recipe, method: Method, blocks: list[list[Group]], problems: list[str]) -> Statistics | None:
+def _statistics(
+    recipe: Recipe, method: QuantMethod, blocks: list[list[Group]], problems: list[str]
+) -> Statistics | None:
     """Open the statistics that the recipe names; reasons against their use are added to `problems`."""
     if recipe.calibrate.stats is None:
         return None
@@ -352,11 +357,11 @@ def _statistics(recipe: Recipe, method: Method, blocks: list[list[Group]], probl
     return found
 
 
-def _vision_method(recipe: Recipe) -> Method | None:
+def _vision_method(recipe: Recipe) -> QuantMethod | None:
     if recipe.vision == "bf16":
         return None
     module = SCHEMES.get(recipe.vision)
-    return Method(module, module.Options())
+    return QuantMethod(module, module.Options())
 
 
 def _vision_groups(source: Source, recipe: Recipe, problems: list[str]) -> list[Group]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics, short, weights_hash
 from vlmcompress.common import identity
 from vlmcompress.data import data_hash, load_samples
@@ -16,7 +16,7 @@ from vlmcompress.recipe.reducer import calibrated, same
 from vlmcompress.statistics.inputs import CROSS
 
 
-def problems(known: Statistics, recipe: Recipe, method: Method, blocks: Sequence[Sequence[Group]]) -> list[str]:
+def problems(known: Statistics, recipe: Recipe, method: QuantMethod, blocks: Sequence[Sequence[Group]]) -> list[str]:
     """Reasons why a recipe cannot use the statistics, from descriptions alone, a line each.
 
     Args:
@@ -41,13 +41,14 @@ def _other_software(known: Statistics) -> list[str]:
     return [f"statistics {known.folder} were collected with transformers {was}, here is {now}; calibrate again"]
 
 
-def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[Sequence[Group]]) -> list[str]:
+def _absent(known: Statistics, method: QuantMethod, kv_cache: bool, blocks: Sequence[Sequence[Group]]) -> list[str]:
     found = []
-    if method.by_token:
+    needs, options = method.needs, cast(Any, method.options)
+    if "token_weights" in needs.searches:
         found.append("tokens 'vlmq' weighs tokens with the model itself; leave out the statistics or use tokens 'off'")
-    if method.by_block or method.has_finalists:
+    if needs.searches & {"block_scales", "finalists"}:
         found.append(
-            f"objective '{method.options.objective}' searches with the model itself; leave out the statistics or use "
+            f"objective '{options.objective}' searches with the model itself; leave out the statistics or use "
             "objective 'gram'"
         )
     if method.options.balance == "mbq" and known.facts["settings"].get("fisher") == "signs":
@@ -55,14 +56,14 @@ def _absent(known: Statistics, method: Method, kv_cache: bool, blocks: Sequence[
             f"balance 'mbq' weighs by gradients of labels, statistics {known.folder} hold those of signs; calibrate again "
             "without calibrate.fisher"
         )
-    if method.joint:
+    if "ranges" in needs.searches:
         found.append("the scheme searches with the model itself, over several blocks; leave out the statistics")
-    if method.corrects:
+    if CROSS in needs.statistics:
         found.append(
             f"statistics {known.folder} were collected without the cross-Gram matrix, which depends on the blocks quantized "
             "before; leave out the statistics and name --calib"
         )
-    if lacking := sorted(method.needs - {CROSS} - set(known.facts["needs"])):
+    if lacking := sorted(needs.statistics - {CROSS} - set(known.facts["needs"])):
         have = ", ".join(known.facts["needs"])
         found.append(
             f"statistics {known.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; "

@@ -4,10 +4,9 @@ A scheme is pure mathematics over weights and calibration statistics: no model, 
 layers that read the same input (q/k/v; gate/up; ...). A module of this folder has
 
     Options                                   frozen dataclass that extends `QuantizerOptions`: the recipe's `options`, checked
-                                              when made (ValueError). What the package asks of options (the width, the
-                                              balance) it asks of that base: a field or property of the same name answers
-                                              instead. Every field has a default
-    NEEDS: frozenset[str]                     statistics it needs (see `vlmcompress.statistics.inputs`); empty: needs no data
+                                              when made (ValueError). The package reads `bits` and `balance` from that base;
+                                              a field or property of the same name replaces them. Every field has a default
+    needs(options) -> Needs                   statistics, prefix and searches that it requires; `Needs()`: no data
     scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
     quantize(weight, stats, options, scale_dtype, prepared) -> QTensor
 
@@ -25,8 +24,6 @@ and, where the method has such a step,
         is its name in the family (`models.LinearGroup`), `layer` its block of `layers`; None: this scheme
     ALIASES = ("w8a8",)                                           other names that users know it by, such as presets of
         llm-compressor; recipes and manifests have the file's name
-    JOINT = True                                                  the options of each group come from a search over
-        several blocks (`calibration.block_clip`)
     sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 
@@ -45,10 +42,10 @@ from torch import Tensor
 
 from vlmcompress.common.registry import SCHEMES as REGISTRY
 from vlmcompress.numerics import QTensor
-from vlmcompress.quantizers._base import Quantizer, QuantizerOptions
+from vlmcompress.quantizers._base import Needs, Quantizer, QuantizerOptions, Search
 from vlmcompress.statistics.inputs import GroupStats
 
-__all__ = ["REGISTRY", "Quantizer", "QuantizerOptions", "Solution", "sketch", "smooth", "solve"]
+__all__ = ["REGISTRY", "Needs", "Quantizer", "QuantizerOptions", "Search", "Solution", "sketch", "smooth", "solve"]
 
 
 @dataclass(frozen=True)

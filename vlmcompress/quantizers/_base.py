@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme
 
+Search = Literal["token_weights", "ranges", "block_scales", "finalists"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a scheme, with its options, requires of the run that quantizes with it.
+
+    Attributes:
+        statistics: what is read of a group's inputs (`statistics.inputs`), and "gradient" for the gradients of the answers'
+            loss; empty: the scheme needs no data.
+        prefix: what is quantized already where a group's inputs are captured: the "blocks" before its own, or also the
+            "groups" before it in its own block.
+        searches: what the model itself decides, as statistics cannot. Before the first block: "token_weights", a factor of
+            each calibration token (`calibration.token_weights`); "block_scales", smoothing scales by the error of the block's
+            output (`calibration.block_search`); "ranges", clipping ranges by the output of several blocks
+            (`calibration.block_clip`). When a block's turn comes: "finalists", which of the scales that the statistics put
+            first is best for the block's output (`calibration.finalists`).
+    """
+
+    statistics: frozenset[str] = frozenset()
+    prefix: Literal["blocks", "groups"] = "blocks"
+    searches: frozenset[Search] = frozenset()
+
 
 @dataclass(frozen=True)
 class QuantizerOptions:
-    """Base of every scheme's `Options`: what the package asks of options, whatever the scheme is.
+    """Base of every scheme's `Options`, with defaults for every property that the package reads from options.
 
-    The answers here are those of a scheme that has no such option. A field or property of a subclass takes the place of the
-    one whose name it has. Every field has a default, as `Options()` is what a scheme does unless told otherwise.
+    A field or property of a subclass replaces the property of the same name. Every field has a default, as `Options()` is
+    what a scheme does unless told otherwise.
     """
-
-    @property
-    def needs(self) -> frozenset[str] | None:
-        """Statistics that are read with these options, where that depends on them; None: the scheme's `NEEDS`."""
-        return None
 
     @property
     def bits(self) -> int | None:
@@ -34,22 +52,6 @@ class QuantizerOptions:
         """How the modalities are weighed in the statistics (`statistics.balance`); None where the scheme does not choose."""
         return None
 
-    @property
-    def tokens(self) -> str:
-        """How single tokens are weighed before statistics are collected (`calibration.token_weights`); "off": not at all."""
-        return "off"
-
-    @property
-    def behind(self) -> str:
-        """What is quantized already where a group's input is observed: the "blocks" before, or the "groups" before it, too."""
-        return "blocks"
-
-    @property
-    def objective(self) -> str | None:
-        """What smoothing scales are searched by: "gram", the statistics alone; another one, the model itself (see
-        `calibration.block_search`); None where there is no such choice."""
-        return None
-
 
 @runtime_checkable  # a pydantic model of llm-compressor's kind has one in a field
 class Quantizer(Protocol):
@@ -58,12 +60,11 @@ class Quantizer(Protocol):
     __name__: str
 
     @property
-    def NEEDS(self) -> frozenset[str]:
-        """Statistics that the scheme reads; empty: it needs no data."""
-
-    @property
     def Options(self) -> type[QuantizerOptions]:
         """The recipe's `options`."""
+
+    def needs(self, options: Any) -> Needs:
+        """Statistics, prefix and searches that the scheme requires with these options."""
 
     def scheme(self, options: Any) -> Scheme | None:
         """Number formats of the result; None: the weights are left alone, and there is no `quantize`."""

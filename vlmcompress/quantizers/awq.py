@@ -48,12 +48,11 @@ from vlmcompress.numerics import (
     row_chunks,
     weight_only,
 )
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
 from vlmcompress.quantizers._joint_ranges import refined
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats, quadratic
 
-NEEDS = frozenset({"gram", "absmean"})
 SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
 _SAMPLE = 256  # rows that scales are compared on
 _HEATS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
@@ -98,6 +97,12 @@ class Options(QuantizerOptions):
             raise ValueError(
                 "balance needs objective 'gram' or 'both': llm-compressor's search weighs all tokens alike"
             )
+
+
+def needs(options: Any) -> Needs:
+    """The Gram matrix and mean magnitudes; unless the objective is "gram", a search by the block's output."""
+    searches: dict[str, frozenset[Search]] = {"block": frozenset({"block_scales"}), "both": frozenset({"finalists"})}
+    return Needs(frozenset({"gram", "absmean"}), searches=searches.get(options.objective, frozenset()))
 
 
 def scheme(options: Options) -> Scheme:

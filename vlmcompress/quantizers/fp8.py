@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
 
 ALIASES = ("fp8-dynamic",)
-NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """No options."""
+
+
+def needs(options: Options) -> Needs:
+    """No statistics: the scheme is data-free."""
+    return Needs()
 
 
 def scheme(options: Options) -> Scheme:

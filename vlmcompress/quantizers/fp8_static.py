@@ -29,10 +29,8 @@ from vlmcompress.numerics import (
     quantize_with,
     round_to_nearest,
 )
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
-
-NEEDS = frozenset({"absmax"})
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,11 @@ class Options(QuantizerOptions):
     def __post_init__(self) -> None:
         if self.weights not in ("tensor", "channel"):
             raise ValueError(f"weights must be 'tensor' or 'channel', got {self.weights!r}")
+
+
+def needs(options: Options) -> Needs:
+    """The largest magnitude of each input channel."""
+    return Needs(frozenset({"absmax"}))
 
 
 def scheme(options: Options) -> Scheme:

@@ -38,13 +38,12 @@ from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, encode, find_params, leftover, residual, weight_only
 from vlmcompress.quantizers import awq
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
 from vlmcompress.quantizers._descent import descend
 from vlmcompress.quantizers._ranges import least_error
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
-NEEDS = frozenset({"gram"})
 PREPARED_BY = ("damp", "actorder", "balance")
 _FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
 _STRIP = 16  # columns within which errors are fed back one by one
@@ -90,11 +89,6 @@ class Options(QuantizerOptions):
         if self.actorder not in ("static", None):
             raise ValueError(f"actorder must be 'static' or null, got {self.actorder!r}")
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The Gram matrix, and what smoothing reads."""
-        return NEEDS if self.smooth == "off" else awq.NEEDS
-
 
 def check_steps(options: Any) -> None:
     """Check the options of the steps around feedback, which other schemes have as well. Raises ValueError."""
@@ -121,6 +115,12 @@ class Feedback:
     residues: Tensor
     pivots: Tensor
     warnings: tuple[tuple[str, str], ...] = ()
+
+
+def needs(options: Options) -> Needs:
+    """The Gram matrix; mean magnitudes for smoothing; weights of tokens where the options ask for them."""
+    searches: frozenset[Search] = frozenset() if options.tokens == "off" else frozenset({"token_weights"})
+    return Needs(frozenset({"gram"} if options.smooth == "off" else {"gram", "absmean"}), searches=searches)
 
 
 def scheme(options: Options) -> Scheme:

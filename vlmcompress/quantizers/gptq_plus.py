@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vlmcompress.quantizers import awq, gptq
+from vlmcompress.quantizers import gptq
 
 ALIASES = ("w4a16", "w4a16-asym", "int4")
-NEEDS = awq.NEEDS  # what smoothing reads, the Gram matrix among it
 PREPARED_BY = gptq.PREPARED_BY
-scheme, smooth, prepare = gptq.scheme, gptq.smooth, gptq.prepare
+needs, scheme, smooth, prepare = gptq.needs, gptq.scheme, gptq.smooth, gptq.prepare
 quantize, quantize_group, sketch = gptq.quantize, gptq.quantize_group, gptq.sketch
 
 

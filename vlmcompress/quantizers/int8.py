@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
 ALIASES = ("w8a8",)
-NEEDS = frozenset({"absmax"})
 _LARGEST = 1e5
 
 
@@ -41,6 +40,11 @@ class Options(QuantizerOptions):
         object.__setattr__(self, "balance", check_balance(self.balance))
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be a number from 0 to 1, got {self.alpha!r}")
+
+
+def needs(options: Options) -> Needs:
+    """The largest magnitude of each input channel."""
+    return Needs(frozenset({"absmax"}))
 
 
 def scheme(options: Options) -> Scheme:

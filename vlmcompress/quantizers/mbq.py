@@ -34,10 +34,8 @@ from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.quantizers import awq
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions, Search
 from vlmcompress.statistics.inputs import GroupStats
-
-NEEDS = frozenset({"gram", "absmean"})
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,12 @@ class Options(QuantizerOptions):
             raise ValueError(f"objective must be 'gram', 'mae' or 'mse', got {self.objective!r}")
         if self.objective == "gram" and not wide:
             raise ValueError("objective 'gram' cannot see 8-bit activations; use mae or mse")
+
+
+def needs(options: Options) -> Needs:
+    """The Gram matrix and mean magnitudes; unless the objective is "gram", the published search by the block's output."""
+    searches: frozenset[Search] = frozenset() if options.objective == "gram" else frozenset({"block_scales"})
+    return Needs(frozenset({"gram", "absmean"}), searches=searches)
 
 
 def scheme(options: Options) -> Scheme:

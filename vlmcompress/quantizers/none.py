@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcompress.quantizers._base import QuantizerOptions
-
-NEEDS: frozenset[str] = frozenset()
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """No options."""
+
+
+def needs(options: Options) -> Needs:
+    """No statistics: the scheme is data-free."""
+    return Needs()
 
 
 def scheme(options: Options) -> None:

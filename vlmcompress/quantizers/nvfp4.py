@@ -39,11 +39,10 @@ from vlmcompress.numerics import (
     round_to_nearest,
 )
 from vlmcompress.quantizers import awq, gptq
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.balance import check_balance
 from vlmcompress.statistics.inputs import GroupStats
 
-NEEDS = frozenset({"gram", "absmax", "absmean"})
 PREPARED_BY = ("rounding", "damp", "balance")
 _READ = {"rtn": (), "gptq": ("gram",), "awq": ("gram", "absmean")}
 _MLP = frozenset({"gate_up", "down", "fc1", "fc2"})
@@ -89,13 +88,6 @@ class Options(QuantizerOptions):
             raise ValueError(f"smooth, clip and sweeps are for rounding 'gptq', got rounding {self.rounding!r}")
 
     @property
-    def needs(self) -> frozenset[str]:
-        """What the rounding reads, and the maxima of inputs where these are rounded."""
-        return frozenset(_READ[self.rounding if self.smooth == "off" else "awq"]) | (
-            {"absmax"} if self.activations == 4 else set()
-        )
-
-    @property
     def steps(self) -> dict[str, Any]:
         """The steps around feedback, options of gptq."""
         return {name: getattr(self, name) for name in ("smooth", "clip", "clip_grid", "sweeps", "refit")}
@@ -114,6 +106,12 @@ class Prepared:
     feedback: gptq.Feedback | None
     gram: Tensor | None
     warnings: tuple[tuple[str, str], ...] = ()
+
+
+def needs(options: Options) -> Needs:
+    """What the rounding reads, and the maxima of inputs where these are rounded."""
+    rounding = options.rounding if options.smooth == "off" else "awq"
+    return Needs(frozenset(_READ[rounding]) | ({"absmax"} if options.activations == 4 else set()))
 
 
 def scheme(options: Options) -> Scheme:

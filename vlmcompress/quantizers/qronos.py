@@ -36,16 +36,16 @@ than GPTQ's, on purpose.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor
 from vlmcompress.quantizers import gptq
+from vlmcompress.quantizers._base import Needs
 from vlmcompress.statistics.inputs import CROSS, GroupStats
-
-NEEDS = frozenset({"gram", CROSS})
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Options(gptq.Options):
     "groups" or "blocks", what is quantized already where a group's input is observed."""
 
     correct: float = 1.0
-    behind: str = "groups"
+    behind: Literal["groups", "blocks"] = "groups"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,11 +67,6 @@ class Options(gptq.Options):
             raise ValueError(
                 "smooth puts scales into layers that behind 'groups' has quantized by then; use behind 'blocks'"
             )
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What gptq reads with these options; for a correction the cross-Gram matrix, too."""
-        return super().needs | {CROSS} if self.correct else super().needs
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,13 @@ class Prepared:
 
 
 scheme, smooth = gptq.scheme, gptq.smooth
+
+
+def needs(options: Options) -> Needs:
+    """What gptq requires; for a correction the cross-Gram matrix, captured behind what `behind` says."""
+    inherited = gptq.needs(options)
+    cross = {CROSS} if options.correct else set()
+    return replace(inherited, statistics=inherited.statistics | cross, prefix=options.behind)
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options) -> Prepared:

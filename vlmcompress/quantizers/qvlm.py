@@ -30,11 +30,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, round_to_nearest, weight_only
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
-
-NEEDS = frozenset({"gram"})
-JOINT = True  # ranges come from a search over runs of blocks
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,11 @@ class Ranged(Options):
     """Options of a group whose ranges have been searched: they cover the `percentile` of magnitudes."""
 
     percentile: float = 1.0
+
+
+def needs(options: Options) -> Needs:
+    """The Gram matrix, by which errors are reported, and a search for ranges over runs of blocks."""
+    return Needs(frozenset({"gram"}), searches=frozenset({"ranges"}))
 
 
 def scheme(options: Options) -> Scheme:

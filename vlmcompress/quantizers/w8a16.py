@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
-from vlmcompress.quantizers._base import QuantizerOptions
+from vlmcompress.quantizers._base import Needs, QuantizerOptions
 from vlmcompress.statistics.inputs import GroupStats
-
-NEEDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,11 @@ class Options(QuantizerOptions):
 
     def __post_init__(self) -> None:
         scheme(self)
+
+
+def needs(options: Options) -> Needs:
+    """No statistics: the scheme is data-free."""
+    return Needs()
 
 
 def scheme(options: Options) -> Scheme:

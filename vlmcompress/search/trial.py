@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import engines
-from vlmcompress.blocks.solve import Method
+from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.compression.calibrate import calibrate
@@ -114,7 +114,7 @@ def _recipe(setup: Setup, candidate: Candidate, out: Path, progress: Progress) -
     if candidate.recover:
         keys["model"] = str(_recovered(setup, candidate, progress))
     recipe = resolve(keys).recipe
-    needs = Method(recipe.method, recipe.options).needs
+    needs = QuantMethod(recipe.method, recipe.options).needs.statistics
     if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
         stats = _statistics(setup, keys, progress)
         recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
