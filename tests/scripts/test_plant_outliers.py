@@ -139,21 +139,3 @@ def test_bad_input(world, tmp_path, run, capsys, family, flags, message):
     said = capsys.readouterr().err
     assert ended.value.code == 2 and message in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_comparison_of_balances(monkeypatch, run):
-    """The script's figures: distances against torch's own, and a small run from end to end."""
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "measure")
-    from compare_balance import distances
-
-    p, q = torch.randn(7, 40), torch.randn(7, 40)
-    found = distances(p, q)
-    expected = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x.double()) for x in (p, q)))
-    torch.testing.assert_close(found["kl"], expected)
-    assert torch.allclose(distances(p, p + 3)["logit"], torch.zeros(7, dtype=torch.float64), atol=1e-12)
-    flags = ["--questions", 6, "--samples", 8, "--seeds", 1, "--variants", "vision", "--methods", "rtn", "gptq"]
-    result = run("compare_balance", DEMO_LLAVA, *flags, "--bits", 2)
-    assert [(row["method"], row["bits"]) for row in result["rows"]] == [("rtn", 2), ("gptq", 2)]
-    gptq = result["rows"][1]
-    assert gptq["kl_image"]["off"] > 0 and gptq["kl_image"]["balanced"] != gptq["kl_image"]["off"]
-    assert gptq["layers_balanced"]["answer"] < gptq["layers_off"]["answer"]

@@ -4,8 +4,8 @@ Loads and percentiles are those of `vllm bench serve` in vLLM 0.32. That tool it
 counts of cached and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk
 (the role) for the first token, which adds one gap of nearly 0 ms to every request's inter-token times; it encodes each
 image into JSON while the clock runs, in the loop that reads the other streams; and its warm-up resends the first measured
-request, image included. `scripts/measure/compare_vllm_bench.py` sends the same requests with both: end-to-end times and
-requests per second agree as far as the machine has cores for client and server, the inter-token gaps differ by one a request.
+request, image included. Given the same requests, both agree on end-to-end times and requests per second
+as far as the machine has cores for client and server; the inter-token gaps differ by one a request.
 
 Definitions, with times in seconds from the moment at which a request is due (closed load: sent; open load: scheduled, so
 that a client that lags behind does not hide the server's queue):

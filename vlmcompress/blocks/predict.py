@@ -5,7 +5,7 @@ An output error `D = X dW^T` changes the loss, to second order and with the diag
     dL = 1/2 sum_m f_m ||X_m dW^T||^2 = 1/2 sum_m f_m tr(dW G_m dW^T),      f_m = mean over modality m of (dL/dY)^2
 
 in nats where `f` is that of the loss itself. Measured one group at a time on demo-llava
-(`scripts/measure/compare_prediction.py`), it ranks groups as the divergence of held-out answers does (Spearman 0.77 and
+(`compare_prediction.py` of commit 5ff363c), it ranks groups as the divergence of held-out answers does (Spearman 0.77 and
 0.85 at 4 and 3 bits; 0.26 at 2, where changes are not small), but its size is four to fourteen times too small (the
 gradients are those of answers that the model is sure of): it is for ranking. On a real language model, whose texts are far
 from sure, its size is right, too: of the groups of SmolLM2-135M's first two blocks at 2 and 3 bits by GPTQ, 12 of 15 diverge
