@@ -39,16 +39,16 @@ def run_auto_round(
     """Quantize the decoder of `vlm.model` in place, and keep its weights in the file `kept`, or read them there."""
     layers = language_model(vlm).layers
     if kept.exists():
-        found = torch.load(kept)
+        tuned = torch.load(kept)
     else:
         start = time.process_time()
         tune(vlm, batches, bits=bits, group_size=group_size, sym=symmetric, iters=iters, seed=seed)
         facts = {"seconds": round(time.process_time() - start, 1), "iters": iters}
-        found = {"facts": facts, "weights": layers.state_dict()}
+        tuned = {"facts": facts, "weights": layers.state_dict()}
         kept.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(found, kept)
-    layers.load_state_dict(found["weights"])
-    return found["facts"]
+        torch.save(tuned, kept)
+    layers.load_state_dict(tuned["weights"])
+    return tuned["facts"]
 
 
 def tune(vlm: VLM, batches: list[dict[str, Tensor]], *, iters: int, seed: int, **grid: Any) -> None:

@@ -60,20 +60,20 @@ def measure(
     from vlmcompress.recipe import resolve
 
     source, outs, manifests = ROOT / "eval" / "demo" / model, [], []
-    for index, given in enumerate(RECIPES[name] for name in names):
+    for index, keys in enumerate(RECIPES[name] for name in names):
         outs.append(folder / f"{model}-{index}")
-        given = dict(given)
-        if scorers and "learned" in given.get("reduce", ""):
-            given["reduce"] += f",scorer={scorers / model}.safetensors"
-        recipe = resolve({"model": str(source), "out": str(outs[-1]), **given}).recipe
+        keys = dict(keys)
+        if scorers and "learned" in keys.get("reduce", ""):
+            keys["reduce"] += f",scorer={scorers / model}.safetensors"
+        recipe = resolve({"model": str(source), "out": str(outs[-1]), **keys}).recipe
         manifests.append(quantize(recipe).manifest)
     rows = []
-    how = Ask(engines.get("vllm"), engines.get("vllm"), limit=limit)
-    for name, manifest, found in zip(names, manifests, evaluate_all(outs, source, [None], None, how), strict=True):
-        size, suite = manifest["size"], found.suites[0].model_dump(mode="json")
+    ask = Ask(engines.get("vllm"), engines.get("vllm"), limit=limit)
+    for name, manifest, results in zip(names, manifests, evaluate_all(outs, source, [None], None, ask), strict=True):
+        size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
-        print(model, name, found.suites[0].overall, file=sys.stderr, flush=True)
+        print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)
     return rows
 
 
@@ -86,10 +86,10 @@ def render(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        one = row["overall"]
-        interval = f"{100 * one['difference']:+.1f} ({100 * one['low']:+.1f} to {100 * one['high']:+.1f})"
-        accuracy = f"{100 * one['candidate']:.1f}% of {100 * one['baseline']:.1f}%"
-        answers = f"{VERDICTS[one['verdict']]} | {100 * row['agreement']:.1f}% | {row['divergence']['mean']:.4f}"
+        overall = row["overall"]
+        interval = f"{100 * overall['difference']:+.1f} ({100 * overall['low']:+.1f} to {100 * overall['high']:+.1f})"
+        accuracy = f"{100 * overall['candidate']:.1f}% of {100 * overall['baseline']:.1f}%"
+        answers = f"{VERDICTS[overall['verdict']]} | {100 * row['agreement']:.1f}% | {row['divergence']['mean']:.4f}"
         lines.append(
             f"| {row['model']} | {row['recipe']} | 1/{row['ratio']:.2f} | {accuracy} | {interval} | {answers} |"
         )

@@ -49,20 +49,20 @@ def build(folder: Path, shape: str, layers: int | None) -> None:
 
 def measure(name: str, folder: Path, args: argparse.Namespace, samples: int | None = None) -> dict:
     """Run one measurement in a process of its own."""
-    given = ("--samples", samples or args.samples, "--tokens", args.tokens, "--group", args.group)
-    return json.loads(contender(name, folder, *given).strip().splitlines()[-1])
+    flags = ("--samples", samples or args.samples, "--tokens", args.tokens, "--group", args.group)
+    return json.loads(contender(name, folder, *flags).strip().splitlines()[-1])
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict:
     """Measure all contenders in turn, `repeats` times; medians and ratios."""
     build(folder, args.shape, args.layers)
-    found: dict[str, list[dict]] = {name: [] for name in args.contenders}
+    measured: dict[str, list[dict]] = {name: [] for name in args.contenders}
     for turn in range(args.repeats):
         for name in args.contenders:
-            found[name].append(measure(name, folder, args))
-            print(f"{turn + 1}/{args.repeats} {name:<12}{found[name][-1]}", flush=True)
+            measured[name].append(measure(name, folder, args))
+            print(f"{turn + 1}/{args.repeats} {name:<12}{measured[name][-1]}", flush=True)
     table = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in measured.items()
     }
     print(f"\n{'':<12}{'seconds':>10}{'CPU s':>10}{'/forward':>10}{'peak MB':>10}{'output error':>15}")
     floor = next(row["cpu_seconds"] for name, row in table.items() if name.startswith("forward"))

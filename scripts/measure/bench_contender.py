@@ -183,7 +183,7 @@ def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
         compress(vlm, blocks, QuantMethod(module, module.Options(**options)), rows, store)
 
 
-def run_forward(vlm, rows: list[dict], how: str) -> None:
+def run_forward(vlm, rows: list[dict], kind: str) -> None:
     """Run the plain language model: sample by sample as transformers does, in batches, or in batches and float32."""
     import torch
 
@@ -191,9 +191,9 @@ def run_forward(vlm, rows: list[dict], how: str) -> None:
     from vlmcompress.calibration.float_products import float_products
 
     alone = [[index] for index in range(len(rows))]
-    wide = float_products(vlm.model) if how == "forward-fast" else contextlib.nullcontext()
+    wide = float_products(vlm.model) if kind == "forward-fast" else contextlib.nullcontext()
     with torch.inference_mode(), wide:
-        for batch in alone if how == "forward" else batched(rows):
+        for batch in alone if kind == "forward" else batched(rows):
             inputs = {k: v.to(vlm.model.device) for k, v in together([rows[i] for i in batch]).items()}
             inputs.pop("modality")
             vlm.model.model(**inputs)

@@ -75,10 +75,10 @@ class Setting:
 def weight_settings(bits: int, group: int) -> Iterator[Setting]:
     """Weight-only methods at a number of bits, asymmetric, with groups of `group` columns (-1: one for each row)."""
     label = f"W{bits}" + ("" if group == GROUPS else " channel")
-    given = {"bits": bits, "group_size": group, "symmetric": False}
+    grid = {"bits": bits, "group_size": group, "symmetric": False}
 
-    def ours(method: str, scheme: str, **more: Any) -> Setting:
-        return Setting(method, label, {"scheme": scheme, "options": given | more}, seeds=scheme != "rtn")
+    def ours(method: str, scheme: str, **extra: Any) -> Setting:
+        return Setting(method, label, {"scheme": scheme, "options": grid | extra}, seeds=scheme != "rtn")
 
     yield ours("rtn", "rtn")
     yield ours("gptq", "gptq")
@@ -95,37 +95,37 @@ def weight_settings(bits: int, group: int) -> Iterator[Setting]:
 
 def allocations() -> Iterator[Setting]:
     """Settings of GPTQ with bits shared out: 3.25 per weight, and as many as 3 bits with their scales and zero points take."""
-    given = {"scheme": "gptq", "options": {"group_size": GROUPS, "symmetric": False, "balance": "auto"}}
+    recipe = {"scheme": "gptq", "options": {"group_size": GROUPS, "symmetric": False, "balance": "auto"}}
     for rule in ("error", "luq", "luq-reverse", "qvlm"):
-        yield Setting(f"bits by {rule}", "3.25", given | {"bits": {"budget": 3.25, "among": [2, 3, 4, 8], "by": rule}})
-    yield Setting("bits by error", "3.15", given | {"bits": {"budget": 3.149, "among": [2, 3, 4, 8], "by": "error"}})
+        yield Setting(f"bits by {rule}", "3.25", recipe | {"bits": {"budget": 3.25, "among": [2, 3, 4, 8], "by": rule}})
+    yield Setting("bits by error", "3.15", recipe | {"bits": {"budget": 3.149, "among": [2, 3, 4, 8], "by": "error"}})
 
 
 def nvfp4() -> Iterator[Setting]:
     """NVFP4, mixed with FP8 and pure, with inputs of 4 bits, and pure with inputs of 16; `6` is without four-over-six."""
     yield Setting("fp8", "W8A8", {"scheme": "fp8", "options": {}}, seeds=False)
-    for label, given in (
+    for label, format_options in (
         ("NVFP4 mixed", {}),
         ("NVFP4", {"mixed": False}),
         ("NVFP4A16", {"mixed": False, "activations": 16}),
     ):
         for rounding in ("rtn", "gptq", "awq"):
-            for name, more in ((rounding, {}), (f"{rounding} 6", {"four_over_six": False})):
-                options = {**given, **more, "rounding": rounding}
+            for name, changes in ((rounding, {}), (f"{rounding} 6", {"four_over_six": False})):
+                options = {**format_options, **changes, "rounding": rounding}
                 yield Setting(name, label, {"scheme": "nvfp4", "options": options})
 
 
 def settings() -> list[Setting]:
     """All rows, for one model, variant and seed."""
-    found = [Setting("bf16", "16", seeds=False)]
+    rows = [Setting("bf16", "16", seeds=False)]
     for bits in (4, 3, 2):
-        found += weight_settings(bits, GROUPS)
-    found += allocations()
-    found += weight_settings(4, -1)
+        rows += weight_settings(bits, GROUPS)
+    rows += allocations()
+    rows += weight_settings(4, -1)
     for balance in ("off", "ratio", "auto"):
         name = "int8" if balance == "off" else f"int8 {balance}"
-        found.append(Setting(name, "W8A8", {"scheme": "int8", "options": {"balance": balance}}))
-    return [*found, *nvfp4()]
+        rows.append(Setting(name, "W8A8", {"scheme": "int8", "options": {"balance": balance}}))
+    return [*rows, *nvfp4()]
 
 
 class Bench:
@@ -153,9 +153,9 @@ class Bench:
         """Collect, once, statistics of the unquantized model from the calibration samples of a seed."""
         out = self.args.work / "stats" / f"{self.model}-{self.variant}-{self.args.samples}-{seed}"
         if not (out / "statistics.json").exists():
-            given = self._given(out, seed) | {"scheme": "gptq"}
+            keys = self._given(out, seed) | {"scheme": "gptq"}
             start = time.process_time()
-            calibrate.calibrate(resolve(given).recipe, needs=calibrate.KINDS, resume=True)
+            calibrate.calibrate(resolve(keys).recipe, needs=calibrate.KINDS, resume=True)
             (out.parent / f"{out.name}.seconds").write_text(str(time.process_time() - start))
         return out
 
@@ -178,13 +178,13 @@ class Bench:
 
     def _ours(self, setting: Setting, seed: int) -> tuple[VLM, dict[str, Any]]:
         out = self.args.work / "checkpoint"
-        given = self._given(out, seed) | setting.recipe
+        keys = self._given(out, seed) | setting.recipe
         if not setting.seeds:
-            given.pop("calibrate")
+            keys.pop("calibrate")
         elif setting.recipe["options"].get("objective", "gram") == "gram":  # the others run the model themselves
-            given["calibrate"] = {"stats": str(self.statistics(seed))}
+            keys["calibrate"] = {"stats": str(self.statistics(seed))}
         start = time.process_time()
-        manifest = quantize(resolve(given).recipe, overwrite=True).manifest
+        manifest = quantize(resolve(keys).recipe, overwrite=True).manifest
         facts = {"seconds": round(time.process_time() - start, 2), "bytes": manifest["size"]["weights_after"]}
         facts["bytes_before"] = manifest["size"]["weights_before"]
         return teacher_forcing.load_quantized(out, self.vlm), facts
@@ -232,12 +232,12 @@ def planted(source: Path, variant: str, work: Path) -> Path:
 def measure(args: argparse.Namespace) -> None:
     """Run the settings that WORK/rows.jsonl has no row of."""
     args.work.mkdir(parents=True, exist_ok=True)
-    path, wanted = args.work / "rows.jsonl", [one for one in settings() if re.search(args.only, one.key)]
+    path, chosen_settings = args.work / "rows.jsonl", [row for row in settings() if re.search(args.only, row.key)]
     done = {row["key"] for row in methods_table.rows(path)}
     for seed in range(args.seeds):
         for model in args.models:
             for variant in args.variants:
-                todo = [(s, row_key(args, model, variant, s, seed)) for s in wanted if s.seeds or seed == 0]
+                todo = [(s, row_key(args, model, variant, s, seed)) for s in chosen_settings if s.seeds or seed == 0]
                 todo = [(s, key) for s, key in todo if key not in done]
                 bench = Bench(model, variant, args) if todo else None
                 for setting, key in todo:
@@ -289,15 +289,15 @@ def main() -> None:
     if not args.render:
         if not args.summarise:
             measure(args)
-        found = methods_table.summarise(
+        results = methods_table.summarise(
             args.work,
             args.split,
             {m: chosen(ROOT / "eval" / "demo" / m, args.split, args.per_family) for m in args.models},
         )
-        args.results.write_text(json.dumps(found, indent=1) + "\n")
-    found = json.loads(args.results.read_text())
-    print(methods_table.render(found))
-    print(json.dumps(found["verdicts"]))
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads(args.results.read_text())
+    print(methods_table.render(results))
+    print(json.dumps(results["verdicts"]))
 
 
 if __name__ == "__main__":

@@ -105,21 +105,21 @@ class Setting:
 
 def settings() -> list[Setting]:
     """List all settings, the most useful ones first (`_later`)."""
-    found = [Setting(None, "full")]
+    rows = [Setting(None, "full")]
     for share in SHARES:
         for method, variants in AT_SHARES.items():
             for options in variants if share > ABOVE.get(method, 0) else ():
                 shown = {} if method in ("random", "vscan") else options
-                found.append(Setting(choose(method, {"keep": share, **options}, "setting"), _group(method, shown)))
+                rows.append(Setting(choose(method, {"keep": share, **options}, "setting"), _group(method, shown)))
         if share == SHARES[0]:
             for method, variants in OWN_COUNT.items():
-                found += [Setting(choose(method, options, "setting"), method) for options in variants]
-            found += [Setting(None, "resize", Resize(tokens=tokens)) for tokens in RESIZED]
-            found += [
+                rows += [Setting(choose(method, options, "setting"), method) for options in variants]
+            rows += [Setting(None, "resize", Resize(tokens=tokens)) for tokens in RESIZED]
+            rows += [
                 Setting(choose("coverage", {"keep": share}, "setting"), "resize + coverage", Resize(tokens=tokens))
                 for tokens in RESIZED[:2]
             ]
-    return sorted(found, key=_later)
+    return sorted(rows, key=_later)
 
 
 def _later(setting: Setting) -> bool:
@@ -136,12 +136,12 @@ def _group(method: str, options: dict[str, Any]) -> str:
 
 def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family with images, all for None."""
-    found, counts = [], dict[str | None, int]()
+    chosen, counts = [], dict[str | None, int]()
     for sample in load_samples(bundled(DEMO / model, split), samples=None, seed=0, check_images=False):
         counts[sample.family] = 1 + counts.get(sample.family, 0)
         if sample.images and (per_family is None or counts[sample.family] <= per_family):
-            found.append(sample)
-    return found
+            chosen.append(sample)
+    return chosen
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -155,8 +155,8 @@ def measure(args: argparse.Namespace) -> None:
                 continue
             if model not in askers:
                 vlm = models.load(DEMO / model)
-                asked = reduced_answers.prepare(vlm, samples(model, args.split, args.per_family))
-                askers[model] = Asker(vlm, asked)
+                questions = reduced_answers.prepare(vlm, samples(model, args.split, args.per_family))
+                askers[model] = Asker(vlm, questions)
             if setting.chosen and refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
             if setting.group.startswith("learned") and not args.scorers:
@@ -192,9 +192,9 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     if chosen and chosen.options.unlearnt:
         learning = load_samples(bundled(DEMO / model, "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn(asker.vlm, encode(learning, asker.vlm), chosen)
-    found = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
-    before, after = int(found.before.sum()), int(found.after.sum())
-    held = int(found.held.sum()) / layers
+    answers = _ask(asker, setting, chosen, lambda: samples(model, args.split, args.per_family))
+    before, after = int(answers.before.sum()), int(answers.after.sum())
+    held = int(answers.held.sum()) / layers
     if chosen and len(chosen.options.drops(layers)) > 1:
         after = round(held)
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
@@ -208,19 +208,19 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
         row |= {"method": chosen.method, "options": chosen.options.settings(), "stage": chosen.module.STAGE}
         row["seed"] = getattr(chosen.options, "seed", 0)
         if chosen.module.COUNT == "adaptive":
-            shares = (found.after / found.before).double()
+            shares = (answers.after / answers.before).double()
             row["spread"] = shares.quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1]).double()).tolist()
     row |= {"before": before, "after": after, "cached": held / before}
-    return row | {"exact": "".join(map(str, found.exact.int().tolist()))}
+    return row | {"exact": "".join(map(str, answers.exact.int().tolist()))}
 
 
-def _ask(asker: Asker, setting: Setting, chosen: ReducerChoice | None, asked: Callable[[], list[Sample]]) -> Found:
+def _ask(asker: Asker, setting: Setting, chosen: ReducerChoice | None, questions: Callable[[], list[Sample]]) -> Found:
     """The answers of a setting; of smaller images, which are other inputs, with the tokens that there were before."""
     if setting.resize is None:
         return asker.ask(chosen)
     vlm = resizing.resized(asker.vlm, setting.resize)
-    found = Asker(vlm, reduced_answers.prepare(vlm, asked())).ask(chosen)
-    return replace(found, before=asker.visual())
+    answers = Asker(vlm, reduced_answers.prepare(vlm, questions())).ask(chosen)
+    return replace(answers, before=asker.visual())
 
 
 def main() -> None:
@@ -248,25 +248,25 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
-    known = json.loads(args.results.read_text()) if args.results.exists() else {}
+    results = json.loads(args.results.read_text()) if args.results.exists() else {}
     if args.speed:
         methods = args.groups or reducers_speed.METHODS
-        found = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers, methods)
-        known["speed"] = reducers_speed.joined(known.get("speed", ()), found)
+        measured = reducers_speed.measure([DEMO / model for model in args.models], args.speed, args.layers, methods)
+        results["speed"] = reducers_speed.joined(results.get("speed", ()), measured)
     elif args.summarise or not (args.render or args.plot):
         if not args.summarise:
             measure(args)
-        asked = {model: samples(model, args.split, args.per_family) for model in args.models}
-        found = reducers_table.summarise(reducers_table.rows(args.rows, args.split, args.per_family), asked)
-        if known and (args.groups or args.shares):
-            found = reducers_table.joined(known, found)
-        known = found | {name: value for name, value in known.items() if name == "speed"}
-    args.results.write_text(reducers_table.dump(known))
-    found = known
+        questions = {model: samples(model, args.split, args.per_family) for model in args.models}
+        measured = reducers_table.summarise(reducers_table.rows(args.rows, args.split, args.per_family), questions)
+        if results and (args.groups or args.shares):
+            measured = reducers_table.joined(results, measured)
+        results = measured | {name: value for name, value in results.items() if name == "speed"}
+    args.results.write_text(reducers_table.dump(results))
+    measured = results
     if args.plot:
-        args.plot.write_text(reducers_plot.draw(found))
-    print(reducers_table.render(found))
-    print(json.dumps(found["findings"]))
+        args.plot.write_text(reducers_plot.draw(measured))
+    print(reducers_table.render(measured))
+    print(json.dumps(measured["findings"]))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def space(model: str) -> list[Factor]:
     factors = [Factor("weights", WEIGHTS), Factor("images", tuple(Choice(name, {"reduce": name}) for name in IMAGES))]
     if model != SMOL.name:
         return factors
-    return [Factor(one.name, tuple(choice for choice in one.choices if choice.name in FEWER)) for one in factors]
+    return [
+        Factor(factor.name, tuple(choice for choice in factor.choices if choice.name in FEWER)) for factor in factors
+    ]
 
 
 def every(model: str) -> list[Candidate]:
@@ -100,14 +102,14 @@ def questions(model: str, split: str) -> Path:
     return file
 
 
-def grid(model: str, work: Path, split: str, count: int, wanted: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
+def grid(model: str, work: Path, split: str, count: int, candidates: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
     """Ask those of the `wanted` candidates, the original among them, that WORK has no answers of.
 
     Returns by name: scores, divergences and images by question.
     """
     file = work / f"{model}-{split}.json"
     rows: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
-    lacking = [one for one in wanted if one.name not in rows]
+    lacking = [each for each in candidates if each.name not in rows]
     if not lacking:
         return rows
     about = setup(model, work, split)
@@ -144,16 +146,19 @@ class Recorded:
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
         """See `race.Trials`."""
-        return {one.name: Trial(self.evidence(one.name, questions), self.gains[one.name]) for one in candidates}
+        return {
+            candidate.name: Trial(self.evidence(candidate.name, questions), self.gains[candidate.name])
+            for candidate in candidates
+        }
 
     def evidence(self, name: str, questions: int) -> Evidence:
         """The first answers of a candidate."""
         row, before = self.rows[name], self.rows[Candidate().name]
         chosen = self.order[:questions]
-        differences = [row["scores"][one] - before["scores"][one] for one in chosen]
-        moved = [row["kl"][one] for one in chosen if row["kl"][one] is not None]
+        differences = [row["scores"][question] - before["scores"][question] for question in chosen]
+        moved = [row["kl"][question] for question in chosen if row["kl"][question] is not None]
         return Evidence(
-            differences, [before["images"][one] for one in chosen], statistics.fmean(moved) if moved else None
+            differences, [before["images"][question] for question in chosen], statistics.fmean(moved) if moved else None
         )
 
     def gain(self, candidate: Candidate) -> float | None:
@@ -170,7 +175,7 @@ def modelled(model: str, work: Path) -> dict[str, float]:
     about = setup(model, work, "validation")
     about = dataclasses.replace(about, base={**about.base, "target": TARGET})
     gains = Modelled(about, "throughput", TYPICAL)
-    return {one.name: gains.gain(one) or 1.0 for one in every(model)}
+    return {candidate.name: gains.gain(candidate) or 1.0 for candidate in every(model)}
 
 
 def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> list[dict[str, Any]]:
@@ -178,10 +183,10 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
     rows = json.loads((work / f"{model}-validation.json").read_text())
     gains, factors, names = modelled(model, work), space(model), sorted(rows[Candidate().name]["scores"])
     suite, candidates = len(names), len(gains) - 1
-    asked = Recorded(rows, gains, names).evidence(Candidate().name, suite)
-    images = confirming * asked.mean.images / suite  # if the other questions share images as these do
+    evidence = Recorded(rows, gains, names).evidence(Candidate().name, suite)
+    images = confirming * evidence.mean.images / suite  # if the other questions share images as these do
     to_the_end = {"first": suite, "joint": candidates, "finalists": candidates}
-    found = []
+    rows_by_floor = []
     for floor in floors:
         full = Race(factors, Recorded(rows, gains, names), Rules(floor, suite, images, **to_the_end))
         best = full.run()
@@ -200,7 +205,7 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
             )
         gain = best.gain if best else 1.0
         kinds = {factor.name: _alone(full, factor) for factor in factors}
-        found.append(
+        rows_by_floor.append(
             {
                 "model": model,
                 "floor": floor,
@@ -208,40 +213,44 @@ def replay(model: str, work: Path, floors: Sequence[float], confirming: int) -> 
                 "confirming": confirming,
                 "grid": {"winner": best.candidate.name if best else None, "gain": gain, "candidates": candidates},
                 "alone": kinds,
-                "regret": statistics.fmean(max(gain - one["gain"], 0.0) / gain for one in searches),
-                "saved": statistics.median(one["saved"] for one in searches),
+                "regret": statistics.fmean(max(gain - search["gain"], 0.0) / gain for search in searches),
+                "saved": statistics.median(search["saved"] for search in searches),
                 "searches": searches,
             }
         )
-    return found
+    return rows_by_floor
 
 
 def _alone(race: Race, factor: Factor) -> dict[str, Any]:
     """The candidate worth most of those that change one thing alone and are likely to be confirmed, if there is one."""
     names = {choice.name for choice in factor.choices}
-    tried = [one for name, one in race.standings.items() if name in names and one.gain > 1 and one.chance >= LIKELY]
-    best = max(tried, key=lambda one: one.worth, default=None)
+    tried = [
+        standing
+        for name, standing in race.standings.items()
+        if name in names and standing.gain > 1 and standing.chance >= LIKELY
+    ]
+    best = max(tried, key=lambda standing: standing.worth, default=None)
     return {"winner": best.candidate.name if best else None, "gain": best.gain if best else 1.0}
 
 
-def confirmed(model: str, work: Path, found: list[dict[str, Any]], count: int) -> None:
+def confirmed(model: str, work: Path, results: list[dict[str, Any]], count: int) -> None:
     """Ask the winners, and the best single changes, the test questions, and add the verdicts."""
-    names = {one["winner"] for row in found for one in (row["grid"], *row["searches"], *row["alone"].values())}
-    wanted = [one for one in every(model) if not one.choices or one.name in names]
-    rows = grid(model, work, "test", count, wanted)
+    names = {choice["winner"] for row in results for choice in (row["grid"], *row["searches"], *row["alone"].values())}
+    candidates = [choice for choice in every(model) if not choice.choices or choice.name in names]
+    rows = grid(model, work, "test", count, candidates)
     before = rows[Candidate().name]
-    for row in found:
-        for one in (row["grid"], *row["searches"], *row["alone"].values()):
-            if one["winner"] is None:
+    for row in results:
+        for choice in (row["grid"], *row["searches"], *row["alone"].values()):
+            if choice["winner"] is None:
                 continue
-            scores = rows[one["winner"]]["scores"]
+            scores = rows[choice["winner"]]["scores"]
             pair = compare(
                 list(before["scores"].values()),
                 [scores[name] for name in before["scores"]],
                 [before["images"][name] for name in before["scores"]],
                 margin=row["floor"],
             )
-            one |= {"test": pair.difference, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
+            choice |= {"test": pair.difference, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
 
 
 def pq_rows(file: Path) -> int:
@@ -256,14 +265,14 @@ def served(model: str, work: Path, rows: Sequence[dict[str, Any]]) -> None:
     about = setup(model, work, "validation")
     typical = Modelled(about, "throughput", Load(requests=64), STAND_IN)
     measured = Measured(typical, str(questions(model, "validation")))
-    by_name, ratios = {one.name: one for one in every(model)}, dict[str, dict[str, float]]()
-    for one in (one for row in rows for one in (row["grid"], *row["alone"].values()) if one["winner"]):
-        if one["winner"] not in ratios:
-            found = measured.measure(by_name[one["winner"]], lambda *_: None)
-            ratios[one["winner"]] = {"ratio": found.ratio, "low": found.low, "high": found.high}
-            shown = f"{model} {one['winner']}: {times(found.ratio)} requests a second"
+    by_name, ratios = {choice.name: choice for choice in every(model)}, dict[str, dict[str, float]]()
+    for choice in (choice for row in rows for choice in (row["grid"], *row["alone"].values()) if choice["winner"]):
+        if choice["winner"] not in ratios:
+            speed = measured.measure(by_name[choice["winner"]], lambda *_: None)
+            ratios[choice["winner"]] = {"ratio": speed.ratio, "low": speed.low, "high": speed.high}
+            shown = f"{model} {choice['winner']}: {times(speed.ratio)} requests a second"
             print(time.strftime("%H:%M:%S"), shown, file=sys.stderr, flush=True)
-        one["served"] = ratios[one["winner"]]
+        choice["served"] = ratios[choice["winner"]]
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -273,7 +282,7 @@ def render(data: Mapping[str, Any]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in data["rows"]:
         best = row["grid"]
-        winners = [one for one in row["searches"] if one["winner"]]
+        winners = [search for search in row["searches"] if search["winner"]]
         cells = [
             row["model"],
             f"{100 * row['floor']:g}",
@@ -283,23 +292,23 @@ def render(data: Mapping[str, Any]) -> str:
             _change(best) if best["winner"] else "",
             f"{100 * row['regret']:.0f}%",
             f"{row['saved']:.1f}x" if math.isfinite(row["saved"]) else "",
-            f"{sum(one['verdict'] == 'pass' for one in winners)} of {len(winners)}",
+            f"{sum(search['verdict'] == 'pass' for search in winners)} of {len(winners)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _change(one: Mapping[str, Any]) -> str:
+def _change(choice: Mapping[str, Any]) -> str:
     """A winner's difference on the test questions, in points, and the verdict."""
-    return f"{points(one['test'])} ({points(one['low'])} to {points(one['high'])}), {one['verdict']}"
+    return f"{points(choice['test'])} ({points(choice['low'])} to {points(choice['high'])}), {choice['verdict']}"
 
 
-def _shown(one: Mapping[str, Any]) -> str:
+def _shown(choice: Mapping[str, Any]) -> str:
     """A winner and what it gains, modelled, and in a server where that was measured."""
-    if one["winner"] is None:
+    if choice["winner"] is None:
         return "none"
-    shown = f"{one['winner']}: {times(one['gain'])}"
-    return f"{shown}, served {times(one['served']['ratio'])}" if "served" in one else shown
+    shown = f"{choice['winner']}: {times(choice['gain'])}"
+    return f"{shown}, served {times(choice['served']['ratio'])}" if "served" in choice else shown
 
 
 def main() -> None:
@@ -323,10 +332,10 @@ def main() -> None:
     for model in args.models:
         grid(model, args.work, "validation", args.questions, every(model))
         confirming = args.test or pq_rows(questions(model, "test"))
-        found = replay(model, args.work, FLOORS, confirming)
-        confirmed(model, args.work, found, confirming)
-        served(model, args.work, [row for row in found if row["floor"] in args.speed])
-        rows += found
+        replayed = replay(model, args.work, FLOORS, confirming)
+        confirmed(model, args.work, replayed, confirming)
+        served(model, args.work, [row for row in replayed if row["floor"] in args.speed])
+        rows += replayed
     data = {"seeds": SEEDS, "rows": sorted(rows, key=lambda row: (row["model"], row["floor"]))}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     print(render(data))

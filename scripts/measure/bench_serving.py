@@ -113,7 +113,7 @@ def reducer_ms(rounds: int = 50) -> dict[str, float]:
         signals = Signals((1, SIDE, SIDE), features=features)
         reducers.reduce(chosen.module, signals, chosen.options).apply(features)
         times[reduce].append(time.perf_counter() - start)
-    return {reduce: 1000 * statistics.median(own) for reduce, own in times.items()}
+    return {reduce: 1000 * statistics.median(seconds) for reduce, seconds in times.items()}
 
 
 def main() -> None:
@@ -134,8 +134,8 @@ def main() -> None:
     groups = options.groups.split(",")
     if unknown := set(groups) - set(GROUPS):
         parser.error(f"--groups: no such group {', '.join(unknown)}; there are {', '.join(GROUPS)}")
-    wanted = dict.fromkeys(variant for group in groups for variant in GROUPS[group])
-    folders = {variant: prepare(variant, options.work, options.layers) for variant in wanted}
+    variants = dict.fromkeys(variant for group in groups for variant in GROUPS[group])
+    folders = {variant: prepare(variant, options.work, options.layers) for variant in variants}
     if not options.prepare:
         measure_groups(groups, folders, options)
 
@@ -143,31 +143,31 @@ def main() -> None:
 def measure_groups(groups: Sequence[str], folders: Mapping[Variant, Path], options: argparse.Namespace) -> None:
     """Run groups, one after the other; when one fails its measurements stay, and the next one is run."""
     kept = options.out is not None and options.out.is_file()
-    found: dict[str, Any] = json.loads(options.out.read_text()) if kept else {}
+    results: dict[str, Any] = json.loads(options.out.read_text()) if kept else {}
     progress, failed = ProgressBar(), []
     for group in groups:
-        own, rows = {variant: folders[variant] for variant in GROUPS[group]}, []
+        served, rows = {variant: folders[variant] for variant in GROUPS[group]}, []
         began = time.monotonic()
         record = {**sides.origin(), "layers": options.layers, "reducer_ms": reducer_ms()}
         try:
-            for turn in run_group(group, own, options.turns, progress):
+            for turn in run_group(group, served, options.turns, progress):
                 rows += turn
-                found[group] = {**record, "seconds": round(time.monotonic() - began), "rows": rows}
+                results[group] = {**record, "seconds": round(time.monotonic() - began), "rows": rows}
                 print(f"{group}: {turn[0]['turn'] + 1} of {options.turns} turns", file=sys.stderr)
                 if options.out:
-                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
         except UserError as error:
             failed.append(f"{group}: {error}")
     progress.close()
-    show({group: found[group] for group in GROUPS if group in found})
+    show({group: results[group] for group in GROUPS if group in results})
     if failed:
         sys.exit("\n".join(failed))
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(results: Mapping[str, Any]) -> None:
     """Print the tables, and as the last line the figures."""
-    print(serving_table.render(found))
-    print(json.dumps(serving_table.summarise(found)))
+    print(serving_table.render(results))
+    print(json.dumps(serving_table.summarise(results)))
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ def timed(*arguments: object) -> dict[str, float]:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found = {"seconds": round(time.perf_counter() - start, 2), "cpu_seconds": round(used, 2)}
-    print(f"{arguments[0]:<10}{found}", flush=True)
-    return found | ({"settings": len(json.loads(done.stdout)["points"])} if arguments[0] == "sweep" else {})
+    times = {"seconds": round(time.perf_counter() - start, 2), "cpu_seconds": round(used, 2)}
+    print(f"{arguments[0]:<10}{times}", flush=True)
+    return times | ({"settings": len(json.loads(done.stdout)["points"])} if arguments[0] == "sweep" else {})
 
 
 def main() -> None:
@@ -87,13 +87,13 @@ def main() -> None:
         model, stats = Path(place) / "model", Path(place) / "stats"
         build(model, args.layers)
         data = ("--calib", images(Path(place) / "images", args.samples, args.tokens), "--samples", args.samples)
-        found: dict = {"layers": args.layers, "samples": args.samples, "visual_tokens": args.tokens}
+        results: dict = {"layers": args.layers, "samples": args.samples, "visual_tokens": args.tokens}
         needs = "absmax,absmean,gram,gradient"
-        found["calibrate"] = timed("calibrate", model, "-o", stats, "--needs", needs, *data)
-        found["sweep"] = timed("sweep", stats, model, "--json")
-        found["quantize"] = timed("quantize", model, "--scheme", "gptq", "-o", Path(place) / "out", *data)
-        found["ratio"] = round(found["sweep"]["cpu_seconds"] / found["quantize"]["cpu_seconds"], 4)
-        print(json.dumps(found))
+        results["calibrate"] = timed("calibrate", model, "-o", stats, "--needs", needs, *data)
+        results["sweep"] = timed("sweep", stats, model, "--json")
+        results["quantize"] = timed("quantize", model, "--scheme", "gptq", "-o", Path(place) / "out", *data)
+        results["ratio"] = round(results["sweep"]["cpu_seconds"] / results["quantize"]["cpu_seconds"], 4)
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

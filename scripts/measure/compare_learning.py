@@ -70,9 +70,9 @@ def rows(work: Path, model: str) -> Path:
     return path
 
 
-def _one_each(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _one_each(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first row about each image, or pair of images, `PER_FAMILY` at most."""
-    return list({tuple(row["image"]): row for row in reversed(found)}.values())[::-1][:PER_FAMILY]
+    return list({tuple(row["image"]): row for row in reversed(family)}.values())[::-1][:PER_FAMILY]
 
 
 def verb(out: Path, *arguments: object) -> None:
@@ -101,9 +101,9 @@ def train(work: Path, model: str) -> None:
     scorer, data = work / f"{model}.safetensors", rows(work, model)
     drawn = ("--calib", data, "--samples", 9 * PER_FAMILY)
     verb(scorer, "learn-reducer", DEMO / model, *drawn, "--keep", KEEP, "--steps", STEPS)
-    for number, (reducer, how) in enumerate(RECOVERED.items()):
+    for number, (reducer, flags) in enumerate(RECOVERED.items()):
         reduce = _with(reducer, scorer)
-        verb(work / f"{model}-recovered-{number}", "recover", DEMO / model, "--reduce", reduce, *drawn, *how)
+        verb(work / f"{model}-recovered-{number}", "recover", DEMO / model, "--reduce", reduce, *drawn, *flags)
 
 
 def _with(reducer: str, scorer: Path) -> str:
@@ -112,21 +112,21 @@ def _with(reducer: str, scorer: Path) -> str:
 
 def ask(work: Path, model: str) -> dict[str, Any]:
     """Ask the test split with every reducer, of the model as it is and as it was trained."""
-    asked = samples(model, "test", None)
+    questions = samples(model, "test", None)
     names: dict[str, int] = {}
-    clusters = [names.setdefault(about(sample), len(names)) for sample in asked]
+    clusters = [names.setdefault(about(sample), len(names)) for sample in questions]
     scorer = work / f"{model}.safetensors"
     trained = {reducer: work / f"{model}-recovered-{number}" for number, reducer in enumerate(RECOVERED)}
     kinds = ("learned:{}", "learned:{},merge=nearest", *UNTRAINED)
     every = {DEMO / model: [kind.format(share) for share in SHARES for kind in kinds]}
     every |= {folder: [reducer] for reducer, folder in trained.items()}
     full: list[float] = []
-    found = []
+    rows = []
     for folder, reducers in every.items():
         if not folder.exists():
             continue
         vlm = models.load(folder)
-        asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, asked))
+        asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, questions))
         full = full or asker.ask(None).exact.double().tolist()
         recovered = folder in trained.values()
         for text in reducers:
@@ -134,7 +134,7 @@ def ask(work: Path, model: str) -> dict[str, Any]:
             change = compare(full, exact, clusters)
             row = {"reduce": text, "recovered": recovered, "share": text.split(":")[1].split(",")[0]}
             row |= {"exact": sum(exact) / len(exact), "change": [change.difference, change.low, change.high]}
-            found.append(row)
+            rows.append(row)
             shown = f"{model} {'recovered ' if recovered else ''}{text}: {100 * row['exact']:.1f}%"
             print(shown, file=sys.stderr, flush=True)
     training = {
@@ -142,28 +142,28 @@ def ask(work: Path, model: str) -> dict[str, Any]:
         for what, path in {"scorer": scorer, **trained}.items()
         if path.exists()
     }
-    known = {
+    facts = {
         what: {"seconds": done["seconds"], "held_out_kl": done.get("held_out_kl") or done["recovery"]["held_out_kl"]}
         for what, done in training.items()
     }
-    return {"full": sum(full) / len(full), "questions": len(full), "rows": found, "training": known}
+    return {"full": sum(full) / len(full), "questions": len(full), "rows": rows, "training": facts}
 
 
-def render(found: dict[str, Any]) -> str:
+def render(results: dict[str, Any]) -> str:
     """The docs' table: exact match at each share, with the 95% interval of the difference to all tokens."""
     lines = ["| model | reducer | 50% | 25% | 11% | trained for |", "|---|---|---|---|---|---|"]
-    for model, one in found.items():
-        lines.append(f"| {model.removeprefix('demo-')} | all tokens: {100 * one['full']:.1f} |  |  |  |  |")
+    for model, result in results.items():
+        lines.append(f"| {model.removeprefix('demo-')} | all tokens: {100 * result['full']:.1f} |  |  |  |  |")
         groups: dict[str, dict[str, Any]] = {}
-        for row in one["rows"]:
+        for row in result["rows"]:
             name = row["reduce"].replace(f":{row['share']}", "") + (", recovered" if row["recovered"] else "")
             groups.setdefault(name, {})[row["share"]] = row
-        for name, own in groups.items():
-            cells = [_cell(own[share]) if share in own else "" for share in SHARES]
+        for name, by_share in groups.items():
+            cells = [_cell(by_share[share]) if share in by_share else "" for share in SHARES]
             parts = ["scorer"] * name.startswith("learned") + [
-                row["reduce"] for row in own.values() if row["recovered"]
+                row["reduce"] for row in by_share.values() if row["recovered"]
             ]
-            seconds = sum(one["training"][part]["seconds"] for part in parts)
+            seconds = sum(result["training"][part]["seconds"] for part in parts)
             cells.append(f"{seconds / 60:.0f} min" if parts else "")
             lines.append(f"|  | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -184,16 +184,16 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
-    found = json.loads(args.results.read_text()) if args.results.exists() else {}
+    results = json.loads(args.results.read_text()) if args.results.exists() else {}
     if not args.render:
         args.work.mkdir(parents=True, exist_ok=True)
         for model in args.models:
             if not args.summarise:
                 train(args.work, model)
-            found[model] = ask(args.work, model)
-        args.results.write_text(json.dumps(found, indent=1) + "\n")
-    print(render(found))
-    print(json.dumps({model: len(one["rows"]) for model, one in found.items()}))
+            results[model] = ask(args.work, model)
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    print(render(results))
+    print(json.dumps({model: len(result["rows"]) for model, result in results.items()}))
 
 
 if __name__ == "__main__":

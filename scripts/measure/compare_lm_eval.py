@@ -38,9 +38,9 @@ def stock(model: str, suite: LoadedSuite, dtype: str, batch: int) -> tuple[dict[
     scores, answers = {}, {}
     for name, task in suite.tasks.items():
         with quiet():
-            found: Any = simple_evaluate(lm, tasks=[task], bootstrap_iters=0, apply_chat_template=True)
-        scores[name] = found["results"][name][f"{metric(task)},none"]
-        answers |= {places[name, row["doc_id"]]: row["filtered_resps"][0].strip() for row in found["samples"][name]}
+            evaluated: Any = simple_evaluate(lm, tasks=[task], bootstrap_iters=0, apply_chat_template=True)
+        scores[name] = evaluated["results"][name][f"{metric(task)},none"]
+        answers |= {places[name, row["doc_id"]]: row["filtered_resps"][0].strip() for row in evaluated["samples"][name]}
         print(f"stock lm-eval: {name} {scores[name]:.4f}", file=sys.stderr, flush=True)
     return scores, answers
 
@@ -57,8 +57,8 @@ def main() -> int:
     args = parser.parse_args()
 
     suite = load_suite(args.suite, args.data, candidate=args.model, baseline=args.model, limit=args.limit)
-    asked = ask_suite(args.model, suite, get(args.engine), Settings(dtype=args.dtype))
-    ours = {name: asked.metrics[name][metric(task)] for name, task in suite.tasks.items()}
+    answered = ask_suite(args.model, suite, get(args.engine), Settings(dtype=args.dtype))
+    ours = {name: answered.metrics[name][metric(task)] for name, task in suite.tasks.items()}
     theirs, answers = stock(args.model, suite, args.dtype, args.batch)
     print(f"{'task':24}{'stock':>10}{'ours':>10}")
     for name in suite.tasks:
@@ -71,7 +71,7 @@ def main() -> int:
         "samples": len(suite),
         "stock": theirs,
         "ours": ours,
-        "equal_answers": sum(answers[sample.id] == sample.text for sample in asked.samples),
+        "equal_answers": sum(answers[sample.id] == sample.text for sample in answered.samples),
         "same": theirs == ours,
     }
     print(json.dumps(result))

@@ -35,9 +35,9 @@ SHARES = (0.5, 0.25, 1 / 9)
 
 def compare(model: str, split: str, per_family: int | None) -> list[dict[str, Any]]:
     """Ask all questions with every method, share and kind of positions."""
-    vlm, asked = models.load(DEMO / model), samples(model, split, per_family)
-    asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, asked))
-    images, found = _numbers([about(sample) for sample in asked]), []
+    vlm, questions = models.load(DEMO / model), samples(model, split, per_family)
+    asker = reduced_answers.Asker(vlm, reduced_answers.prepare(vlm, questions))
+    images, rows = _numbers([about(sample) for sample in questions]), []
     for method in METHODS:
         for share in SHARES:
             original, compact = (
@@ -46,14 +46,14 @@ def compare(model: str, split: str, per_family: int | None) -> list[dict[str, An
             )
             change = difference((compact - original)[None], images)
             row = {"method": method, "keep": round(share, 3), "original": float(original.mean())}
-            found.append(row | {"compact": float(compact.mean()), "change": change})
+            rows.append(row | {"compact": float(compact.mean()), "change": change})
             low, high = (100 * (change["difference"] + sign * BEYOND * change["error"]) for sign in (-1, 1))
-            values = f"{100 * row['original']:.1f} {100 * found[-1]['compact']:.1f}"
+            values = f"{100 * row['original']:.1f} {100 * rows[-1]['compact']:.1f}"
             print(
                 f"{method} {share:.3f}: {values}, {100 * change['difference']:+.1f} ({low:+.1f} to {high:+.1f})",
                 flush=True,
             )
-    return found
+    return rows
 
 
 def main() -> None:
@@ -65,10 +65,10 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
-    found = compare(args.model, args.split, args.per_family)
+    rows = compare(args.model, args.split, args.per_family)
     if args.out:
-        args.out.write_text(json.dumps(found) + "\n")
-    print(json.dumps(found))
+        args.out.write_text(json.dumps(rows) + "\n")
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":

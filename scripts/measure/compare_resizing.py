@@ -49,25 +49,25 @@ TWO_STAGES = ((64, 0.5), (49, 0.5))
 
 def ask(folder: Path, kept: Path) -> dict[str, Any]:
     """Ask about images made smaller to each of `LIMITS`, and with each reducer at the share that this leaves."""
-    vlm, asked = models.load(folder), samples("demo-qwen", "test", None)
+    vlm, questions = models.load(folder), samples("demo-qwen", "test", None)
     names: dict[str, int] = {}
-    clusters = [names.setdefault(about(sample), len(names)) for sample in asked]
-    whole = Asker(vlm, reduced_answers.prepare(vlm, asked))
+    clusters = [names.setdefault(about(sample), len(names)) for sample in questions]
+    whole = Asker(vlm, reduced_answers.prepare(vlm, questions))
     before = whole.visual()
     done = json.loads(kept.read_text()) if kept.exists() else {}
 
     def answers(key: str, run: Any) -> list[float]:
         if key not in done:
-            found = run()
-            done[key] = {"exact": found.exact.int().tolist(), "share": float(found.after.sum() / before.sum())}
+            answered = run()
+            done[key] = {"exact": answered.exact.int().tolist(), "share": float(answered.after.sum() / before.sum())}
             kept.write_text(json.dumps(done))
-            print(f"{key}: {100 * sum(done[key]['exact']) / len(asked):.1f}%", file=sys.stderr, flush=True)
-        return [float(one) for one in done[key]["exact"]]
+            print(f"{key}: {100 * sum(done[key]['exact']) / len(questions):.1f}%", file=sys.stderr, flush=True)
+        return [float(right) for right in done[key]["exact"]]
 
     def smaller(tokens: int, chosen: str | None = None) -> Any:
-        own = resizing.resized(vlm, Resize(tokens=tokens))
+        resized = resizing.resized(vlm, Resize(tokens=tokens))
         reducer = parse(chosen) if chosen else None
-        return Asker(own, reduced_answers.prepare(own, samples("demo-qwen", "test", None))).ask(reducer)
+        return Asker(resized, reduced_answers.prepare(resized, samples("demo-qwen", "test", None))).ask(reducer)
 
     full = answers("full", lambda: whole.ask(None))
     rows = []
@@ -86,8 +86,10 @@ def ask(folder: Path, kept: Path) -> dict[str, Any]:
         share = done[text]["share"]
         other = f"coverage:{round(share, 4)}"
         alone = answers(other, lambda other=other: whole.ask(parse(other)))
-        rows += [_row(one, share, full, exact, found, clusters) for one, found in ((text, exact), (other, alone))]
-    return {"questions": len(asked), "full": sum(full) / len(full), "rows": rows}
+        rows += [
+            _row(right, share, full, exact, answered, clusters) for right, answered in ((text, exact), (other, alone))
+        ]
+    return {"questions": len(questions), "full": sum(full) / len(full), "rows": rows}
 
 
 def _row(
@@ -101,17 +103,17 @@ def _row(
     return row
 
 
-def render(found: dict[str, Any]) -> str:
+def render(results: dict[str, Any]) -> str:
     """The docs' table."""
     lines = [
         "| tokens left | reducer | exact match | less all tokens | less the first row of as many tokens |",
         "|---:|---|---:|---|---|",
     ]
-    seen: set[float] = set()
-    for row in found["rows"]:
+    shares: set[float] = set()
+    for row in results["rows"]:
         change, other = (_interval(row[name]) for name in ("less_full", "less_other"))
-        first = row["share"] not in seen
-        seen.add(row["share"])
+        first = row["share"] not in shares
+        shares.add(row["share"])
         name = row["reduce"].replace(f":{row['share']}", "")
         cells = [f"{100 * row['share']:.0f}%" if first else "", name, f"{100 * row['exact']:.1f}", change]
         lines.append("| " + " | ".join([*cells, "" if first else other]) + " |")
@@ -137,11 +139,11 @@ def main() -> None:
         folder = args.work / "demo-qwen-scales"
         if args.train and not folder.exists():
             train(DEMO / "demo-qwen", folder, args.train)
-        found = ask(folder, args.work / "answers.json")
-        args.results.write_text(json.dumps(found, indent=1) + "\n")
-    found = json.loads(args.results.read_text())
-    print(render(found))
-    print(json.dumps({"questions": found["questions"], "full": found["full"], "rows": len(found["rows"])}))
+        results = ask(folder, args.work / "answers.json")
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads(args.results.read_text())
+    print(render(results))
+    print(json.dumps({"questions": results["questions"], "full": results["full"], "rows": len(results["rows"])}))
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ class Bench:
         if not self.english:
             return None
         path = self.work / "reference" / f"{self.name}-{self.args.split}-{self.args.paragraphs}-texts.pt"
-        own = english.paragraphs(self.args.split)[: self.args.paragraphs]
+        texts = english.paragraphs(self.args.split)[: self.args.paragraphs]
 
         def make() -> text_probe.Reference:
             vlm = models.load(self.folder)
-            return text_probe.reference(vlm, text_probe.tokenized(vlm, own))
+            return text_probe.reference(vlm, text_probe.tokenized(vlm, texts))
 
         return teacher_forcing.cached(path, make)
 
@@ -121,38 +121,38 @@ class Bench:
         out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}{'-gradients' if reading else ''}"
         if not (out / "statistics.json").exists():
             start = time.process_time()
-            given = self.given(out, seed) | {"scheme": "gptq"}
-            calibrate.calibrate(resolve(given).recipe, needs=needs, resume=True)
+            keys = self.given(out, seed) | {"scheme": "gptq"}
+            calibrate.calibrate(resolve(keys).recipe, needs=needs, resume=True)
             out.with_name(f"{out.name}.seconds").write_text(str(time.process_time() - start))
         return out
 
     def samples(self, seed: int) -> list[dict[str, torch.Tensor]]:
         """The calibration samples, encoded."""
         sources = self.sources()
-        found, texts = load_mixed(sources["data"], sources.get("text"), samples=self.args.samples, seed=seed)
-        return encode([*found, *texts], self.plain)
+        samples, texts = load_mixed(sources["data"], sources.get("text"), samples=self.args.samples, seed=seed)
+        return encode([*samples, *texts], self.plain)
 
     def measure(self, vlm: VLM) -> dict[str, torch.Tensor]:
         """Measure a quantized model: `text/NAME [texts]` and `answers/NAME [questions]`."""
-        found: dict[str, torch.Tensor] = {}
+        values_by_name: dict[str, torch.Tensor] = {}
         if self.texts is not None:
-            found |= {f"text/{name}": values for name, values in text_probe.compare(vlm, self.texts).items()}
+            values_by_name |= {f"text/{name}": values for name, values in text_probe.compare(vlm, self.texts).items()}
         if self.asked is not None:
             rows, (original, label, question) = self.asked
             if not _same_inputs(vlm, self.plain):  # e.g. a rotated one: it reads other embeddings
                 rows = teacher_forcing.pack(teacher_forcing.encode_questions(vlm, self.questions))
             logits, *_ = teacher_forcing.predictions(vlm, rows)
             measures = teacher_forcing.measure(original, logits, label, question)
-            found |= {f"answers/{name}": values for name, values in measures.items()}
-        return found
+            values_by_name |= {f"answers/{name}": values for name, values in measures.items()}
+        return values_by_name
 
 
-def _same_inputs(one: VLM, other: VLM) -> bool:
+def _same_inputs(quantized: VLM, other: VLM) -> bool:
     """Whether what enters the language model is the same in both."""
-    spec, parts = one.spec, (one.model.get_input_embeddings(), other.model.get_input_embeddings())
+    spec, parts = quantized.spec, (quantized.model.get_input_embeddings(), other.model.get_input_embeddings())
     pairs = [tuple(part.weight for part in parts)]
     for name in (*spec.vision, *spec.projector):
-        mine, others = (dict(vlm.model.get_submodule(name).named_parameters()) for vlm in (one, other))
+        mine, others = (dict(vlm.model.get_submodule(name).named_parameters()) for vlm in (quantized, other))
         pairs += [(mine[key], others[key]) for key in others if key in mine]
     return all(torch.equal(a.float(), b.float()) for a, b in pairs)
 
@@ -162,16 +162,16 @@ def quantized(bench: Bench, form: str, row: Row, seed: int) -> tuple[VLM, dict[s
     if row.kind in ("stock", "autoround"):
         return _others(bench, form, row, seed)
     out = bench.work / "checkpoint"
-    given = bench.given(out, seed) | row.given(form)
+    keys = bench.given(out, seed) | row.given(form)
     facts: dict[str, Any] = {}
     if row.data_free:
-        given.pop("calibrate")
+        keys.pop("calibrate")
     elif row.kind == "stats":
         stats = bench.statistics(seed, row)
-        given["calibrate"] = {"stats": str(stats)}
+        keys["calibrate"] = {"stats": str(stats)}
         facts["statistics_seconds"] = round(float(stats.with_name(f"{stats.name}.seconds").read_text()), 1)
     start = time.process_time()
-    manifest = quantize(resolve(given).recipe, overwrite=True).manifest
+    manifest = quantize(resolve(keys).recipe, overwrite=True).manifest
     facts |= {"seconds": round(time.process_time() - start, 1), "phases": manifest.get("timing")}
     facts |= {"bytes": manifest["size"]["weights_after"], "bytes_before": manifest["size"]["weights_before"]}
     vlm = teacher_forcing.load_quantized(out, bench.plain)
@@ -183,17 +183,17 @@ def _others(bench: Bench, form: str, row: Row, seed: int) -> tuple[VLM, dict[str
     """Quantize the model by someone else's package, in place: in float32, as CPUs multiply BF16 four times as slowly."""
     grid, vlm = FORMATS[form], models.load(bench.folder)
     vlm.model.float()
-    given = {"bits": grid.bits, "group_size": grid.group, "symmetric": grid.symmetric} if grid else {}
+    options = {"bits": grid.bits, "group_size": grid.group, "symmetric": grid.symmetric} if grid else {}
     start = time.process_time()
     if row.kind == "stock":
         from stock_methods import run_stock
 
-        run_stock(vlm, bench.samples(seed), row.scheme, **given)
+        run_stock(vlm, bench.samples(seed), row.scheme, **options)
     else:
         from auto_round_contender import run_auto_round
 
         kept = bench.work / "autoround" / re.sub(r"[^\w.]+", "-", f"{bench.name} {form} {row.options} {seed}")
-        return vlm, run_auto_round(vlm, bench.samples(seed), kept, seed=seed, **given, **row.options)
+        return vlm, run_auto_round(vlm, bench.samples(seed), kept, seed=seed, **options, **row.options)
     return vlm, {"seconds": round(time.process_time() - start, 1)}
 
 
@@ -256,13 +256,13 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if args.render:
-        found = json.loads(RESULTS.read_text())
+        rows = json.loads(RESULTS.read_text())
     elif args.model is None:
         parser.error("name a model")
     else:
-        found = tabulated(args)
-    print(weights_table.render(found))
-    print(json.dumps(found))
+        rows = tabulated(args)
+    print(weights_table.render(rows))
+    print(json.dumps(rows))
 
 
 def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -272,16 +272,16 @@ def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
         measure(args)
     name = f"{args.model.name}-{args.variant}"
     questions = chosen(args.model, args.split, args.questions) if bundled(args.model, args.split) else []
-    found = weights_table.summarise(args.work, name, args.split, questions)
+    rows = weights_table.summarise(args.work, name, args.split, questions)
     if args.save:
-        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, joined(found))) + "\n]\n")
-    return found
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, joined(rows))) + "\n]\n")
+    return rows
 
 
-def joined(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in place of those of the same model, split, format and method in eval/weights.json; the others stay as they are."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    by_name = {(row["model"], row["split"], row["format"], row["method"]): row for row in [*known, *found]}
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    by_name = {(row["model"], row["split"], row["format"], row["method"]): row for row in [*kept, *rows]}
     return [by_name[name] for name in sorted(by_name, key=weights_table.order)]
 
 

@@ -51,7 +51,7 @@ def calibration(folder: Path) -> Path:
     return file
 
 
-def compress(source: Path, data: Path, out: Path, **more: str) -> str | None:
+def compress(source: Path, data: Path, out: Path, **keys: str) -> str | None:
     """Write one checkpoint and examine it; returns what went wrong, or None."""
     from vlmcompress.compression.quantize import quantize
     from vlmcompress.diagnosis import files as doctor
@@ -59,7 +59,7 @@ def compress(source: Path, data: Path, out: Path, **more: str) -> str | None:
     from vlmcompress.recipe import resolve
 
     try:
-        quantize(resolve({"model": str(source), "out": str(out), "calibrate": {"data": str(data)}} | more).recipe)
+        quantize(resolve({"model": str(source), "out": str(out), "calibrate": {"data": str(data)}} | keys).recipe)
     except UserError as error:
         return str(error)
     return next((f"{check.name}: {check.detail}" for check in doctor.diagnose(out, source) if not check.ok), None)
@@ -72,24 +72,24 @@ def in_transformers(out: Path) -> Cell:
     from tests.kit.inputs import images
     from vlmcompress import models
 
-    found: Cell = {"problem": None}
+    cell: Cell = {"problem": None}
     with models.quiet():
         try:
             loaded: Any = AutoModelForImageTextToText.from_pretrained(out, dtype="auto", output_loading_info=True)
             model, info = loaded
             if lacking := info["missing_keys"]:  # filled with random numbers
                 raise ValueError(f"transformers finds no tensor for {min(lacking)}")
-            found["transformers"] = True
+            cell["transformers"] = True
         except (RuntimeError, ValueError) as error:
-            found |= {"transformers": False, "problem": str(error).splitlines()[0]}
+            cell |= {"transformers": False, "problem": str(error).splitlines()[0]}
             model, _ = models.open_model(out, dtype="auto")
-            found["loader"] = True
+            cell["loader"] = True
         processor = AutoProcessor.from_pretrained(out)
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
         text = processor.apply_chat_template(messages, add_generation_prompt=True)
         inputs = processor(text=[text], images=images(1), return_tensors="pt").to(model.dtype)
         model.eval().generate(**inputs, max_new_tokens=2, do_sample=False)
-    return found
+    return cell
 
 
 def carried(spec, source: Path, out: Path) -> str | None:
@@ -123,8 +123,8 @@ def try_schemes(family: str, base: Path) -> dict[str, Any]:
         cells[scheme] = in_transformers(base / scheme) if problem is None else {"problem": problem}
     mtp = carried(spec, source, base / SCHEMES[0])
     tried = [scheme for scheme, cell in cells.items() if "transformers" in cell]
-    found = asked("answers", vllm_answers.jobs(base / scheme for scheme in tried))
-    for scheme, result in zip(tried, found, strict=True):
+    answers = asked("answers", vllm_answers.jobs(base / scheme for scheme in tried))
+    for scheme, result in zip(tried, answers, strict=True):
         cells[scheme] |= said(result)
     about = {"model_types": list(spec.model_types), "experts": spec.experts is not None, "vllm_cpu": spec.vllm_cpu}
     return about | {"mtp": mtp, "schemes": cells}
@@ -143,11 +143,11 @@ def try_reducers(family: str, base: Path) -> dict[str, Any]:
     tried = [name for name, cell in cells.items() if cell["problem"] is None]
     if not tried:
         return {"reducers": cells}
-    whole, *found = asked("answers", vllm_answers.jobs([source, *(base / name for name in tried)]))
-    for name, result in zip(tried, found, strict=True):
+    whole, *answers = asked("answers", vllm_answers.jobs([source, *(base / name for name in tried)]))
+    for name, result in zip(tried, answers, strict=True):
         cells[name] |= said(result)
         pairs = zip(result.get("answers", ()), whole.get("answers", ()), strict=False)
-        if name not in NOT_SHORTER and any(len(one["prompt"]) >= len(other["prompt"]) for one, other in pairs):
+        if name not in NOT_SHORTER and any(len(reduced["prompt"]) >= len(other["prompt"]) for reduced, other in pairs):
             cells[name] = {"vllm": False, "problem": "the prompt is as long as without it"}
     return {"reducers": cells}
 
@@ -168,18 +168,18 @@ def counted(families: list[str]) -> dict[str, int]:
     )
     longest = sorted(families, key=len, reverse=True)
     pattern = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, longest))})(?![\w.])")
-    found = dict.fromkeys(families, 0)
+    counts = dict.fromkeys(families, 0)
     for line in listed.stdout.splitlines():
         for name in set(pattern.findall(line.partition("[")[2])):
-            found[name] += 1
-    return found
+            counts[name] += 1
+    return counts
 
 
-def render(found: dict[str, dict]) -> str:
+def render(results: dict[str, dict]) -> str:
     """Render the results as two Markdown tables."""
     heads = [*SCHEMES, "experts", "MTP", "as its source", "tests"]
     lines = [f"| family | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for family, row in found.items():
+    for family, row in results.items():
         cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
         equal = row.get("equal", {})
         same = f"{equal['equal']} of {equal['prompts']}" if "prompts" in equal else "?"
@@ -187,7 +187,7 @@ def render(found: dict[str, dict]) -> str:
         lines.append(f"| {family} | {' | '.join(cells)} |")
     names = [reducer.partition(":")[0] for reducer in REDUCERS]
     lines += ["", f"| family | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    served = {family: [letters(row["reducers"][name]) for name in names] for family, row in found.items()}
+    served = {family: [letters(row["reducers"][name]) for name in names] for family, row in results.items()}
     lines += [f"| {family} | {' | '.join(cells)} |" for family, cells in served.items() if set(cells) != {"–"}]
     lines += [
         "",
@@ -196,12 +196,12 @@ def render(found: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def overview(found: dict[str, dict]) -> str:
+def overview(results: dict[str, dict]) -> str:
     """Render one table of models by scheme for the README: models that answered in the same places share a row."""
     from vlmcompress.common.registry import FAMILIES
 
     rows: dict[tuple[str, ...], list[str]] = {}
-    for family, row in found.items():
+    for family, row in results.items():
         cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
         served = any(cell.get("vllm") for cell in row["reducers"].values())
         models = FAMILIES.summary(family).partition(":")[0].partition(" (`")[0]
@@ -217,11 +217,11 @@ def letters(cell: Cell) -> str:
     return " ".join(letter for letter, engine in engines if cell.get(engine)) or "–"
 
 
-def keep(family: str, **more: Any) -> None:
+def keep(family: str, **cells: Any) -> None:
     """Add to what the file has of a family; the other script may have been at work meanwhile."""
-    known = json.loads(RESULTS.read_text())
-    known[family] = known.get(family, {}) | more
-    RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    results = json.loads(RESULTS.read_text())
+    results[family] = results.get(family, {}) | cells
+    RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
 
 
 def main() -> None:
@@ -241,17 +241,17 @@ def main() -> None:
         for family, tests in (counted(every) if args.tests else {}).items():
             keep(family, tests=tests)
         for family in [] if args.tests else args.family or every:
-            known = json.loads(RESULTS.read_text()).get(family, {})
+            measured = json.loads(RESULTS.read_text()).get(family, {})
             for name, attempt in PARTS.items():
-                if args.again or name not in known:
+                if args.again or name not in measured:
                     with tempfile.TemporaryDirectory() as place:
-                        keep(family, **(found := attempt(family, Path(place))))
-                    print(family, found[name], file=sys.stderr, flush=True)
-    found = {name: row for name, row in json.loads(RESULTS.read_text()).items() if PARTS.keys() <= row.keys()}
-    print(overview(found) if args.overview else render(found))
-    cells = [cell for row in found.values() for part in ("schemes", "reducers") for cell in row[part].values()]
+                        keep(family, **(tried := attempt(family, Path(place))))
+                    print(family, tried[name], file=sys.stderr, flush=True)
+    tried = {name: row for name, row in json.loads(RESULTS.read_text()).items() if PARTS.keys() <= row.keys()}
+    print(overview(tried) if args.overview else render(tried))
+    cells = [cell for row in tried.values() for part in ("schemes", "reducers") for cell in row[part].values()]
     counts = {engine: sum(bool(cell.get(engine)) for cell in cells) for engine in ("transformers", "vllm")}
-    print(json.dumps({"families": len(found), "combinations": len(cells), **counts}))
+    print(json.dumps({"families": len(tried), "combinations": len(cells), **counts}))
 
 
 if __name__ == "__main__":

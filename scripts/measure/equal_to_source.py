@@ -78,7 +78,7 @@ def prompts(source: Path, folder: Path) -> list[dict[str, Any]]:
         processor = AutoProcessor.from_pretrained(source)
 
     images = {"one image": 1, "two images": 2, "text only": 0}
-    found = []
+    requests = []
     with models.quiet():
         for kind, count in KINDS.items():
             for number in range(count):
@@ -88,8 +88,8 @@ def prompts(source: Path, folder: Path) -> list[dict[str, Any]]:
                     for each in range(images[kind])
                 ]
                 turn = cases.turn(*parts, f"what is number {number} of these {'?' * (number % 5 + 1)}")
-                found.append(cases.request(Processed, [turn], folder))  # type: ignore[arg-type]
-    return found
+                requests.append(cases.request(Processed, [turn], folder))  # type: ignore[arg-type]
+    return requests
 
 
 def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[list[dict[str, Any]]]:
@@ -98,11 +98,11 @@ def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    given = []
-    for one in requests:
-        images = [Image.open(file).convert("RGB") for file in one["images"]]
-        given.append({"prompt": one["prompt"], **({"multi_modal_data": {"image": images}} if images else {})})
-    sampling, found = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=1), []
+    prompts = []
+    for request in requests:
+        images = [Image.open(file).convert("RGB") for file in request["images"]]
+        prompts.append({"prompt": request["prompt"], **({"multi_modal_data": {"image": images}} if images else {})})
+    sampling, rows = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=1), []
     for folder in folders:
         llm = LLM(
             folder,
@@ -114,8 +114,8 @@ def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[
             enable_prefix_caching=False,
             disable_log_stats=True,
         )
-        answers = [(out, out.outputs[0]) for out in llm.generate(given, sampling, use_tqdm=False)]
-        found.append(
+        answers = [(out, out.outputs[0]) for out in llm.generate(prompts, sampling, use_tqdm=False)]
+        rows.append(
             [
                 {
                     "prompt": list(out.prompt_token_ids),
@@ -127,7 +127,7 @@ def ask(folders: list[str], requests: list[dict[str, Any]], dtype: str) -> list[
         )
         del llm
         cleanup_dist_env_and_memory()
-    return found
+    return rows
 
 
 def compared(family: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def compared(family: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         base = Path(place)
         source = cases.tiny(family, base / "source")
-        how = ours(source, base / "ours")
+        copied_by = ours(source, base / "ours")
         dtype = "bfloat16" if "linear_attention" in (source / "config.json").read_text() else "float32"
         folders = [str(source), str(base / "ours")]
         job = {"folders": folders, "requests": prompts(source, base / "images"), "dtype": dtype}
@@ -153,11 +153,11 @@ def compared(family: str) -> dict[str, Any]:
             return {"error": done.stderr.strip().splitlines()[-1][:200]}
         theirs, written = json.loads(done.stdout.splitlines()[-1])
     pairs = list(zip(theirs, written, strict=True))
-    same = [all(one[key] == other[key] for key in ("prompt", "tokens")) for one, other in pairs]
-    apart = max(abs(a - b) for one, other in pairs for a, b in zip(one["likely"], other["likely"], strict=True))
-    different = {(*one["tokens"], *(round(each, 3) for each in one["likely"])) for one in theirs}
+    same = [all(answer[key] == other[key] for key in ("prompt", "tokens")) for answer, other in pairs]
+    apart = max(abs(a - b) for answer, other in pairs for a, b in zip(answer["likely"], other["likely"], strict=True))
+    different = {(*answer["tokens"], *(round(each, 3) for each in answer["likely"])) for answer in theirs}
     return {
-        "ours": how,
+        "ours": copied_by,
         "dtype": dtype,
         "prompts": len(same),
         "equal": sum(same),
@@ -178,17 +178,17 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from vlmcompress import models
 
-    known = json.loads(RESULTS.read_text())
-    wanted = args.family or [name for name in models.REGISTRY.names() if "equal" not in known.get(name, {})]
-    found = {}
-    for family in wanted:
-        found[family] = compared(family)
-        known = json.loads(RESULTS.read_text())  # the table's script may have been at work
-        known.setdefault(family, {})["equal"] = found[family]
-        RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-        print(family, found[family], file=sys.stderr, flush=True)
-    differ = [name for name, one in found.items() if "error" in one or one["equal"] < one["prompts"]]
-    print(json.dumps({"families": len(found), "differ": differ, **found}))
+    results = json.loads(RESULTS.read_text())
+    families = args.family or [name for name in models.REGISTRY.names() if "equal" not in results.get(name, {})]
+    rows = {}
+    for family in families:
+        rows[family] = compared(family)
+        results = json.loads(RESULTS.read_text())  # the table's script may have been at work
+        results.setdefault(family, {})["equal"] = rows[family]
+        RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+        print(family, rows[family], file=sys.stderr, flush=True)
+    differ = [name for name, row in rows.items() if "error" in row or row["equal"] < row["prompts"]]
+    print(json.dumps({"families": len(rows), "differ": differ, **rows}))
     return int(bool(differ))
 
 

@@ -63,7 +63,7 @@ def measure() -> list[dict]:
                 except UserError as error:
                     row["refused"] = str(error)
                     continue
-                row["doctor"] = [f"{one.name}: {one.detail}" for one in doctor.diagnose(out) if not one.ok]
+                row["doctor"] = [f"{check.name}: {check.detail}" for check in doctor.diagnose(out) if not check.ok]
                 row["engines"] = others(out)
                 written[out] = row
                 print(name, key, row["doctor"] or "ok", file=sys.stderr, flush=True)
@@ -121,11 +121,11 @@ def render(rows: list[dict]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {text}" for number, text in enumerate(reasons, start=1))])
 
 
-def named(found: list[str], every: list[str]) -> str:
+def named(schemes: list[str], every: list[str]) -> str:
     """Targets in few words: all of them, all but some, or their names."""
-    absent = [name for name in every if name not in found]
-    if not found or len(found) <= len(absent):
-        return ", ".join(found) or "none"
+    absent = [name for name in every if name not in schemes]
+    if not schemes or len(schemes) <= len(absent):
+        return ", ".join(schemes) or "none"
     return f"all but {', '.join(absent)}" if absent else "all"
 
 

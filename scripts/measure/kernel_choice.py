@@ -21,10 +21,10 @@ from tests.kit.pretended import MACHINES, Answers, asked, machine_of, word  # no
 from vlmcompress import targets  # noqa: E402
 
 
-def heads(found: Answers) -> dict[str, list[str]]:
+def heads(answers: Answers) -> dict[str, list[str]]:
     """Machines that answered alike, under the titles of their targets."""
     alike: dict[str, list[str]] = {}
-    for machine, answer in found.items():
+    for machine, answer in answers.items():
         alike.setdefault(json.dumps(answer), []).append(machine)
     return {", ".join(filter(None, map(titles, machines))): machines for machines in alike.values()}
 
@@ -34,18 +34,18 @@ def titles(machine: str) -> str:
     name, _, without = machine.partition(" without ")
     if without:
         return f"B200 with VLLM_DISABLED_KERNELS={without}"
-    own = (targets.get(known) for known in targets.REGISTRY.names())
-    return ", ".join(target.title for target in own if machine_of(target) == name)
+    every = (targets.get(target) for target in targets.REGISTRY.names())
+    return ", ".join(target.title for target in every if machine_of(target) == name)
 
 
-def render(found: Answers) -> str:
+def render(answers: Answers) -> str:
     """Render the answers as a Markdown table; formats that vLLM treats alike share a row."""
-    columns = {head: machines[0] for head, machines in heads(found).items() if "VLLM_DISABLED" not in head}
+    columns = {head: machines[0] for head, machines in heads(answers).items() if "VLLM_DISABLED" not in head}
     lines = [f"| format | of which | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
-    for key, kinds in next(iter(found.values())).items():
+    for key, kinds in next(iter(answers.values())).items():
         rows: dict[tuple[str, ...], list[str]] = {}
         for kind in kinds:
-            row = tuple(word(found[machine][key][kind], key) or "–" for machine in columns.values())
+            row = tuple(word(answers[machine][key][kind], key) or "–" for machine in columns.values())
             rows.setdefault(row, []).append(kind)
         lines += [f"| {key} | {', '.join(kinds)} | {' | '.join(row)} |" for row, kinds in rows.items()]
     return "\n".join(lines)
@@ -58,9 +58,9 @@ def main() -> None:
     if not parser.parse_args().render:
         answers = asked(MACHINES)
         RESULTS.write_text(json.dumps(answers, indent=1) + "\n")
-    found = json.loads(RESULTS.read_text())
-    print(render(found))
-    every = [answer for own in found.values() for kinds in own.values() for answer in kinds.values()]
+    results = json.loads(RESULTS.read_text())
+    print(render(results))
+    every = [answer for formats in results.values() for kinds in formats.values() for answer in kinds.values()]
     print(json.dumps({"questions": len(every), "refused": sum("error" in answer for answer in every)}))
 
 

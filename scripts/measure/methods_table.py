@@ -42,28 +42,30 @@ Key = tuple[str, str, str, str]  # model, variant, method, bits
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows measured so far; one that was cut off is left out."""
-    found = []
+    parsed = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            parsed.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return parsed
 
 
-def summarise(work: Path, split: str, asked: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+def summarise(work: Path, split: str, questions: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     """Compute figures of every method, comparisons of those that belong together, and the number of each verdict."""
     facts: dict[Key, list[dict[str, Any]]] = {}
     for row in rows(work / "rows.jsonl"):
-        if row["split"] == split and row["model"] in asked:
+        if row["split"] == split and row["model"] in questions:
             facts.setdefault((row["model"], row["variant"], row["method"], row["bits"]), []).append(row)
-    measures = {key: _stack(work, own) for key, own in facts.items()}
-    clusters = {model: [about(sample) for sample in samples] for model, samples in asked.items()}
-    figures = [_figures(key, facts[key], measures, asked[key[0]], clusters[key[0]]) for key in facts]
-    comparisons = [_comparison(one, other, measures, _numbers(clusters[one[0]])) for one, other in _pairs(measures)]
+    measures = {key: _stack(work, seed_rows) for key, seed_rows in facts.items()}
+    clusters = {model: [about(sample) for sample in samples] for model, samples in questions.items()}
+    figures = [_figures(key, facts[key], measures, questions[key[0]], clusters[key[0]]) for key in facts]
+    comparisons = [
+        _comparison(first, other, measures, _numbers(clusters[first[0]])) for first, other in _pairs(measures)
+    ]
     return {
         "split": split,
-        "questions": {model: len(samples) for model, samples in asked.items()},
+        "questions": {model: len(samples) for model, samples in questions.items()},
         "samples": next(iter(facts.values()))[0]["samples"],
         "methods": figures,
         "comparisons": comparisons,
@@ -71,13 +73,15 @@ def summarise(work: Path, split: str, asked: Mapping[str, Sequence[Sample]]) -> 
     }
 
 
-def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _stack(work: Path, seed_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stack the measures of a method: measure -> `[seeds, questions]`, and the `seeds`."""
-    own = sorted(own, key=lambda row: row["seed"])
-    loaded = [torch.load(work / "measures" / f"{row['key']}.pt") for row in own]
-    stacked: dict[str, Any] = {name: torch.stack([one[name] for one in loaded]).double() for name in loaded[0]}
+    seed_rows = sorted(seed_rows, key=lambda row: row["seed"])
+    loaded = [torch.load(work / "measures" / f"{row['key']}.pt") for row in seed_rows]
+    stacked: dict[str, Any] = {
+        name: torch.stack([measures[name] for measures in loaded]).double() for name in loaded[0]
+    }
     stacked["typical"] = (stacked["path"] + SMALLEST).log()
-    return stacked | {"seeds": [row["seed"] for row in own]}
+    return stacked | {"seeds": [row["seed"] for row in seed_rows]}
 
 
 def about(sample: Sample) -> str:
@@ -88,37 +92,38 @@ def about(sample: Sample) -> str:
 
 
 def _numbers(clusters: Sequence[str]) -> Tensor:
-    seen: dict[str, int] = {}
-    return torch.tensor([seen.setdefault(name, len(seen)) for name in clusters])
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in clusters])
 
 
 def _figures(
     key: Key,
-    own: Sequence[Mapping[str, Any]],
+    seed_rows: Sequence[Mapping[str, Any]],
     measures: Mapping[Key, Any],
     samples: Sequence[Sample],
     clusters: list[str],
 ) -> dict[str, Any]:
     model, variant, method, bits = key
-    found, images = measures[key], torch.tensor([bool(sample.images) for sample in samples])
+    measured, images = measures[key], torch.tensor([bool(sample.images) for sample in samples])
     families = [sample.family or "" for sample in samples]
-    row: dict[str, Any] = {"model": model, "variant": variant, "method": method, "bits": bits, "seeds": len(own)}
+    row: dict[str, Any] = {"model": model, "variant": variant, "method": method, "bits": bits, "seeds": len(seed_rows)}
     for name in ("seconds", "bytes", "bytes_before"):
-        if values := [one[name] for one in own if name in one]:
+        if values := [seed_row[name] for seed_row in seed_rows if name in seed_row]:
             row[name] = round(fmean(values), 2)
     for name in ("exact", "nll", "kl", "path", "logit"):
-        mean = found[name].mean(0)
+        mean = measured[name].mean(0)
         row[name] = {
             "all": float(mean.mean()),
             "image": float(mean[images].mean()),
             "text": float(mean[~images].mean()),
         }
-        row[name]["by_seed"] = found[name].mean(1).tolist()
-    exact = found["exact"].mean(0)
+        row[name]["by_seed"] = measured[name].mean(1).tolist()
+    exact = measured["exact"].mean(0)
     row["families"] = {
-        name: float(exact[torch.tensor([one == name for one in families])].mean()) for name in sorted(set(families))
+        name: float(exact[torch.tensor([seed_row == name for seed_row in families])].mean())
+        for name in sorted(set(families))
     }
-    row["typical"] = float(found["typical"].mean().exp())
+    row["typical"] = float(measured["typical"].mean().exp())
     original = measures.get((model, variant, "bf16", "16"))
     if original is not None and method != "bf16":
         against = compare(original["exact"][0].tolist(), exact.tolist(), clusters)
@@ -128,25 +133,25 @@ def _figures(
 
 def _pairs(measures: Mapping[Key, Any]) -> Iterator[tuple[Key, Key]]:
     """List the pairs of methods that are compared."""
-    for one in measures:
-        model, variant, method, bits = one
+    for first in measures:
+        model, variant, method, bits = first
         base, _, last = method.rpartition(" ")
         others = [base] if base and last in BALANCES else PAIRS.get(method, PAIRS.get(f"{method} {bits}", []))
         for other in others:
             key = (model, variant, other, bits) if isinstance(other, str) else (model, variant, *other)
             if key in measures:
-                yield one, key
+                yield first, key
 
 
-def _comparison(one: Key, other: Key, measures: Mapping[Key, Any], clusters: Tensor) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": one[0], "variant": one[1], "method": one[2], "bits": one[3]}
-    row |= {"than": other[2]} | ({} if one[3] == other[3] else {"than_bits": other[3]})
+def _comparison(first: Key, other: Key, measures: Mapping[Key, Any], clusters: Tensor) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": first[0], "variant": first[1], "method": first[2], "bits": first[3]}
+    row |= {"than": other[2]} | ({} if first[3] == other[3] else {"than_bits": other[3]})
     for name in COMPARED:
-        a, b = measures[one], measures[other]
+        a, b = measures[first], measures[other]
         common = [seed for seed in a["seeds"] if seed in b["seeds"]] or [0]
         if b["seeds"] == [0] and len(a["seeds"]) > 1:  # the other method depends on no data
             common, b = a["seeds"], {name: b[name].expand(len(a["seeds"]), -1), "seeds": a["seeds"]}
-        pick = [[found["seeds"].index(seed) for seed in common] for found in (a, b)]
+        pick = [[measured["seeds"].index(seed) for seed in common] for measured in (a, b)]
         row[name] = difference(a[name][pick[0]] - b[name][pick[1]], clusters)
         row[name]["from"] = float(b[name][pick[1]].mean())
     return row
@@ -165,36 +170,36 @@ def difference(d: Tensor, clusters: Tensor) -> dict[str, float]:
 
 def verdicts(figures: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count, by bits, methods with a significant loss to BF16, and balanced ones better or worse than unbalanced ones."""
-    found: dict[str, Any] = {"loses_to_bf16": {}, "compared": {}}
+    counts: dict[str, Any] = {"loses_to_bf16": {}, "compared": {}}
     for row in figures:
         if "accuracy" in row:
-            count = found["loses_to_bf16"].setdefault(f"{row['method']} {row['bits']}", {"yes": 0, "of": 0})
+            count = counts["loses_to_bf16"].setdefault(f"{row['method']} {row['bits']}", {"yes": 0, "of": 0})
             count["yes"] += row["accuracy"]["high"] < 0
             count["of"] += 1
     for row in comparisons:
         of = "plain" if row["variant"] == "plain" else "planted"
         what = f"{row['method']} {row['bits']} than {row['than']} {row.get('than_bits', '')}, {of}".replace(" ,", ",")
         for name, sign in (("exact", 1), ("path", -1), ("typical", -1), ("logit", -1)):
-            count = found["compared"].setdefault(what, {}).setdefault(name, {"better": 0, "worse": 0, "of": 0})
+            count = counts["compared"].setdefault(what, {}).setdefault(name, {"better": 0, "worse": 0, "of": 0})
             z = sign * row[name]["z"]
             count["better"] += z > BEYOND
             count["worse"] += z < -BEYOND
             count["of"] += 1
-    return found
+    return counts
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(results: Mapping[str, Any]) -> str:
     """Render the docs' table: exact match less that of BF16, in points (* beyond chance), and in brackets the
     divergence per answer token in thousandths of a nat, the mean over questions and the geometric mean."""
-    columns = list(dict.fromkeys((row["model"], row["variant"]) for row in found["methods"]))
-    order = sorted(found["methods"], key=lambda row: (BITS.index(row["bits"]), row["method"]))
+    columns = list(dict.fromkeys((row["model"], row["variant"]) for row in results["methods"]))
+    order = sorted(results["methods"], key=lambda row: (BITS.index(row["bits"]), row["method"]))
     methods = list(dict.fromkeys((row["bits"], row["method"]) for row in order))
-    cells = {(row["model"], row["variant"], row["bits"], row["method"]): row for row in found["methods"]}
+    cells = {(row["model"], row["variant"], row["bits"], row["method"]): row for row in results["methods"]}
     lines = ["| | | " + " | ".join(f"{model.removeprefix('demo-')} {variant}" for model, variant in columns) + " |"]
     lines.append("|---|---|" + "---|" * len(columns))
     for bits, method in methods:
-        own = [_cell(cells.get((*column, bits, method))) for column in columns]
-        lines.append(f"| {bits} | {method} | " + " | ".join(own) + " |")
+        row_cells = [_cell(cells.get((*column, bits, method))) for column in columns]
+        lines.append(f"| {bits} | {method} | " + " | ".join(row_cells) + " |")
     return "\n".join(lines)
 
 

@@ -148,20 +148,20 @@ def theirs(shapes: dict[str, Shape], paths: dict[str, Path], gib: int) -> dict[s
         }
         for name, shape in shapes.items()
     ]
-    more = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
     command = [interpreter(), "-c", WORKER, json.dumps(jobs)]
     done = subprocess.run(
-        command, env=environment() | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     parts = dict(part.split("\n", 1) for part in done.stdout.split("SHAPE ")[1:])
-    found = {}
+    figures = {}
     for name in shapes:
         line = LINE.search(parts.get(name, ""))
         if line is None or done.returncode:
             raise SystemExit(f"vLLM did not start with '{name}':\n{done.stdout[-4000:]}")
         assert line[2] == f"{LENGTH:,}", line[0]
-        found[name] = (int(line[1].replace(",", "")), line[3])
-    return found
+        figures[name] = (int(line[1].replace(",", "")), line[3])
+    return figures
 
 
 def compare(names: list[str], gib: int, say: Callable[[str], None] = print) -> dict[str, dict]:

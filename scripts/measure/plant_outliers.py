@@ -57,11 +57,11 @@ def readers(vlm: VLM) -> dict[str, list[str]]:
         raise UserError(
             f"norms of {vlm.spec.family} add a constant to their weight, so no factor is exact; choose another model"
         )
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     for group in models.resolve(vlm.model, vlm.spec):
         if group.smooth and group.smooth_kind == "norm":
-            found.setdefault(group.smooth, []).extend(group.linears)
-    return found
+            layers.setdefault(group.smooth, []).extend(group.linears)
+    return layers
 
 
 def check_factor(factor: int) -> None:
@@ -94,12 +94,12 @@ def visual_shares(vlm: VLM, batches: list[Batch]) -> dict[str, Tensor]:
         hook.remove()
     shares = {}
     for norm, collector in collectors.items():
-        one = collector.finish()
-        if not one.count["vision"]:
+        stats = collector.finish()
+        if not stats.count["vision"]:
             raise UserError("the calibration data have no images, so no channel is visual; name others with --calib")
-        others = {"text": 1, "vision": 0, "answer": 1 if one.count["answer"] else 0}
-        vision = one.balanced({"text": 0, "vision": 1, "answer": 0}).absmean()
-        shares[norm] = vision / (vision + one.balanced(others).absmean()).clamp_min(1e-30)
+        others = {"text": 1, "vision": 0, "answer": 1 if stats.count["answer"] else 0}
+        vision = stats.balanced({"text": 0, "vision": 1, "answer": 0}).absmean()
+        shares[norm] = vision / (vision + stats.balanced(others).absmean()).clamp_min(1e-30)
     return shares
 
 
@@ -107,8 +107,8 @@ def most_visual(vlm: VLM, batches: list[Batch], count: int) -> tuple[dict[str, T
     """Choose the most visual channels: norm -> the `count` ones of the largest visual share, and their mean share."""
     shares = visual_shares(vlm, batches)
     top = {norm: share.topk(count) for norm, share in shares.items()}
-    mean = float(torch.stack([found.values for found in top.values()]).mean())
-    return {norm: found.indices.sort().values for norm, found in top.items()}, mean
+    mean = float(torch.stack([largest.values for largest in top.values()]).mean())
+    return {norm: largest.indices.sort().values for norm, largest in top.items()}, mean
 
 
 @torch.no_grad()

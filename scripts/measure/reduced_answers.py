@@ -44,14 +44,14 @@ class Question:
 class Questions:
     """Questions about images, each image kept once with its own rows of the processor's tensors."""
 
-    asked: list[Question]
+    questions: list[Question]
     images: list[dict[str, Tensor]]
 
     def batches(self, stepwise: bool) -> list[list[int]]:
         """Batches of numbers of questions whose prompts (if `stepwise`, and answers) have one length, at most `PER_BATCH`."""
         alike: dict[tuple[int, int], list[int]] = {}
-        for number, one in enumerate(self.asked):
-            length = one.tokens["input_ids"].shape[1], len(one.answer) if stepwise else 0
+        for number, question in enumerate(self.questions):
+            length = question.tokens["input_ids"].shape[1], len(question.answer) if stepwise else 0
             alike.setdefault(length, []).append(number)
         return [same[at : at + PER_BATCH] for same in alike.values() for at in range(0, len(same), PER_BATCH)]
 
@@ -71,22 +71,22 @@ class Found:
 def prepare(vlm: VLM, samples: Sequence[Sample]) -> Questions:
     """Encode samples that have images and an answer: their tokens and images."""
     numbers: dict[bytes, int] = {}
-    asked, images = [], []
+    questions, images = [], []
     for sample in samples:
         (inputs,) = encode([sample], vlm)
         where = (inputs.pop("modality")[0] == ANSWER).nonzero().squeeze(1)
         ids = inputs["input_ids"]
         inputs.pop("attention_mask", None)
         tokens = {name: value[:, : where[0] + 1] for name, value in inputs.items() if value.shape == ids.shape}
-        own = []
+        image_numbers = []
         for image in _each({name: value for name, value in inputs.items() if name not in tokens}):
             name = hashlib.sha256(b"".join(value.numpy().tobytes() for value in image.values())).digest()
             if name not in numbers:
                 numbers[name] = len(images)
                 images.append(image)
-            own.append(numbers[name])
-        asked.append(Question(tokens, ids[0, where + 1], tuple(own)))
-    return Questions(asked, images)
+            image_numbers.append(numbers[name])
+        questions.append(Question(tokens, ids[0, where + 1], tuple(image_numbers)))
+    return Questions(questions, images)
 
 
 def _each(inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -115,9 +115,9 @@ class Asker:
     @torch.no_grad()
     def ask(self, chosen: ReducerChoice | None) -> Found:
         """Ask all questions, with a reducer or without (None)."""
-        asked = self.questions.asked
-        exact = torch.zeros(len(asked), dtype=torch.bool)
-        before, after, held = self.visual(), *torch.zeros(2, len(asked), dtype=torch.int64)
+        questions = self.questions.questions
+        exact = torch.zeros(len(questions), dtype=torch.bool)
+        before, after, held = self.visual(), *torch.zeros(2, len(questions), dtype=torch.int64)
         layers = self.vlm.model.config.get_text_config().num_hidden_layers
         stepwise = chosen is not None and while_generating(chosen.module)
         with contextlib.ExitStack() as stack:
@@ -139,26 +139,28 @@ class Asker:
     def visual(self) -> Tensor:
         """Number of visual tokens in the prompt of each question, `[questions]` int64."""
         token = getattr(self.vlm.model.config, self.vlm.spec.image_token)
-        return torch.stack([(one.tokens["input_ids"] == token).sum() for one in self.questions.asked])
+        return torch.stack([(question.tokens["input_ids"] == token).sum() for question in self.questions.questions])
 
     def _exact(self, batch: Sequence[int], stepwise: bool) -> Tensor:
         """Test for prompts of one length whether their answers are right, `[batch]` bool."""
-        asked = [self.questions.asked[number] for number in batch]
-        self._shown = [image for one in asked for image in one.images]
+        questions = [self.questions.questions[number] for number in batch]
+        self._shown = [image for question in questions for image in question.images]
         images = [self.questions.images[image] for image in self._shown]
-        inputs = {name: torch.cat([one.tokens[name] for one in asked]) for name in asked[0].tokens}
+        inputs = {name: torch.cat([question.tokens[name] for question in questions]) for name in questions[0].tokens}
         inputs |= {name: torch.cat([image[name] for image in images]) for name in images[0]}
-        labels = torch.nn.utils.rnn.pad_sequence([one.answer for one in asked], batch_first=True, padding_value=-1)
+        labels = torch.nn.utils.rnn.pad_sequence(
+            [question.answer for question in questions], batch_first=True, padding_value=-1
+        )
         out = self.vlm.model(**inputs, use_cache=True, logits_to_keep=1)
-        found, given = (
+        predicted, answers = (
             [out.logits.argmax(-1)],
             labels[:, :-1].clamp(min=0),
         )  # tokens behind an answer's end are not read
-        for step in given.split(1 if stepwise else max(1, given.shape[1]), 1):
+        for step in answers.split(1 if stepwise else max(1, answers.shape[1]), 1):
             if step.shape[1]:
                 out = self.vlm.model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
-                found.append(out.logits.argmax(-1))
-        return ((torch.cat(found, 1) == labels) | (labels < 0)).all(1)
+                predicted.append(out.logits.argmax(-1))
+        return ((torch.cat(predicted, 1) == labels) | (labels < 0)).all(1)
 
     @contextlib.contextmanager
     def _remembered(self) -> Iterator[None]:

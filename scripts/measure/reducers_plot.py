@@ -34,15 +34,17 @@ LOOKS = {  # group -> colour (Okabe and Ito's, which readers of any colour visio
 }
 
 
-def draw(found: Mapping[str, Any]) -> str:
+def draw(results: Mapping[str, Any]) -> str:
     """Draw the whole picture; the line of a reducer begins at the model without one."""
-    models, figures = list(found["full"]), [row for row in found["figures"] if row["group"] in LOOKS]
+    models, figures = list(results["full"]), [row for row in results["figures"] if row["group"] in LOOKS]
     lowest = min(row["exact"]["all"] for row in figures)
     up, across = linear(lowest, 1.0, 6), linear(0.0, 1.0, 5)
     panels = [
         element(
             "g",
-            *_panel(model, found["full"][model]["all"], [row for row in figures if row["model"] == model], across, up),
+            *_panel(
+                model, results["full"][model]["all"], [row for row in figures if row["model"] == model], across, up
+            ),
             transform=f"translate({number * WIDTH} 0)",
         )
         for number, model in enumerate(models)
@@ -69,14 +71,14 @@ def _panel(model: str, full: float, figures: Sequence[Mapping[str, Any]], across
     below = "visual tokens that the caches of all layers hold"
     marks.append(element("text", below, x=right, y=HEIGHT - 8, text_anchor="end"))
     for group, (colour, dashes) in LOOKS.items():
-        own = sorted((row for row in figures if row["group"] == group), key=lambda row: -row["cached"])
-        places = [(_x(across, row["cached"]), _y(up, row["exact"]["all"])) for row in own]
+        curve = sorted((row for row in figures if row["group"] == group), key=lambda row: -row["cached"])
+        places = [(_x(across, row["cached"]), _y(up, row["exact"]["all"])) for row in curve]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(_x(across, 1.0), _y(up, full)), *places])
-        if own:
+        if curve:
             marks.append(
                 element("polyline", points=line, fill="none", stroke=colour, stroke_width=1.8, stroke_dasharray=dashes)
             )
-        for row, (x, y) in zip(own, places, strict=True):
+        for row, (x, y) in zip(curve, places, strict=True):
             says = f"{row['reduce']}: {100 * row['exact']['all']:.1f}%, {100 * row['kept']:.0f}% kept"
             marks.append(element("circle", element("title", says), cx=x, cy=y, r=3, fill=colour))
     return marks

@@ -67,17 +67,17 @@ VISION: dict[str, dict[str, Any]] = {
 
 def build(demo: Path, layers: int) -> VLM:
     """Build a random model of a demo model's family, with that model's processor and `layers` decoder blocks."""
-    given = json.loads((demo / "config.json").read_text())
-    given["text_config"] |= TEXT | {"num_hidden_layers": layers}
-    if "layer_types" in given["text_config"]:
-        given["text_config"]["layer_types"] = ["full_attention"] * layers
-    given["vision_config"] |= VISION[given["model_type"]]
-    config = AutoConfig.for_model(**given)
+    settings = json.loads((demo / "config.json").read_text())
+    settings["text_config"] |= TEXT | {"num_hidden_layers": layers}
+    if "layer_types" in settings["text_config"]:
+        settings["text_config"]["layer_types"] = ["full_attention"] * layers
+    settings["vision_config"] |= VISION[settings["model_type"]]
+    config = AutoConfig.for_model(**settings)
     torch.manual_seed(0)
     with models.quiet():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         processor = models.load_processor(demo)
-    return VLM(model.eval().requires_grad_(False), processor, models.spec_for(given), demo)
+    return VLM(model.eval().requires_grad_(False), processor, models.spec_for(settings), demo)
 
 
 def prompt(vlm: VLM, side: int = SIDE) -> dict[str, torch.Tensor]:
@@ -110,14 +110,14 @@ class Setting:
 
 def settings(vlm: VLM, methods: Sequence[str]) -> list[Setting]:
     """List the full model, and each method that goes with it at each share."""
-    found = [Setting("full")]
+    rows = [Setting("full")]
     for method in methods:
         for share in SHARES:
             if method == "resize" and resizing.refusal(vlm.spec) is None:
-                found.append(Setting(f"resize:{_shown(share)}", side=round(SIDE * share**0.5)))
+                rows.append(Setting(f"resize:{_shown(share)}", side=round(SIDE * share**0.5)))
             elif method != "resize" and refusal(vlm.spec, method) is None:
-                found.append(Setting(f"{method}:{_shown(share)}", _scored(vlm, parse(f"{method}:{share}"))))
-    return found
+                rows.append(Setting(f"{method}:{_shown(share)}", _scored(vlm, parse(f"{method}:{share}"))))
+    return rows
 
 
 def _shown(share: float) -> str:
@@ -151,30 +151,30 @@ def prefill(vlm: VLM, inputs: dict[str, torch.Tensor], chosen: ReducerChoice | N
 
 def measure(demos: Sequence[Path], rounds: int, layers: int, methods: Sequence[str]) -> list[dict[str, Any]]:
     """Measure a row for each model and setting."""
-    found = []
+    rows = []
     for demo in demos:
         vlm = build(demo, layers)
         todo = settings(vlm, methods)
-        inputs = {one.side: prompt(vlm, one.side) for one in todo}
+        inputs = {timed.side: prompt(vlm, timed.side) for timed in todo}
         prefill(vlm, inputs[SIDE], None)  # the first pass also lays out memory
         taken = []
         for number in range(rounds):
-            taken.append([prefill(vlm, inputs[one.side], one.chosen) for one in todo])
+            taken.append([prefill(vlm, inputs[timed.side], timed.chosen) for timed in todo])
             print(f"{demo.name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         common = {"model": demo.name, "parameters": vlm.model.num_parameters(), "rounds": rounds}
         for at, setting in enumerate(todo):
-            seconds, encoder, cache = zip(*(one[at] for one in taken), strict=True)
-            ratios = [one[at][0] / one[0][0] for one in taken]
+            seconds, encoder, cache = zip(*(turn[at] for turn in taken), strict=True)
+            ratios = [turn[at][0] / turn[0][0] for turn in taken]
             row = common | {"reduce": setting.name, "time": round(statistics.median(ratios), 3)}
             row |= {"times": [round(min(ratios), 3), round(max(ratios), 3)]}
             row |= {"seconds": round(statistics.median(seconds), 3), "encoder": round(statistics.median(encoder), 3)}
-            found.append(row | {"bytes": cache[0], "cache": round(cache[0] / taken[0][0][2], 3)})
-    return found
+            rows.append(row | {"bytes": cache[0], "cache": round(cache[0] / taken[0][0][2], 3)})
+    return rows
 
 
-def joined(known: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def joined(kept: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put new rows in the place of those that they measured anew, in the order of `METHODS`."""
-    rows = {(row["model"], row["reduce"]): row for row in (*known, *found)}
+    rows = {(row["model"], row["reduce"]): row for row in (*kept, *measured)}
     order = ("full", *METHODS)
     return sorted(rows.values(), key=lambda row: (row["model"], order.index(row["reduce"].split(":")[0])))
 
@@ -187,8 +187,8 @@ def render(speed: Sequence[dict[str, Any]]) -> str:
     for reduce in dict.fromkeys(row["reduce"] for row in speed):
         cells = []
         for name in names:
-            own = [row for row in speed if (row["model"], row["reduce"]) == (name, reduce)]
-            cells.append(_cell(own[0], reduce) if own else "")
+            rows = [row for row in speed if (row["model"], row["reduce"]) == (name, reduce)]
+            cells.append(_cell(rows[0], reduce) if rows else "")
         lines.append(f"| {reduce} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -36,25 +36,27 @@ Row = dict[str, Any]
 
 def rows(path: Path, split: str, per_family: int | None) -> list[Row]:
     """Read the rows measured so far; one that was cut off is left out."""
-    found = []
+    parsed = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if (row["split"], row["per_family"]) == (split, per_family):
-            found.append(row)
-    return found
+            parsed.append(row)
+    return parsed
 
 
-def summarise(measured: Sequence[Row], asked: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+def summarise(measured: Sequence[Row], questions: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     """Compute figures of every reducer at every share, FastV against methods that look for likeness, and findings."""
-    models = [Answers([row for row in measured if row["model"] == model], samples) for model, samples in asked.items()]
+    models = [
+        Answers([row for row in measured if row["model"] == model], samples) for model, samples in questions.items()
+    ]
     figures = [figure for model in models for figure in model.figures()]
     fastv = [row for model in models for row in model.attention_against_likeness()]
     return {
         "split": measured[0]["split"],
-        "questions": {model: len(samples) for model, samples in asked.items()},
+        "questions": {model: len(samples) for model, samples in questions.items()},
         "images": {model.name: int(model.clusters.max()) + 1 for model in models},
         "full": {model.name: model.exact(model.full) for model in models},
         "findings": findings(figures, fastv),
@@ -63,19 +65,19 @@ def summarise(measured: Sequence[Row], asked: Mapping[str, Sequence[Sample]]) ->
     }
 
 
-def joined(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def joined(kept: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Put what was found about some rows of the table in place of what was known of them. ValueError for other questions."""
     for name in ("split", "questions", "images", "full"):
-        if known[name] != found[name]:
+        if kept[name] != measured[name]:
             raise ValueError(f"{name} differs from what was measured before: measure all of it")
     parts: dict[str, Any] = {}
     for name, key in (("figures", ("model", "group", "reduce")), ("fastv", ("model", "group", "than", "keep"))):
-        rows = {tuple(row[part] for part in key): row for row in (*known[name], *found[name])}
-        order = list(found["full"])
+        rows = {tuple(row[part] for part in key): row for row in (*kept[name], *measured[name])}
+        order = list(measured["full"])
         parts[name] = sorted(
             rows.values(), key=lambda row: (order.index(row["model"]), row["group"], -row.get("kept", 0))
         )
-    return {**found, **parts, "findings": findings(parts["figures"], parts["fastv"])}
+    return {**measured, **parts, "findings": findings(parts["figures"], parts["fastv"])}
 
 
 class Answers:
@@ -95,21 +97,21 @@ class Answers:
             options = {name: value for name, value in row.get("options", {}).items() if name != "seed"}
             self.points.setdefault((row["group"], json.dumps(options)), []).append(row)
         self.full = self._seeds(self.points.pop(("full", "{}")))
-        chance = [own for (group, _), own in self.points.items() if group == "random"]
-        self.random = {_kept(own[0]): self._seeds(own) for own in chance} | {1.0: self.full}
+        chance = [seed_rows for (group, _), seed_rows in self.points.items() if group == "random"]
+        self.random = {_kept(seed_rows[0]): self._seeds(seed_rows) for seed_rows in chance} | {1.0: self.full}
 
     def exact(self, answers: Tensor) -> dict[str, float]:
         """Compute the share of right answers to all questions and in each family."""
-        families = {name: round(float(answers[:, own].mean()), 5) for name, own in self.families.items()}
+        families = {name: round(float(answers[:, members].mean()), 5) for name, members in self.families.items()}
         return {"all": round(float(answers.mean()), 5)} | families
 
     def figures(self) -> list[Row]:
         """Make a row for each reducer and share, best share first."""
-        found = []
-        for (group, _), own in self.points.items():
-            answers, first = self._seeds(own), own[0]
+        rows = []
+        for (group, _), seed_rows in self.points.items():
+            answers, first = self._seeds(seed_rows), seed_rows[0]
             figure = {"model": self.name, "group": group, "method": first["method"], "reduce": first["reduce"]}
-            figure |= {"stage": first["stage"], "keep": first["options"].get("keep"), "seeds": len(own)}
+            figure |= {"stage": first["stage"], "keep": first["options"].get("keep"), "seeds": len(seed_rows)}
             figure |= {"kept": round(_kept(first), 4), "cached": round(first["cached"], 4)}
             figure |= {"spread": first["spread"]} if "spread" in first else {}
             figure |= {"exact": self.exact(answers), "by_seed": answers.mean(1).tolist(), "full": self._loss(answers)}
@@ -117,31 +119,34 @@ class Answers:
                 figure["random"] = self._than_random(answers, _kept(first))
                 if first["stage"] == "llm":
                     figure["random_cached"] = self._than_random(answers, first["cached"])
-            found.append(figure)
-        return sorted(found, key=lambda row: (row["group"], -row["kept"]))
+            rows.append(figure)
+        return sorted(rows, key=lambda row: (row["group"], -row["kept"]))
 
     def attention_against_likeness(self) -> list[Row]:
         """Compare FastV with each method that looks for likeness at the same share, over all questions and families `CLOSE`."""
-        found = []
-        at = {(own[0]["group"], own[0]["options"].get("keep")): self._seeds(own) for own in self.points.values()}
+        rows = []
+        at = {
+            (seed_rows[0]["group"], seed_rows[0]["options"].get("keep")): self._seeds(seed_rows)
+            for seed_rows in self.points.values()
+        }
         for (group, keep), fastv in at.items():
             others = [other for other, same in at if same == keep and other.split()[0] in SIMILAR]
             for other in others if group.startswith("fastv") else ():
                 row: Row = {"model": self.name, "group": group, "than": other, "keep": keep}
                 for name in ("all", *CLOSE):
                     row[name] = self._compare(at[other, keep], fastv, name)
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
     def _loss(self, answers: Tensor) -> dict[str, Any]:
         return {name: self._compare(self.full, answers, name) for name in ("all", *self.families)}
 
     def _compare(self, baseline: Tensor, candidate: Tensor, family: str) -> list[float]:
         """Compute a difference, and the ends of its interval."""
-        own = self.families.get(family, torch.ones(len(self.clusters), dtype=torch.bool))
-        before, after = (answers.mean(0)[own].tolist() for answers in (baseline, candidate))
-        found = compare(before, after, self.clusters[own].tolist())
-        return [round(value, 5) for value in (found.difference, found.low, found.high)]
+        members = self.families.get(family, torch.ones(len(self.clusters), dtype=torch.bool))
+        before, after = (answers.mean(0)[members].tolist() for answers in (baseline, candidate))
+        difference = compare(before, after, self.clusters[members].tolist())
+        return [round(value, 5) for value in (difference.difference, difference.low, difference.high)]
 
     def _than_random(self, answers: Tensor, share: float) -> list[float] | None:
         """Compute the difference to `random` at a share, and the ends of its interval; None below its smallest share."""
@@ -152,14 +157,14 @@ class Answers:
         part = 0.0 if above - below < 1e-6 else (share - below) / (above - below)
         low, high = self.random[below], self.random[above]
         seeds = min({len(low), len(high)} - {1}, default=1)  # the full model has one row
-        low, high = (one.expand(seeds, -1) if len(one) == 1 else one[:seeds] for one in (low, high))
-        found = methods_table.difference(answers.mean(0) - ((1 - part) * low + part * high), self.clusters)
-        reach = BEYOND * found["error"]
-        return [round(found["difference"] + way * reach, 5) for way in (0, -1, 1)]
+        low, high = (right.expand(seeds, -1) if len(right) == 1 else right[:seeds] for right in (low, high))
+        difference = methods_table.difference(answers.mean(0) - ((1 - part) * low + part * high), self.clusters)
+        reach = BEYOND * difference["error"]
+        return [round(difference["difference"] + way * reach, 5) for way in (0, -1, 1)]
 
     @staticmethod
-    def _seeds(own: Sequence[Row]) -> Tensor:
-        ordered = sorted(own, key=lambda row: row.get("seed", 0))
+    def _seeds(seed_rows: Sequence[Row]) -> Tensor:
+        ordered = sorted(seed_rows, key=lambda row: row.get("seed", 0))
         return torch.tensor([[int(letter) for letter in row["exact"]] for row in ordered], dtype=torch.float64)
 
 
@@ -194,32 +199,32 @@ def findings(figures: Sequence[Row], fastv: Sequence[Row]) -> dict[str, Any]:
     return {"half_kept": half, "fastv_less_others": less, "no_better_than": lost}
 
 
-def dump(found: Mapping[str, Any]) -> str:
+def dump(results: Mapping[str, Any]) -> str:
     """Write as JSON, lists of rows with a row a line."""
     parts = []
-    for key, value in found.items():
+    for key, value in results.items():
         rows = [json.dumps(row) for row in value] if isinstance(value, list) else []
         text = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else json.dumps(value)
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(results: Mapping[str, Any]) -> str:
     """Render the docs' tables: exact match by share, marked (`MARKS`); the cost of half the tokens for each family, in
     points; the reducers that decide the count themselves; prefill time and cache."""
-    tables = [_by_share(found), _by_family(found), _own_counts(found)]
-    return "\n\n".join([*tables, reducers_speed.render(found["speed"])] if "speed" in found else tables)
+    tables = [_by_share(results), _by_family(results), _own_counts(results)]
+    return "\n\n".join([*tables, reducers_speed.render(results["speed"])] if "speed" in results else tables)
 
 
-def _by_share(found: Mapping[str, Any]) -> str:
-    shared = [row for row in found["figures"] if row["keep"] is not None and row["method"] != "litevlm"]
-    shares, models = sorted({row["keep"] for row in shared}, reverse=True), list(found["full"])
+def _by_share(results: Mapping[str, Any]) -> str:
+    shared = [row for row in results["figures"] if row["keep"] is not None and row["method"] != "litevlm"]
+    shares, models = sorted({row["keep"] for row in shared}, reverse=True), list(results["full"])
     cells = {(row["group"], row["model"], row["keep"]): row for row in shared}
     names = [f"{model.removeprefix('demo-')} {100 * share:.0f}%" for model in models for share in shares]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for group in sorted({row["group"] for row in shared}, key=lambda name: (name not in ("random", "uniform"), name)):
-        own = [_cell(cells.get((group, model, share))) for model in models for share in shares]
-        lines.append(f"| {group} | " + " | ".join(own) + " |")
+        row_cells = [_cell(cells.get((group, model, share))) for model in models for share in shares]
+        lines.append(f"| {group} | " + " | ".join(row_cells) + " |")
     return "\n".join(lines)
 
 
@@ -230,23 +235,25 @@ def _cell(row: Row | None) -> str:
     return f"{100 * row['exact']['all']:.1f}{mark}"
 
 
-def _by_family(found: Mapping[str, Any]) -> str:
+def _by_family(results: Mapping[str, Any]) -> str:
     half, models = (
-        [row for row in found["figures"] if row["keep"] == HALF and row["method"] != "litevlm"],
-        list(found["full"]),
+        [row for row in results["figures"] if row["keep"] == HALF and row["method"] != "litevlm"],
+        list(results["full"]),
     )
-    families = [name for name in found["full"][models[0]] if name != "all"]
+    families = [name for name in results["full"][models[0]] if name != "all"]
     lines = ["| 50% kept | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
     for group in dict.fromkeys(row["group"] for row in half):
-        own = {row["model"]: row["full"] for row in half if row["group"] == group}
-        cells = [" / ".join(f"{100 * own[m][name][0]:+.1f}" if m in own else "-" for m in models) for name in families]
+        losses = {row["model"]: row["full"] for row in half if row["group"] == group}
+        cells = [
+            " / ".join(f"{100 * losses[m][name][0]:+.1f}" if m in losses else "-" for m in models) for name in families
+        ]
         lines.append(f"| {group} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _own_counts(found: Mapping[str, Any]) -> str:
+def _own_counts(results: Mapping[str, Any]) -> str:
     lines = ["| | model | kept | exact | full | less random at that share |", "|---|---|---|---|---|---|"]
-    for row in found["figures"]:
+    for row in results["figures"]:
         if row["keep"] is None or row["method"] == "litevlm":
             spread = row.get("spread")
             kept = f"{100 * row['kept']:.0f}%" + (
@@ -258,5 +265,7 @@ def _own_counts(found: Mapping[str, Any]) -> str:
                 else "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * x for x in row["random"]))
             )
             cells = [row["reduce"], row["model"].removeprefix("demo-"), kept, f"{100 * row['exact']['all']:.1f}"]
-            lines.append("| " + " | ".join([*cells, f"{100 * found['full'][row['model']]['all']:.1f}", chance]) + " |")
+            lines.append(
+                "| " + " | ".join([*cells, f"{100 * results['full'][row['model']]['all']:.1f}", chance]) + " |"
+            )
     return "\n".join(lines)

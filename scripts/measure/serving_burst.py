@@ -50,8 +50,8 @@ def most_running(running: Server) -> Iterator[list[float]]:
     most = [0.0]
 
     def look() -> None:
-        found = [float(value) for name, _, value in counters.exposed(running) if name == "vllm:num_requests_running"]
-        most[0] = max(most[0], *found)
+        counts = [float(value) for name, _, value in counters.exposed(running) if name == "vllm:num_requests_running"]
+        most[0] = max(most[0], *counts)
 
     with watching(look, LOOK):
         yield most
@@ -68,16 +68,17 @@ def burst(
     before = counters.counters(running)
     with most_running(running) as most:
         outcomes, seconds = client.send(running.url, bodies * load.repeats, Load("closed", load.clients))
-    seen = counters.counters(running).since(before)
-    check(group, variant, outcomes, seen, kind)
+    counted = counters.counters(running).since(before)
+    check(group, variant, outcomes, counted, kind)
     run = measure.serve_run(
-        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, seen=seen
+        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, seen=counted
     )  # neither side nor state is used here
     return {
         "clients": load.clients,
         "most_running": most[0],
         "visual_tokens": outcomes[0].visual_tokens,
-        "cached": sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes),
+        "cached": sum(outcome.cached_tokens for outcome in outcomes)
+        / sum(outcome.prompt_tokens for outcome in outcomes),
         "request_throughput": measure.figures(run)["request_throughput"],
         "ttft_ms": run.ttft_ms,
         "e2e_ms": run.e2e_ms,
@@ -95,7 +96,9 @@ def warm_up(running: Server, prompts: Prompts, group: str, count: int) -> None:
         raise UserError(f"{running.name} could not answer: {bad[0]}")
 
 
-def check(group: str, variant: Variant, outcomes: Sequence[client.Outcome], seen: counters.Counters, kind: str) -> None:
+def check(
+    group: str, variant: Variant, outcomes: Sequence[client.Outcome], counted: counters.Counters, kind: str
+) -> None:
     """Check the work of a burst: every request answered, in full, with as many visual tokens as the reducer leaves, and
     nothing or (warm) something from a cache."""
     tokens, kept = LOADS[kind].tokens, visual_tokens(variant)
@@ -105,7 +108,7 @@ def check(group: str, variant: Variant, outcomes: Sequence[client.Outcome], seen
                 f"{group} {variant}: {outcome.error or 'no error'}, {outcome.output_tokens} of {tokens} tokens, "
                 f"{outcome.visual_tokens} of {kept} visual tokens"
             )
-    hits = (seen.prefix_hits, seen.media_hits)
+    hits = (counted.prefix_hits, counted.media_hits)
     if state(group) == "cold" and (any(hits) or any(outcome.cached_tokens for outcome in outcomes)):
         raise UserError(f"{group} {variant}: a cold run took {hits[0]:g} tokens and {hits[1]:g} images from a cache")
     if state(group) == "warm" and not all(hits):

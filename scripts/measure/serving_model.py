@@ -60,13 +60,13 @@ def build(folder: Path, layers: int) -> None:
 
     from vlmcompress import models
 
-    given = json.loads((DEMO / "config.json").read_text())
-    given["text_config"] |= TEXT | {"num_hidden_layers": layers}
-    given["vision_config"] |= VISION
-    given["image_seq_length"] = SIDE * SIDE
+    config = json.loads((DEMO / "config.json").read_text())
+    config["text_config"] |= TEXT | {"num_hidden_layers": layers}
+    config["vision_config"] |= VISION
+    config["image_seq_length"] = SIDE * SIDE
     torch.manual_seed(0)
     with models.quiet():
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**given), dtype=torch.bfloat16)
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
         model.save_pretrained(folder)
     weights = folder / "model.safetensors"
     tower = "vision_tower."  # the hub's checkpoints and vLLM say vision_tower.vision_model

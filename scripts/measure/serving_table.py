@@ -22,34 +22,38 @@ TITLES = {
 }
 
 
-def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
+def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
     """Compute `{group: {load: {variant: figures}}}`, the parts of prefill that no reducer saves and that one takes
     itself, and the cost of the surrogate."""
     summary: dict[str, Any] = {}
-    for group, record in found.items():
+    for group, record in results.items():
         for load in dict.fromkeys(row["load"] for row in record["rows"]):
-            own = [row for row in record["rows"] if row["load"] == load]
-            variants = dict.fromkeys(row["variant"] for row in own)
-            summary.setdefault(group, {})[load] = {variant: _figures(own, variant) for variant in variants}
-    about = {group: {name: record[name] for name in ABOUT} for group, record in found.items()}
-    return {"groups": summary, **(_limits(found["cold"], summary["cold"]) if "cold" in found else {}), "about": about}
+            rows = [row for row in record["rows"] if row["load"] == load]
+            variants = dict.fromkeys(row["variant"] for row in rows)
+            summary.setdefault(group, {})[load] = {variant: _figures(rows, variant) for variant in variants}
+    about = {group: {name: record[name] for name in ABOUT} for group, record in results.items()}
+    return {
+        "groups": summary,
+        **(_limits(results["cold"], summary["cold"]) if "cold" in results else {}),
+        "about": about,
+    }
 
 
 def _figures(rows: Sequence[Row], variant: str) -> dict[str, float]:
-    own = _by_turn(rows, variant)
-    ttft = [value for row in own.values() for value in row["ttft_ms"]]
+    turns = _by_turn(rows, variant)
+    ttft = [value for row in turns.values() for value in row["ttft_ms"]]
     return {
-        "visual_tokens": next(iter(own.values()))["visual_tokens"],
-        "cached": round(median(row["cached"] for row in own.values()), 3),
+        "visual_tokens": next(iter(turns.values()))["visual_tokens"],
+        "cached": round(median(row["cached"] for row in turns.values()), 3),
         "requests": len(ttft),
-        "clients": next(iter(own.values()))["clients"],
-        "request_throughput": round(median(row["request_throughput"] for row in own.values()), 4),
+        "clients": next(iter(turns.values()))["clients"],
+        "request_throughput": round(median(row["request_throughput"] for row in turns.values()), 4),
         "throughput_ratio": round(_ratio(rows, variant, lambda row: row["request_throughput"]), 3),
         "ttft_p50_ms": round(float(np.percentile(ttft, 50)), 1),
         "ttft_p99_ms": round(float(np.percentile(ttft, 99)), 1),
         "ttft_ratio": round(_ratio(rows, variant, _ttft), 3),
-        "most_running": max(row["most_running"] for row in own.values()),
-        "fits": min(row["fits"] for row in own.values()),
+        "most_running": max(row["most_running"] for row in turns.values()),
+        "fits": min(row["fits"] for row in turns.values()),
         "fits_ratio": round(_ratio(rows, variant, lambda row: row["fits"]), 2),
     }
 
@@ -59,8 +63,8 @@ def _by_turn(rows: Sequence[Row], variant: str) -> dict[int, Row]:
 
 
 def _ratio(rows: Sequence[Row], variant: str, figure: Callable[[Row], float], to: str = FULL) -> float:
-    other, own = _by_turn(rows, to), _by_turn(rows, variant)
-    return median(figure(own[turn]) / figure(other[turn]) for turn in own)
+    other, turns = _by_turn(rows, to), _by_turn(rows, variant)
+    return median(figure(turns[turn]) / figure(other[turn]) for turn in turns)
 
 
 def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, An
     prefill and of its own model's, and the surrogate's TTFT as a multiple of that of the method beside it."""
     latency, rows = loads["latency"], [row for row in record["rows"] if row["load"] == "latency"]
     floor = next(figures for variant, figures in latency.items() if variant.startswith("bf16 uniform:"))
-    own = {
+    by_reducer = {
         reduce: {
             "ms": round(ms, 2),
             "of_full": round(ms / latency[FULL]["ttft_p50_ms"], 4),
@@ -76,17 +80,17 @@ def _limits(record: Mapping[str, Any], loads: Mapping[str, Any]) -> dict[str, An
         }
         for reduce, ms in record["reducer_ms"].items()
     }
-    found = {"floor": floor["ttft_ratio"], "reducer": own}
-    return found | ({"surrogate": round(_ratio(rows, SURROGATE, _ttft, BESIDE), 3)} if SURROGATE in latency else {})
+    limits = {"floor": floor["ttft_ratio"], "reducer": by_reducer}
+    return limits | ({"surrogate": round(_ratio(rows, SURROGATE, _ttft, BESIDE), 3)} if SURROGATE in latency else {})
 
 
 def _ttft(row: Row) -> float:
     return median(row["ttft_ms"])
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(results: Mapping[str, Any]) -> str:
     """Render the docs' tables."""
-    summary = summarise(found)
+    summary = summarise(results)
     parts = [_table(group, loads) for group, loads in summary["groups"].items()]
     if "floor" in summary:
         worst = max(share["of_own"] for share in summary["reducer"].values())
@@ -115,12 +119,12 @@ def _table(group: str, loads: Mapping[str, Mapping[str, Any]]) -> str:
     for variant in next(iter(loads.values())):
         cells = [variant, str(next(iter(loads.values()))[variant]["visual_tokens"])]
         for load, figures in loads.items():
-            own = figures[variant]
+            row = figures[variant]
             if load == "latency":
-                cells += [_seconds(own["ttft_p50_ms"]), f"{own['ttft_ratio']:.2f}x"]
+                cells += [_seconds(row["ttft_p50_ms"]), f"{row['ttft_ratio']:.2f}x"]
             else:
-                cells += [f"{own['request_throughput']:.2f}", f"{own['throughput_ratio']:.2f}x"]
-                cells += [_seconds(own["ttft_p50_ms"]), _seconds(own["ttft_p99_ms"])]
+                cells += [f"{row['request_throughput']:.2f}", f"{row['throughput_ratio']:.2f}x"]
+                cells += [_seconds(row["ttft_p50_ms"]), _seconds(row["ttft_p99_ms"])]
         last = list(loads.values())[-1][variant]
         cells += [f"{100 * last['cached']:.0f}%"] * warm + [f"{last['fits']:.1f}", f"{last['fits_ratio']:.1f}x"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -129,7 +133,10 @@ def _table(group: str, loads: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _title(group: str, loads: Mapping[str, Mapping[str, Any]]) -> str:
     bursts = [next(iter(figures.values())) for figures in loads.values()]
-    clients = (f"{one['requests']} requests of {one['clients']} client{'s' * (one['clients'] > 1)}" for one in bursts)
+    clients = (
+        f"{record['requests']} requests of {record['clients']} client{'s' * (record['clients'] > 1)}"
+        for record in bursts
+    )
     return f"{TITLES[group]} ({', '.join(clients)}):"
 
 

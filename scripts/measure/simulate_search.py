@@ -50,8 +50,8 @@ SCHEMES = {"int8": (0.0005, 1.25), "fp8": (0.001, 1.3), "awq": (0.004, 1.6), "rt
 REDUCERS = {f"{name} {keep}": (loss * (1 + 0.5 * number), gain - 0.05 * number)
             for number, name in enumerate(("divprune", "vscan", "random"))
             for keep, loss, gain in (("1/2", 0.003, 1.4), ("1/4", 0.015, 1.9), ("1/9", 0.06, 2.4))}  # fmt: skip
-FACTORS = tuple(Factor(name, tuple(Choice(one, {name: one}) for one in known))
-                for name, known in (("scheme", SCHEMES), ("reduce", REDUCERS)))  # fmt: skip
+FACTORS = tuple(Factor(name, tuple(Choice(choice_name, {name: choice_name}) for choice_name in names))
+                for name, names in (("scheme", SCHEMES), ("reduce", REDUCERS)))  # fmt: skip
 GRID = [*singles(FACTORS), *combined(FACTORS)]
 METHODS = {
     "search": "the search",
@@ -82,12 +82,12 @@ class World:
     losses: dict[str, float] = field(default_factory=dict)
     gains: dict[str, float] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
-    found: dict[tuple[str, int], Evidence] = field(default_factory=dict)
+    evidences: dict[tuple[str, int], Evidence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         typical = SCHEMES | REDUCERS
         for candidate in GRID:
-            parts, name, noise = [one.name for one in candidate.choices], candidate.name, self.rng.normal(size=4)
+            parts, name, noise = [choice.name for choice in candidate.choices], candidate.name, self.rng.normal(size=4)
             if len(parts) == 1:
                 loss, gain = typical[name]
                 self.losses[name] = min(loss * math.exp(0.6 * noise[0]) - 0.001 * abs(noise[1]), LARGEST)
@@ -105,15 +105,18 @@ class World:
     def evidence(self, candidate: Candidate, questions: int) -> Evidence:
         """A candidate's answers to the first questions."""
         key = candidate.name, questions
-        if key not in self.found:
+        if key not in self.evidences:
             answers, divergences = self.exam.answers(candidate, self.losses[candidate.name])
             mean = float(divergences[:questions].mean()) * self.factors[candidate.name]
-            self.found[key] = Evidence(answers[:questions], self.exam.images[:questions], mean)
-        return self.found[key]
+            self.evidences[key] = Evidence(answers[:questions], self.exam.images[:questions], mean)
+        return self.evidences[key]
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
         """Ask candidates; see `race.Trials`."""
-        return {one.name: Trial(self.evidence(one, questions), self.gains[one.name]) for one in candidates}
+        return {
+            candidate.name: Trial(self.evidence(candidate, questions), self.gains[candidate.name])
+            for candidate in candidates
+        }
 
     def gain(self, candidate: Candidate) -> float:
         """The gain as it is predicted: that of a combination is the product of its parts'."""
@@ -121,7 +124,7 @@ class World:
 
     def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float]:
         """The true gains."""
-        return {one.name: self.gains[one.name] for one in candidates}
+        return {candidate.name: self.gains[candidate.name] for candidate in candidates}
 
     def confirmed(self, candidate: Candidate, floor: float) -> str:
         """The verdict of `vlmcompress eval` on questions of their own."""
@@ -137,8 +140,10 @@ class Blind:
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
         """Ask candidates."""
-        asked = self.world.ask(candidates, questions)
-        return {name: replace(one, evidence=replace(one.evidence, divergence=None)) for name, one in asked.items()}
+        trials = self.world.ask(candidates, questions)
+        return {
+            name: replace(trial, evidence=replace(trial.evidence, divergence=None)) for name, trial in trials.items()
+        }
 
     def gain(self, candidate: Candidate) -> float:
         """See `World.gain`."""
@@ -197,7 +202,7 @@ class Outcome:
     chance: float
     got: float
     best: float
-    asked: int
+    questions: int
     kept: int = 0
     refuted: int = 0
 
@@ -207,62 +212,73 @@ class Outcome:
         return max(1 - self.got / self.best, 0.0)
 
 
-def outcome(world: World, floor: float, winner: Standing | None, asked: int) -> Outcome:
+def outcome(world: World, floor: float, winner: Standing | None, questions: int) -> Outcome:
     """Confirm a winner, and compare with the truth."""
-    best = max((world.gains[one.name] for one in GRID if world.losses[one.name] <= floor), default=1.0)
+    best = max(
+        (world.gains[candidate.name] for candidate in GRID if world.losses[candidate.name] <= floor), default=1.0
+    )
     if winner is None:
-        return Outcome(False, False, False, 0.0, 1.0, max(best, 1.0), asked)
+        return Outcome(False, False, False, 0.0, 1.0, max(best, 1.0), questions)
     name = winner.candidate.name
     passed = world.confirmed(winner.candidate, floor) == "pass"
     broken = passed and world.losses[name] > floor
     got = world.gains[name] if passed else 1.0
-    return Outcome(True, passed, broken, winner.chance, got, max(best, 1.0), asked)
+    return Outcome(True, passed, broken, winner.chance, got, max(best, 1.0), questions)
 
 
 def searches(world: World, floor: float, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Outcome]:
     """Search a world by each method."""
     rules = Rules(floor, QUESTIONS, CONFIRMING / SHARED)
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     for method in methods:
         race = Race(FACTORS, Blind(world) if method == "no divergence" else world, rules)
         if method in ("search", "no divergence"):
-            one = outcome(world, floor, race.run(), race.asked)
+            result = outcome(world, floor, race.run(), race.asked)
             kept = [name for name in race.standings if world.losses[name] <= floor]
             out = [name for name in kept if race.standings[name].out.startswith("loses more")]
-            found[method] = replace(one, kept=len(kept), refuted=len(out))
+            outcomes[method] = replace(result, kept=len(kept), refuted=len(out))
         else:
             winner = CHOOSING[method](world, race)
-            found[method] = outcome(world, floor, winner, 0 if method == "truth" else len(GRID) * QUESTIONS)
-    return found
+            outcomes[method] = outcome(world, floor, winner, 0 if method == "truth" else len(GRID) * QUESTIONS)
+    return outcomes
 
 
 def by_grid(world: World, race: Race) -> Standing | None:
     """The candidate that is worth most after all questions."""
-    seen = {one.name: world.evidence(one, QUESTIONS) for one in GRID}
-    believed = beliefs(seen, race.rules.margin)
+    evidence = {candidate.name: world.evidence(candidate, QUESTIONS) for candidate in GRID}
+    believed = beliefs(evidence, race.rules.margin)
     return _best(
-        Standing(one, world.gains[one.name], chance=race.chance(believed[one.name], seen[one.name])) for one in GRID
+        Standing(
+            candidate,
+            world.gains[candidate.name],
+            chance=race.chance(believed[candidate.name], evidence[candidate.name]),
+        )
+        for candidate in GRID
     )
 
 
 def by_observation(world: World, race: Race) -> Standing | None:
     """The highest gain whose observed loss is within the floor."""
-    seen = {one.name: world.evidence(one, QUESTIONS).differences for one in GRID}
-    within = [one for one in GRID if float(np.mean(seen[one.name])) >= -race.rules.margin]
-    return _best(Standing(one, world.gains[one.name], chance=1.0) for one in within)
+    differences = {candidate.name: world.evidence(candidate, QUESTIONS).differences for candidate in GRID}
+    within = [candidate for candidate in GRID if float(np.mean(differences[candidate.name])) >= -race.rules.margin]
+    return _best(Standing(candidate, world.gains[candidate.name], chance=1.0) for candidate in within)
 
 
 def by_truth(world: World, race: Race) -> Standing | None:
     """What is worth most to one who knows all losses."""
-    chances = {one.name: race.chance(Belief(-world.losses[one.name], 0.0)) for one in GRID}
-    return _best(Standing(one, world.gains[one.name], chance=chances[one.name]) for one in GRID)
+    chances = {candidate.name: race.chance(Belief(-world.losses[candidate.name], 0.0)) for candidate in GRID}
+    return _best(Standing(candidate, world.gains[candidate.name], chance=chances[candidate.name]) for candidate in GRID)
 
 
 CHOOSING = {"grid": by_grid, "no chance": by_observation, "truth": by_truth}
 
 
-def _best(given: Iterable[Standing]) -> Standing | None:
-    return max((one for one in given if one.gain > 1), key=lambda one: worth(one.gain, one.chance), default=None)
+def _best(standings: Iterable[Standing]) -> Standing | None:
+    return max(
+        (standing for standing in standings if standing.gain > 1),
+        key=lambda standing: worth(standing.gain, standing.chance),
+        default=None,
+    )
 
 
 def interval(count: int, runs: int) -> tuple[float, float]:
@@ -271,7 +287,7 @@ def interval(count: int, runs: int) -> tuple[float, float]:
     def at_most(k: int, p: float) -> float:
         logs = (math.lgamma(runs + 1) - math.lgamma(i + 1) - math.lgamma(runs - i + 1)
                 + i * math.log(p) + (runs - i) * math.log1p(-p) for i in range(k + 1))  # fmt: skip
-        return math.fsum(math.exp(one) for one in logs)
+        return math.fsum(math.exp(log) for log in logs)
 
     def solve(k: int, tail: float) -> float:
         low, high = 1e-12, 1 - 1e-12
@@ -283,39 +299,39 @@ def interval(count: int, runs: int) -> tuple[float, float]:
     return (solve(count - 1, 0.975) if count else 0.0), (solve(count, 0.025) if count < runs else 1.0)
 
 
-def summarise(found: Sequence[Outcome]) -> dict[str, Any]:
+def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Rates over the runs of one method at one floor."""
-    runs, broken = len(found), sum(one.broken for one in found)
-    regrets = [one.regret for one in found]
-    kept = sum(one.kept for one in found)
+    runs, broken = len(outcomes), sum(outcome.broken for outcome in outcomes)
+    regrets = [outcome.regret for outcome in outcomes]
+    kept = sum(outcome.kept for outcome in outcomes)
     return {
         "broken": broken / runs,
         "broken_interval": interval(broken, runs),
-        "confirmed": sum(one.confirmed for one in found) / runs,
-        "expected": sum(one.chance for one in found) / runs,
-        "gain": float(np.mean([one.got for one in found])),
-        "best": float(np.mean([one.best for one in found])),
+        "confirmed": sum(outcome.confirmed for outcome in outcomes) / runs,
+        "expected": sum(outcome.chance for outcome in outcomes) / runs,
+        "gain": float(np.mean([outcome.got for outcome in outcomes])),
+        "best": float(np.mean([outcome.best for outcome in outcomes])),
         "regret_median": float(np.median(regrets)),
         "regret_90": float(np.quantile(regrets, 0.9)),
-        "asked": float(np.mean([one.asked for one in found])) / (len(GRID) * QUESTIONS),
-        "refuted": sum(one.refuted for one in found) / kept if kept else None,
+        "asked": float(np.mean([outcome.questions for outcome in outcomes])) / (len(GRID) * QUESTIONS),
+        "refuted": sum(outcome.refuted for outcome in outcomes) / kept if kept else None,
     }
 
 
 def simulate(runs: int, seed: int) -> dict[str, Any]:
     """Search so many worlds by each method and at each floor."""
-    found: dict[float, dict[str, list[Outcome]]] = {floor: {} for floor in FLOORS}
+    outcomes: dict[float, dict[str, list[Outcome]]] = {floor: {} for floor in FLOORS}
     for run in range(runs):
         for odd in (False, True):
             world = World(np.random.default_rng([seed, run, odd]), **(AT_ODDS if odd else {}))
             for floor in FLOORS:
-                for method, one in searches(world, floor, ODD if odd else tuple(METHODS)).items():
-                    found[floor].setdefault(f"{method}, at odds" if odd else method, []).append(one)
-    rows = {f"{floor:g}": {method: summarise(some) for method, some in of.items()} for floor, of in found.items()}
+                for method, result in searches(world, floor, ODD if odd else tuple(METHODS)).items():
+                    outcomes[floor].setdefault(f"{method}, at odds" if odd else method, []).append(result)
+    rows = {f"{floor:g}": {method: summarise(some) for method, some in of.items()} for floor, of in outcomes.items()}
     return {"runs": runs, "seed": seed, "grid": len(GRID), "nominal": ERROR, "floors": rows}
 
 
-def render(found: dict[str, Any]) -> str:
+def render(results: dict[str, Any]) -> str:
     """The docs' table."""
     lines = [
         "| floor, points | method | questions, of the whole grid's | a winner confirmed, of those expected "
@@ -323,7 +339,7 @@ def render(found: dict[str, Any]) -> str:
         "| missed of the best gain: median, 90% | thrown out and keeps the floor |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for floor, rows in found["floors"].items():
+    for floor, rows in results["floors"].items():
         for key, row in rows.items():
             method, _, odd = key.partition(", ")
             low, high = row["broken_interval"]
@@ -350,11 +366,11 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default eval/search_simulated.json")
     args = parser.parse_args()
-    found = json.loads(args.results.read_text()) if args.render else simulate(args.runs, args.seed)
+    results = json.loads(args.results.read_text()) if args.render else simulate(args.runs, args.seed)
     if args.save and not args.render:
-        args.results.write_text(json.dumps(found, indent=1) + "\n")
-    print(render(found))
-    print(json.dumps(found))
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    print(render(results))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

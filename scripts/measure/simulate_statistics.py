@@ -69,8 +69,8 @@ def draw(rng: np.random.Generator, s: Setting, drop: float, n: int | None = None
     n = n or s.n
     sizes = rng.integers(1, 6, n) if s.shared else np.ones(n, dtype=int)
     images = np.repeat(np.arange(n), sizes)[:n]
-    own, group = rng.random((2, n)), rng.random((2, n))
-    fate = np.where(rng.random(n)[images] < s.together, group[:, images], own)
+    uniform, group = rng.random((2, n)), rng.random((2, n))
+    fate = np.where(rng.random(n)[images] < s.together, group[:, images], uniform)
     choices = np.asarray(MAGNITUDES[s.kind])
     size = choices[(fate[1] * len(choices)).astype(int)]
     lost = s.churn + drop / choices.mean()
@@ -84,8 +84,8 @@ def bootstrap_passes(rng: np.random.Generator, data: Data, draws: int = 300) -> 
     keep = counts > 0
     sums, counts = sums[keep], counts[keep]
     weights = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=draws).astype(np.float32)
-    means, seen = (weights @ sums) / (weights @ counts), sums.sum() / counts.sum()
-    share = (means < seen).mean() + 0.5 * (means == seen).mean()
+    means, mean = (weights @ sums) / (weights @ counts), sums.sum() / counts.sum()
+    share = (means < mean).mean() + 0.5 * (means == mean).mean()
     bias = noninferiority.NORMAL.inv_cdf(min(max(share, 1 / draws), 1 - 1 / draws))
     left_out = (sums.sum() - sums) / (counts.sum() - counts)
     bend = left_out.mean() - left_out
@@ -102,11 +102,11 @@ def verdicts(rng: np.random.Generator, setting: Setting, drop: float, runs: int)
     for run in range(runs):
         data = draw(rng, setting, drop)
         mean = MeanDifference(*data)
-        found = noninferiority.verdict(mean, MARGIN, LEVEL)
-        passes += found == "pass"
-        fails += found == "fail"
+        judged = noninferiority.verdict(mean, MARGIN, LEVEL)
+        passes += judged == "pass"
+        fails += judged == "fail"
         if drop == MARGIN:
-            covered += found == "inconclusive"
+            covered += judged == "inconclusive"
         else:
             covered += (mean.p_at_most(-drop) if mean.mean > -drop else mean.p_at_least(-drop)) >= NOMINAL
         if drop == MARGIN and run < RESAMPLED:
@@ -163,13 +163,13 @@ def few_images(rng: np.random.Generator, runs: int, images: int, questions: int,
     names = np.repeat(np.arange(images), questions)
     worst = {"pass": 0.0, "fail": 0.0}
     for whole, churn in product((False, True), (0.0, 0.02)):
-        found = []
+        rows = []
         for _ in range(runs):
             fate, change = rng.random((2, len(names)))
             lost = (rng.random(images)[names] if whole else fate) < margin
             d = np.where(lost, -1.0, np.where(change < churn, -1.0, np.where(change < 2 * churn, 1.0, 0.0)))
-            found.append(noninferiority.verdict(MeanDifference(d, names), margin, LEVEL))
-        worst = {name: max(rate, found.count(name) / runs) for name, rate in worst.items()}
+            rows.append(noninferiority.verdict(MeanDifference(d, names), margin, LEVEL))
+        worst = {name: max(rate, rows.count(name) / runs) for name, rate in worst.items()}
     lossless = noninferiority.verdict(MeanDifference(np.zeros(len(names)), names), margin, LEVEL)
     low = MeanDifference(np.zeros(len(names)), names).limits(LEVEL)[0]
     return {
@@ -206,11 +206,11 @@ def false_families(rng: np.random.Generator, runs: int, count: int = 10, margin:
                     np.where(d < 0, 0.0, 1.0).tolist(),
                     images.tolist(),
                 )
-            found = [one.verdict for one in families(groups, margin=margin).values()]
+            verdicts = [family.verdict for family in families(groups, margin=margin).values()]
             if drops[-1]:
-                any_fails += "fail" in found
+                any_fails += "fail" in verdicts
             else:
-                all_pass += set(found) == {"pass"}
+                all_pass += set(verdicts) == {"pass"}
     return {"any_fails": any_fails / runs, "all_pass": all_pass / runs}
 
 
@@ -253,9 +253,9 @@ def markdown(rows: list[dict]) -> str:
     for drop in DROPS:
         cells = ["1, the margin: both are wrong" if drop == MARGIN else f"{100 * drop:g}"]
         for shared in (False, True):
-            found = [row for row in rows if row["drop"] == drop and ("one a picture" not in row["setting"]) == shared]
+            chosen = [row for row in rows if row["drop"] == drop and ("one a picture" not in row["setting"]) == shared]
             for verdict, wrong in (("pass", drop >= MARGIN), ("fail", drop <= MARGIN)):
-                rates = [100 * row[verdict] for row in found] or [math.nan]
+                rates = [100 * row[verdict] for row in chosen] or [math.nan]
                 worst = f" ({max(rates):.1f}%)" if wrong else ""
                 cells.append(f"{sum(rates) / len(rates):.1f}%{worst}")
         lines.append(f"| {' | '.join(cells)} |")

@@ -35,9 +35,9 @@ def candidates(vlm: VLM) -> dict[str, Tensor]:
     tokenizer = vlm.processor.tokenizer
     image = getattr(vlm.model.config, vlm.spec.image_token)
     ids = {"pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id, "image": image}
-    found = {"zeros": torch.zeros_like(table[0]), "mean of the table": table.mean(0)}
-    found |= {f"special token {name}": table[ids[name]] for name in SPECIAL}
-    return found | {repr(word): table[tokenizer.encode(word, add_special_tokens=False)[-1]] for word in WORDS}
+    rows = {"zeros": torch.zeros_like(table[0]), "mean of the table": table.mean(0)}
+    rows |= {f"special token {name}": table[ids[name]] for name in SPECIAL}
+    return rows | {repr(word): table[tokenizer.encode(word, add_special_tokens=False)[-1]] for word in WORDS}
 
 
 def prompt(vlm: VLM, row: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
@@ -53,12 +53,12 @@ def prompt(vlm: VLM, row: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
 
 def arguments(vlm: VLM, inputs: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
     """The language model, its embeddings `[1, s, d]` and positions `[..., s]`."""
-    found: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    hook = text.register_forward_pre_hook(lambda _, args, kwargs: found.update(kwargs), with_kwargs=True)
+    hook = text.register_forward_pre_hook(lambda _, args, kwargs: captured.update(kwargs), with_kwargs=True)
     vlm.model(**inputs, use_cache=False)
     hook.remove()
-    embeds, positions = found["inputs_embeds"], found.get("position_ids")
+    embeds, positions = captured["inputs_embeds"], captured.get("position_ids")
     return text, embeds, torch.arange(embeds.shape[1])[None] if positions is None else positions
 
 
@@ -73,20 +73,20 @@ def compare(vlm: VLM, rows: list[dict[str, Any]]) -> dict[str, tuple[float, floa
 
         def scores(e: Tensor, keep: Tensor, text=text, positions=positions, answer=answer) -> Tensor:
             mask = torch.ones(1, int(keep.sum()), dtype=torch.int64)
-            given = {"inputs_embeds": e[:, keep], "position_ids": positions[..., keep], "attention_mask": mask}
-            return head(text(**given, use_cache=False).last_hidden_state)[0, -answer - 1 : -1].log_softmax(-1)
+            kwargs = {"inputs_embeds": e[:, keep], "position_ids": positions[..., keep], "attention_mask": mask}
+            return head(text(**kwargs, use_cache=False).last_hidden_state)[0, -answer - 1 : -1].log_softmax(-1)
 
         for unit in units(vlm, Call(inputs)):
             keep = torch.ones(embeds.shape[1], dtype=torch.bool)
             keep[unit.columns] = False
             standard = scores(embeds, keep)
             keep[unit.columns[0]] = True
-            for name, one in rows_of.items():
+            for name, embedding in rows_of.items():
                 changed = embeds.clone()
-                changed[0, unit.columns[0]] = one
-                found = scores(changed, keep)
-                sums[name][0] += bool((found.argmax(-1) == standard.argmax(-1)).all())
-                sums[name][1] += float((standard.exp() * (standard - found)).sum(-1).mean())
+                changed[0, unit.columns[0]] = embedding
+                logits = scores(changed, keep)
+                sums[name][0] += bool((logits.argmax(-1) == standard.argmax(-1)).all())
+                sums[name][1] += float((standard.exp() * (standard - logits)).sum(-1).mean())
     return {name: (same / len(rows) / 2, apart / len(rows) / 2) for name, (same, apart) in sums.items()}
 
 

@@ -77,10 +77,10 @@ class _Entered(Exception):
 @torch.no_grad()
 def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
     """Run the model up to its language model on each sample and its answer."""
-    seen: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
 
     def enter(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        seen.update(kwargs)
+        captured.update(kwargs)
         raise _Entered
 
     model = vlm.model.float()
@@ -96,33 +96,33 @@ def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
             model(**inputs)
         answers = (modality == ANSWER).nonzero().squeeze(1)
         visual = (modality == VISION).nonzero().squeeze(1)
-        positions = seen.get("position_ids")
+        positions = captured.get("position_ids")
         positions = torch.arange(len(ids)) if positions is None else positions[..., 0, :]
         shared = int(visual[-1]) + 1 if len(visual) else 0
-        questions.append(Question(seen["inputs_embeds"][0].clone(), positions, answers, ids[answers + 1], shared))
+        questions.append(Question(captured["inputs_embeds"][0].clone(), positions, answers, ids[answers + 1], shared))
     hook.remove()
     for tower in towers:
         del tower.forward
     axes = max(
-        (one.positions[..., 0] for one in questions), key=Tensor.dim
+        (question.positions[..., 0] for question in questions), key=Tensor.dim
     ).shape  # M-RoPE has three rows of positions, prompts without images have one
-    return [replace(one, positions=one.positions.expand(*axes, -1)) for one in questions]
+    return [replace(question, positions=question.positions.expand(*axes, -1)) for question in questions]
 
 
 def remembering(function: Callable) -> Callable:
     """Wrap a function so that it does not compute recent results twice."""
-    known: dict[bytes, Any] = {}
+    results: dict[bytes, Any] = {}
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
         digest = hashlib.sha256()
         for value in (*args, *kwargs.values()):
             digest.update(value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
         key = digest.digest()
-        if key not in known:
-            if len(known) >= RECENT:
-                known.clear()
-            known[key] = function(*args, **kwargs)
-        return copy.copy(known[key])  # families put other things into it
+        if key not in results:
+            if len(results) >= RECENT:
+                results.clear()
+            results[key] = function(*args, **kwargs)
+        return copy.copy(results[key])  # families put other things into it
 
     return remembered
 
@@ -135,8 +135,8 @@ def language_model(vlm: VLM) -> nn.Module:
 def pack(questions: Sequence[Question], tokens: int = 6000) -> list[Rows]:
     """Pack questions that begin alike into rows, in batches of about `tokens` tokens."""
     alike: dict[Any, list[int]] = {}
-    for number, one in enumerate(questions):
-        head = (one.embeds[: one.shared], one.positions[..., : one.shared])
+    for number, question in enumerate(questions):
+        head = (question.embeds[: question.shared], question.positions[..., : question.shared])
         digest = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in head)).digest()
         alike.setdefault(digest, []).append(number)
     rows = [same[at : at + PER_ROW] for same in alike.values() for at in range(0, len(same), PER_ROW)]
@@ -160,22 +160,24 @@ def _batch(questions: Sequence[Question], batch: Sequence[Sequence[int]]) -> Row
     embeds = first.embeds.new_zeros(len(batch), length, first.embeds.shape[1])
     positions = first.positions.new_zeros(*first.positions.shape[:-1], len(batch), length)
     mask = torch.eye(length, dtype=torch.bool).repeat(len(batch), 1, 1)
-    found: list[tuple[int, int, int, int]] = []
+    predictions: list[tuple[int, int, int, int]] = []
     for r, row in enumerate(batch):
         shared = at = questions[row[0]].shared
         embeds[r, :shared] = questions[row[0]].embeds[:shared]
         positions[..., r, :shared] = questions[row[0]].positions[..., :shared]
         mask[r, :shared, :shared] = True
         for number in row:
-            one = questions[number]
-            end = at + len(one.embeds) - shared
-            embeds[r, at:end], positions[..., r, at:end] = one.embeds[shared:], one.positions[..., shared:]
+            encoded = questions[number]
+            end = at + len(encoded.embeds) - shared
+            embeds[r, at:end], positions[..., r, at:end] = encoded.embeds[shared:], encoded.positions[..., shared:]
             mask[r, at:end, :shared] = True
             mask[r, at:end, at:end] = True
-            places = (one.predicts - shared + at).tolist()
-            found += [(r, place, label, number) for place, label in zip(places, one.labels.tolist(), strict=True)]
+            places = (encoded.predicts - shared + at).tolist()
+            predictions += [
+                (r, place, label, number) for place, label in zip(places, encoded.labels.tolist(), strict=True)
+            ]
             at = end
-    row_, token, label, question = torch.tensor(found).T
+    row_, token, label, question = torch.tensor(predictions).T
     return Rows(embeds, positions, mask.tril_()[:, None], row_, token, label, question)
 
 
@@ -187,10 +189,10 @@ def predictions(vlm: VLM, batches: Sequence[Rows]) -> tuple[Tensor, Tensor, Tens
     forward = last.forward
     for rows in batches:
         last.forward = only(forward, (rows.row, rows.token))
-        found = inner(
+        hidden = inner(
             inputs_embeds=rows.embeds, position_ids=rows.positions, attention_mask=rows.mask, use_cache=False
         ).last_hidden_state
-        logits.append(model.get_output_embeddings()(found[rows.row, rows.token]))
+        logits.append(model.get_output_embeddings()(hidden[rows.row, rows.token]))
     last.forward = forward
     for hook in hooks:
         hook.remove()
@@ -239,9 +241,9 @@ def round_activations(model: nn.Module) -> list[Any]:
     return hooks
 
 
-def measure(original: Tensor, found: Tensor, label: Tensor, question: Tensor) -> dict[str, Tensor]:
+def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor) -> dict[str, Tensor]:
     """Compute every measure `[questions]`, in float64, from two models' logits `[n, vocabulary]`."""
-    p, q = original.double().log_softmax(-1), found.double().log_softmax(-1)
+    p, q = original.double().log_softmax(-1), quantized.double().log_softmax(-1)
     counts = question.bincount()
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
 
@@ -249,9 +251,9 @@ def measure(original: Tensor, found: Tensor, label: Tensor, question: Tensor) ->
         return torch.zeros(len(counts), dtype=torch.float64).index_add_(0, question, values.double())
 
     kl = (p.exp() * (p - q)).sum(-1)
-    error, base = (found - original)[first].double(), original[first].double()
+    error, base = (quantized - original)[first].double(), original[first].double()
     return {
-        "exact": (total(found.argmax(-1) == label) == counts).double(),
+        "exact": (total(quantized.argmax(-1) == label) == counts).double(),
         "nll": total(-q.gather(1, label[:, None]).squeeze(1)),
         "kl": kl[first],
         "path": total(kl) / counts,
@@ -289,6 +291,6 @@ def cached(path: Path, make: Any) -> Any:
 
 def by_kind(values: Tensor, families: Sequence[str], kinds: Mapping[str, Sequence[bool]]) -> dict[str, float]:
     """Average `values [questions]` over all questions, those of each family, and those of each kind."""
-    chosen = {name: torch.tensor([one == name for one in families]) for name in sorted(set(families))}
+    chosen = {name: torch.tensor([family == name for family in families]) for name in sorted(set(families))}
     chosen |= {name: torch.tensor(list(members)) for name, members in kinds.items()}
     return {"all": float(values.mean())} | {name: float(values[index].mean()) for name, index in chosen.items()}

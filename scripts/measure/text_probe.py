@@ -62,18 +62,18 @@ def compare(vlm: VLM, original: Reference) -> dict[str, Tensor]:
     """Compute `nll` and `kl` summed over the `tokens` of each text (those that are predicted, as many as are read), float64
     `[texts]`."""
     head = vlm.model.float().get_output_embeddings().weight
-    found = []
+    sums = []
     for ids, before, after in zip(original.ids, original.hidden, _hidden(vlm, original.ids), strict=True):
-        found.append((*_sums(ids, before, original.head, after, head), len(ids) - 1))
-    return dict(zip(("nll", "kl", "tokens"), torch.tensor(found, dtype=torch.float64).T.contiguous(), strict=True))
+        sums.append((*_sums(ids, before, original.head, after, head), len(ids) - 1))
+    return dict(zip(("nll", "kl", "tokens"), torch.tensor(sums, dtype=torch.float64).T.contiguous(), strict=True))
 
 
-def _sums(ids: Tensor, before: Tensor, head: Tensor, after: Tensor, own: Tensor) -> tuple[float, float]:
+def _sums(ids: Tensor, before: Tensor, head: Tensor, after: Tensor, quantized_head: Tensor) -> tuple[float, float]:
     """Sums of one text, from the last hidden states `[tokens, hidden]` and the heads `[vocabulary, hidden]` of both models."""
     nll = kl = 0.0
     for start in range(0, len(ids), ROWS):
         rows = slice(start, start + ROWS)
-        p, q = (before[rows] @ head.T).log_softmax(-1), (after[rows] @ own.T).log_softmax(-1)
+        p, q = (before[rows] @ head.T).log_softmax(-1), (after[rows] @ quantized_head.T).log_softmax(-1)
         divergence = (p.exp() * (p - q)).sum(-1).double()
         kl += float(divergence[1 if start == 0 else 0 :].sum())
         labels = ids[start + 1 : start + 1 + ROWS]
@@ -84,7 +84,7 @@ def _sums(ids: Tensor, before: Tensor, head: Tensor, after: Tensor, own: Tensor)
 def _hidden(vlm: VLM, ids: list[Tensor]) -> list[Tensor]:
     vlm.model.float()
     inner, hooks = language_model(vlm), round_activations(vlm.model)
-    found = [inner(input_ids=own[None], use_cache=False).last_hidden_state[0] for own in ids]
+    hidden = [inner(input_ids=text_ids[None], use_cache=False).last_hidden_state[0] for text_ids in ids]
     for hook in hooks:
         hook.remove()
-    return found
+    return hidden

@@ -67,9 +67,9 @@ class Row:
         return {"scheme": self.scheme, "options": (grid.options if grid else {}) | self.options} | self.recipe
 
 
-def budget(bits: float, **more: Any) -> dict[str, Any]:
+def budget(bits: float, **keys: Any) -> dict[str, Any]:
     """The recipe's key for widths that are shared out."""
-    return {"bits": {"budget": bits, "among": [2, 3, 4, 8]} | more}
+    return {"bits": {"budget": bits, "among": [2, 3, 4, 8]} | keys}
 
 
 STEPS = {"smooth": "feedback", "clip": True, "sweeps": 2}  # those of gptq-plus
@@ -127,7 +127,7 @@ def chosen(methods: list[str], formats: list[str]) -> list[tuple[str, str]]:
 
     Raises ValueError for a name that there is not.
     """
-    for name, known in [(m, METHODS) for m in methods] + [(f, FORMATS) for f in formats]:
-        if name not in known:
-            raise ValueError(f"there is no '{name}'; choose from {', '.join(known)}")
+    for name, table in [(m, METHODS) for m in methods] + [(f, FORMATS) for f in formats]:
+        if name not in table:
+            raise ValueError(f"there is no '{name}'; choose from {', '.join(table)}")
     return [(f, m) for f in formats for m in methods if f in METHODS[m].formats]

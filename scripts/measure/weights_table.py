@@ -25,15 +25,18 @@ Measures = Mapping[str, Tensor]
 Key = tuple[str, str]  # format, method
 
 
-def means(found: Measures) -> dict[str, float]:
+def means(measures: Measures) -> dict[str, float]:
     """The means that a row shows: `perplexity`, `text_kl` a token, `answers_kl` an answer token, `exact`."""
     shown = {}
-    if "text/nll" in found:
-        tokens = float(found["text/tokens"].sum())
-        shown["perplexity"] = exp(float(found["text/nll"].sum()) / tokens)
-        shown["text_kl"] = float(found["text/kl"].sum()) / tokens
-    if "answers/path" in found:
-        shown |= {"answers_kl": float(found["answers/path"].mean()), "exact": float(found["answers/exact"].mean())}
+    if "text/nll" in measures:
+        tokens = float(measures["text/tokens"].sum())
+        shown["perplexity"] = exp(float(measures["text/nll"].sum()) / tokens)
+        shown["text_kl"] = float(measures["text/kl"].sum()) / tokens
+    if "answers/path" in measures:
+        shown |= {
+            "answers_kl": float(measures["answers/path"].mean()),
+            "exact": float(measures["answers/exact"].mean()),
+        }
     return shown
 
 
@@ -54,7 +57,7 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
     for row in rows(work / "rows.jsonl"):
         if row["model"] == model and row["split"] == split:
             grouped.setdefault((row["format"], row["method"]), []).append(row)
-    loaded = {key: _stack(work, own) for key, own in grouped.items()}
+    loaded = {key: _stack(work, seed_rows) for key, seed_rows in grouped.items()}
     clusters = {"answers": _numbers([about(sample) for sample in questions])} if questions else {}
     keys = sorted(grouped, key=lambda key: order((model, split, *key)))
     return [{"model": model, "split": split} | _figures(key, grouped[key], loaded, clusters) for key in keys]
@@ -66,24 +69,24 @@ def order(name: tuple[str, str, str, str]) -> tuple[str, bool, int, int]:
     return model, split == "test", list(FORMATS).index(form), list(METHODS).index(method)
 
 
-def _stack(work: Path, own: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
-    return {row["seed"]: torch.load(work / "measures" / f"{row['key']}.pt") for row in own}
+def _stack(work: Path, seed_rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
+    return {row["seed"]: torch.load(work / "measures" / f"{row['key']}.pt") for row in seed_rows}
 
 
 def _figures(
     key: Key,
-    own: Sequence[Mapping[str, Any]],
+    seed_rows: Sequence[Mapping[str, Any]],
     loaded: Mapping[Key, Mapping[int, Measures]],
     clusters: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     form, method = key
-    row: dict[str, Any] = {"format": form, "method": method, "seeds": len(own)}
+    row: dict[str, Any] = {"format": form, "method": method, "seeds": len(seed_rows)}
     for name in ("perplexity", "text_kl", "answers_kl", "exact", "seconds", "statistics_seconds", "bytes"):
-        if values := [one[name] for one in own if name in one]:
+        if values := [seed_row[name] for seed_row in seed_rows if name in seed_row]:
             row[name] = fmean(values)
     for what, name in (("text", "kl"), ("answers", "path")):
         against = METHODS[method].than or _better_stock(form, f"{what}/{name}", loaded)
-        if against in loaded and all(f"{what}/{name}" in found for found in loaded[key].values()):
+        if against in loaded and all(f"{what}/{name}" in measures for measures in loaded[key].values()):
             a, b = _paired(loaded, (key, against), f"{what}/{name}")
             own_clusters = clusters.get(what, torch.arange(a.shape[1]))
             row[f"{what}_ratio"] = ratio(a, b, own_clusters) | {"to": " ".join(against)}
@@ -96,9 +99,11 @@ def _figures(
 def _better_stock(form: str, name: str, loaded: Mapping[Key, Mapping[int, Measures]]) -> Key | None:
     """The stock method of least mean divergence in as many bits, with zero points or without."""
     means = {
-        key: fmean(float(found[name].mean()) for found in by_seed.values() if name in found)
+        key: fmean(float(measures[name].mean()) for measures in by_seed.values() if name in measures)
         for key, by_seed in loaded.items()
-        if key[1] in STOCK and key[0].split()[0] == form.split()[0] and any(name in found for found in by_seed.values())
+        if key[1] in STOCK
+        and key[0].split()[0] == form.split()[0]
+        and any(name in measures for measures in by_seed.values())
     }
     return min(means, key=means.__getitem__) if means else None
 
@@ -114,7 +119,7 @@ def _paired(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], n
     ]
 
 
-def render(found: Sequence[Mapping[str, Any]]) -> str:
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
     """Render the table: a line for each format and method, ratios with their intervals."""
     heads = (
         "model",
@@ -131,7 +136,7 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
         "seconds",
     )
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in found:
+    for row in rows:
         cells = [row["model"], row["split"], row["format"], row["method"], str(row["seeds"])]
         large = row.get("perplexity", 0) >= 1e4
         cells += [

@@ -52,7 +52,7 @@ def asked(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[S
 def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[bool, int, int]:
     """Whether generation gives the answer and its end, how many visual tokens were dropped, and how many all caches hold."""
     inputs = encode_prompt(sample, vlm)
-    answer = reduced_answers.prepare(vlm, [sample]).asked[0].answer
+    answer = reduced_answers.prepare(vlm, [sample]).questions[0].answer
     how = {"max_new_tokens": len(answer), "do_sample": False, "return_dict_in_generate": True}
     with torch.no_grad():
         if chosen is None:
