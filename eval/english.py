@@ -37,8 +37,8 @@ def paragraphs(split: str) -> list[str]:
         KeyError: there is no such split.
         ModuleNotFoundError: a package of the split is not installed.
     """
-    found = [text for package in PACKAGES[split] for path in _sources(package) for text in _texts(path)]
-    unique = sorted(set(found))
+    texts = [text for package in PACKAGES[split] for path in _sources(package) for text in _texts(path)]
+    unique = sorted(set(texts))
     Random(split).shuffle(unique)
     return unique
 
@@ -76,13 +76,13 @@ def _prose(path: Path) -> Iterator[str]:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError):
         return
-    seen = set()
+    paragraphs = set()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         for block in re.split(r"\n\s*\n", (ast.get_docstring(node) or "") if isinstance(node, kinds) else ""):
             text = " ".join(_MARKUP.sub(lambda m: next(g for g in m.groups() if g), block).split())
-            if _sentences(text) and text not in seen:
-                seen.add(text)
+            if _sentences(text) and text not in paragraphs:
+                paragraphs.add(text)
                 yield text
 
 

@@ -69,33 +69,35 @@ def page() -> str:
 def _model(annotation: Any) -> type[BaseModel] | None:
     """The class of a field's nested keys, if it has any."""
     choices = typing.get_args(annotation) or (annotation,)
-    return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next((choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)), None)
 
 
 def _options(registry: Any) -> str:
     """Render a section for each entry of a registry: its summary, its options' docstring, and their table."""
-    found = []
+    rows = []
     for name in registry.names():
         options = registry.get(name).Options
         also = ", ".join(f"`{alias}`" for alias in registry.aliases(name))
-        found += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{f' Also {also}.' if also else ''}\n"]
+        rows += [f"### `{name}`\n", f"{_plain(registry.summary(name))}.{f' Also {also}.' if also else ''}\n"]
         if dataclasses.fields(options):
-            found += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
-            found.append(_table(options))
+            rows += [] if _attributes(options) else [f"{_plain(inspect.getdoc(options) or '')}\n"]
+            rows.append(_table(options))
         else:
-            found.append("No options.\n")
-    return "\n".join(found)
+            rows.append("No options.\n")
+    return "\n".join(rows)
 
 
 def _table(cls: type) -> str:
     """Render a table with a row for each key: name, type, default and, from an `Attributes:` section, the meaning."""
-    told = _attributes(cls)
+    meanings = _attributes(cls)
     hints = typing.get_type_hints(cls)
     rows = []
     for name, default, limits in _fields(cls):
-        cells = [f"`{name}`", _type(hints[name], limits), default] + ([_plain(told.get(name, ""))] if told else [])
+        cells = [f"`{name}`", _type(hints[name], limits), default] + (
+            [_plain(meanings.get(name, ""))] if meanings else []
+        )
         rows.append(cells)
-    head = ["key", "type", "default"] + (["meaning"] if told else [])
+    head = ["key", "type", "default"] + (["meaning"] if meanings else [])
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
@@ -104,21 +106,21 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
     """List name, default and limits of each field of a pydantic model or a dataclass."""
     if issubclass(cls, BaseModel):
         for name, field in cls.model_fields.items():
-            limits = [_limit(one) for one in field.metadata]
+            limits = [_limit(bound) for bound in field.metadata]
             yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
     else:
-        for one in dataclasses.fields(cls):
-            if one.name != "network":  # of a file that an option names
-                yield one.name, _value(one.default), ""
+        for bound in dataclasses.fields(cls):
+            if bound.name != "network":  # of a file that an option names
+                yield bound.name, _value(bound.default), ""
 
 
 def _limit(metadata: Any) -> str:
     """Write a bound of a number in words."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [
+    limits = [
         f"{word} {getattr(metadata, key)}" for key, word in words.items() if getattr(metadata, key, None) is not None
     ]
-    return " ".join(found)
+    return " ".join(limits)
 
 
 def _value(value: Any) -> str:
@@ -141,11 +143,11 @@ def _type(hint: Any, limits: str = "") -> str:
     if hint in simple:
         words = simple[hint]
     elif origin is typing.Literal:
-        words = " or ".join(f"`{one}`" for one in arguments)
+        words = " or ".join(f"`{argument}`" for argument in arguments)
     elif origin in (typing.Union, types.UnionType):
-        words = " or ".join(_type(one) for one in arguments if one is not type(None))
+        words = " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     elif origin is tuple:
-        words = f"list of {' or '.join(f'{one}s' for one in _type(arguments[0]).split(' or '))}"
+        words = f"list of {' or '.join(f'{argument}s' for argument in _type(arguments[0]).split(' or '))}"
     else:
         words = "keys below" if isinstance(hint, type) and issubclass(hint, BaseModel) else str(hint)
     return f"{words}, {limits}" if limits else words
@@ -153,16 +155,16 @@ def _type(hint: Any, limits: str = "") -> str:
 
 def _attributes(cls: type) -> Mapping[str, str]:
     """Read the `Attributes:` sections of a class and of those it extends: field -> text."""
-    found: dict[str, str] = {}
-    for one in reversed(cls.__mro__):
-        text = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")[2]
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
         for entry in re.split(r"\n(?=    \w)", text.partition("\n\n")[0]):
             name, colon, meaning = " ".join(entry.split()).partition(": ")
             if colon and name.isidentifier():
-                found[name] = meaning
+                meanings[name] = meaning
             elif colon:  # several fields share one entry
-                found |= dict.fromkeys(re.split(r", ", name), meaning)
-    return found
+                meanings |= dict.fromkeys(re.split(r", ", name), meaning)
+    return meanings
 
 
 def _summary(cls: type) -> str:

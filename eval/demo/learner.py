@@ -29,9 +29,9 @@ class Oracle(nn.Module):
         for table in self.tables.values():
             nn.init.normal_(table.weight, std=0.1)
 
-    def forward(self, seen: dict[str, torch.Tensor]) -> torch.Tensor:
-        cells = {"cell_row": seen["row"] // PER_CELL, "cell_column": seen["column"] // PER_CELL}
-        return sum(self.tables[name](index.flatten()) for name, index in (seen | cells).items())
+    def forward(self, cells: dict[str, torch.Tensor]) -> torch.Tensor:
+        places = {"cell_row": cells["row"] // PER_CELL, "cell_column": cells["column"] // PER_CELL}
+        return sum(self.tables[name](index.flatten()) for name, index in (cells | places).items())
 
 
 class Heads(nn.Module):
@@ -41,12 +41,12 @@ class Heads(nn.Module):
         super().__init__()
         self.heads = nn.ModuleDict({name: nn.Linear(HIDDEN, size) for name, size in SIZES.items()})
 
-    def forward(self, visual: torch.Tensor, seen: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def forward(self, visual: torch.Tensor, cells: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Summed cross-entropy and accuracy by attribute (things and colours: where there is something)."""
         loss, accuracy = visual.new_zeros(()), {}
-        there = seen["thing"].flatten() > 0
+        there = cells["thing"].flatten() > 0
         for name, head in self.heads.items():
-            target = seen[name].flatten()
+            target = cells[name].flatten()
             logits = head(visual).float()
             loss = loss + F.cross_entropy(logits, target)
             right = (logits.argmax(-1) == target).float()
@@ -69,8 +69,8 @@ def window_attention(self, hidden_states, cu_seqlens, position_embeddings=None, 
     for length in lengths.unique().tolist():
         rows = (cu_seqlens[:-1][lengths == length, None] + torch.arange(length, device=q.device)).flatten()
         parts = (t[rows].reshape(-1, length, self.num_heads, t.shape[-1]).transpose(1, 2) for t in (q, k, v))
-        found = F.scaled_dot_product_attention(*parts, scale=self.scaling)
-        out = out.index_copy(0, rows, found.transpose(1, 2).reshape(len(rows), *q.shape[1:]))
+        attended = F.scaled_dot_product_attention(*parts, scale=self.scaling)
+        out = out.index_copy(0, rows, attended.transpose(1, 2).reshape(len(rows), *q.shape[1:]))
     return self.proj(out.reshape(n, -1))
 
 
@@ -155,7 +155,7 @@ def accuracy(learner: Learner, batches: list[Batch], oracle: bool) -> dict[str, 
     for batch in batches:
         visual = None
         if len(batch.pixels):
-            visual = learner.oracle(batch.seen) if oracle else learner.look(batch.pixels)
+            visual = learner.oracle(batch.cells) if oracle else learner.look(batch.pixels)
         logits, target = learner.answer_logits(batch, visual)
         hits = logits.argmax(-1) == target
         owner = (batch.labels[:, 1:] != -100).nonzero()[:, 0]

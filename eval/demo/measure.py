@@ -27,7 +27,7 @@ def messages(row: dict) -> list[dict]:
 def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
     """Generate greedy answers, in batches of questions with equally many and equally large images."""
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["image"]), _pixels(rows[i]), len(rows[i]["question"])))
-    found = [""] * len(rows)
+    texts = [""] * len(rows)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         inputs = processor.apply_chat_template(
@@ -39,8 +39,8 @@ def answers(model, processor, rows: list[dict], size: int = 20) -> list[str]:
             inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, inputs["input_ids"].shape[1] :]
         for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True), strict=True):
-            found[i] = text.strip()
-    return found
+            texts[i] = text.strip()
+    return texts
 
 
 def _pixels(row: dict) -> tuple[int, int]:

@@ -40,26 +40,28 @@ class Scales:
         self.learner = Learner("qwen", self.vlm.model, self.writer.image_id)
         self.random = Random(seed)
         self.weights = dict.fromkeys(FAMILIES, 0.5) | {"text": 0.1}
-        known = {one.tokens: one for one in resizing.settings(self.vlm.spec, self.vlm.processor)}
-        self.settings = [known[tokens] if tokens else ImageSetting(0) for tokens in SCALES]
+        by_tokens = {setting.tokens: setting for setting in resizing.settings(self.vlm.spec, self.vlm.processor)}
+        self.settings = [by_tokens[tokens] if tokens else ImageSetting(0) for tokens in SCALES]
 
     def loss(self) -> torch.Tensor:
         """The loss of a fresh batch of images, all at a scale that is drawn."""
         processor = self.random.choice(self.settings).applied(self.vlm.processor)
 
         def grids(view: View | None) -> list[tuple[int, int]]:
-            found = []
+            losses = []
             for (rows, columns), _ in zip(token_grids(view), images_of(view), strict=True):
                 (piece,) = self.vlm.spec.layout(processor, 16 * columns, 16 * rows, 1).pieces
-                found.append((piece.rows, piece.columns))
-            return found
+                losses.append((piece.rows, piece.columns))
+            return losses
 
         batch = training_batch(self.writer, self.random, 8, self.weights, grids)
         visual = None
         if len(batch.pixels):
             images = list(batch.pixels.permute(0, 3, 1, 2))
-            seen = processor.image_processor(images, return_tensors="pt", input_data_format="channels_first")
-            visual = self.vlm.model.model.visual(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
+            processed = processor.image_processor(images, return_tensors="pt", input_data_format="channels_first")
+            visual = self.vlm.model.model.visual(
+                processed["pixel_values"], grid_thw=processed["image_grid_thw"]
+            ).pooler_output
         logits, target = self.learner.answer_logits(batch, visual)
         return F.cross_entropy(logits, target)
 

@@ -77,7 +77,7 @@ class Batch:
     labels: torch.Tensor
     positions: torch.Tensor  # (3, batch, length)
     pixels: torch.Tensor  # uint8 (images, height, width, 3)
-    seen: dict[str, torch.Tensor]  # each (images, rows, columns)
+    cells: dict[str, torch.Tensor]  # each (images, rows, columns)
     families: list[str]
     forms: list[str]
 
@@ -87,11 +87,11 @@ def draw_all(views: list[View | None]) -> tuple[torch.Tensor, dict[str, torch.Te
     drawn = [image.draw() for view in views for image in images_of(view)]
     if not drawn:
         return torch.zeros(0, 144, 144, 3, dtype=torch.uint8), {}
-    seen = {key: torch.from_numpy(np.stack([getattr(seen, key) for _, seen in drawn])) for key in LABELS[:4]}
-    _, rows, columns = seen["thing"].shape
-    seen["row"] = torch.arange(rows)[None, :, None].expand_as(seen["thing"])
-    seen["column"] = torch.arange(columns)[None, None, :].expand_as(seen["thing"])
-    return torch.from_numpy(np.stack([pixels for pixels, _ in drawn])), seen
+    cells = {key: torch.from_numpy(np.stack([getattr(labels, key) for _, labels in drawn])) for key in LABELS[:4]}
+    _, rows, columns = cells["thing"].shape
+    cells["row"] = torch.arange(rows)[None, :, None].expand_as(cells["thing"])
+    cells["column"] = torch.arange(columns)[None, None, :].expand_as(cells["thing"])
+    return torch.from_numpy(np.stack([pixels for pixels, _ in drawn])), cells
 
 
 def collate(writer: Writer, sequences: list[Sequence], views: list[View | None]) -> Batch:
@@ -104,8 +104,8 @@ def collate(writer: Writer, sequences: list[Sequence], views: list[View | None])
         ids[i, : len(s.ids)] = torch.tensor(s.ids)
         labels[i, : len(s.ids)] = torch.tensor(s.labels)
         positions[:, i, : len(s.ids)] = torch.from_numpy(s.positions)
-    pixels, seen = draw_all(views)
-    return Batch(ids, labels, positions, pixels, seen, [s.family for s in sequences], [s.form for s in sequences])
+    pixels, cells = draw_all(views)
+    return Batch(ids, labels, positions, pixels, cells, [s.family for s in sequences], [s.form for s in sequences])
 
 
 def token_grids(view: View | None) -> list[tuple[int, int]]:
@@ -126,17 +126,17 @@ def form_of(question: str) -> str:
 
 def turns_about(rng: Random, kind: str, view: View | None, weights: dict[str, float]) -> list[tuple[str, str]]:
     """Draw turns: families by weight; a form that has a weight of its own is kept with that probability."""
-    wanted = 1 if rng.random() < SINGLE_TURN_SHARE else TURNS[kind]
+    count = 1 if rng.random() < SINGLE_TURN_SHARE else TURNS[kind]
     turns: list[tuple[str, str]] = []
     shares = [weights[f] for f in SCENE_FAMILIES]
-    for _ in range(6 * wanted):
+    for _ in range(6 * count):
         family = rng.choices(SCENE_FAMILIES, shares)[0] if kind == "scene" else kind
-        asked = ask_text(rng) if kind == "text" else ASKERS[family](rng, view)
-        if asked and asked not in turns and rng.random() < weights.get(form_of(asked[0]), 1.0):
-            if asked[0].startswith("The ") and any(question.startswith("The ") for question, _ in turns):
+        turn = ask_text(rng) if kind == "text" else ASKERS[family](rng, view)
+        if turn and turn not in turns and rng.random() < weights.get(form_of(turn[0]), 1.0):
+            if turn[0].startswith("The ") and any(question.startswith("The ") for question, _ in turns):
                 break  # facts of two questions would contradict each other
-            turns.append(asked)
-        if len(turns) == wanted:
+            turns.append(turn)
+        if len(turns) == count:
             break
     return turns
 
@@ -149,12 +149,12 @@ def training_batch(
     ``grids_of`` tells the sizes of a view's images in visual tokens, where they are to be encoded at another one.
     """
     if rng.random() < 0.6 * weights["text"]:  # text-only questions are short: many, alone, make up one batch
-        asked: list[list[tuple[str, str]]] = []
-        while len(asked) < 6 * size:
+        questions: list[tuple[str, str]] = []
+        while len(questions) < 6 * size:
             question = ask_text(rng)
             if rng.random() < weights.get(form_of(question[0]), 1.0):
-                asked.append([question])
-        return collate(writer, [writer.write([], turns) for turns in asked], [])
+                questions.append(question)
+        return collate(writer, [writer.write([], [question]) for question in questions], [])
     grid = (3, 3) if writer.kind == "llava" or rng.random() < 0.5 else rng.choice(QWEN_GRIDS)
     shares = {
         "scene": sum(weights[f] for f in SCENE_FAMILIES) * 0.4 + 0.1,
@@ -177,11 +177,11 @@ def validation_batches(writer: Writer, per_family: int, size: int = 24) -> list[
     """Make batches of single-turn questions of the validation split, whose images have one size per batch."""
     groups: dict[tuple, list[tuple[Sequence, View | None]]] = {}
     for family in FAMILIES:
-        pairs = ((v, qa) for v, found in asked_views("validation", family, writer.kind) for qa in found[:2])
-        for view, asked in islice(pairs, per_family):
+        pairs = ((v, qa) for v, turns in asked_views("validation", family, writer.kind) for qa in turns[:2])
+        for view, turn in islice(pairs, per_family):
             grids = token_grids(view)
             key = (tuple(grids[:1]), len(grids))
-            groups.setdefault(key, []).append((writer.write(grids, [asked], family), view))
+            groups.setdefault(key, []).append((writer.write(grids, [turn], family), view))
     return [
         collate(writer, [s for s, _ in members[i : i + size]], [v for _, v in members[i : i + size]])
         for members in groups.values()

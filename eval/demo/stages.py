@@ -81,7 +81,7 @@ class Trainer:
     def to_device(self, batch: Batch) -> Batch:
         for name in ("ids", "labels", "positions", "pixels"):
             setattr(batch, name, getattr(batch, name).to(self.plan.device))
-        batch.seen = {key: value.to(self.plan.device) for key, value in batch.seen.items()}
+        batch.cells = {key: value.to(self.plan.device) for key, value in batch.cells.items()}
         return batch
 
     def save(self) -> None:
@@ -187,17 +187,17 @@ class Trainer:
     def language_loss(self, batch: Batch) -> tuple[torch.Tensor, dict]:
         visual = None
         if len(batch.pixels):
-            visual = self.learner.oracle(batch.seen)
+            visual = self.learner.oracle(batch.cells)
             visual = visual + torch.randn_like(visual) * (ORACLE_NOISE * visual.detach().std())
         logits, target = self.learner.answer_logits(batch, visual)
         return F.cross_entropy(logits, target), {}
 
     def tower_loss(self, batch: Batch) -> tuple[torch.Tensor, dict]:
         with torch.no_grad():
-            wanted = self.learner.oracle(batch.seen)
+            target = self.learner.oracle(batch.cells)
         visual = self.learner.look(batch.pixels)
-        error = F.mse_loss(visual, wanted) / wanted.var()
-        dense, right = self.learner.heads(visual, batch.seen)
+        error = F.mse_loss(visual, target) / target.var()
+        dense, right = self.learner.heads(visual, batch.cells)
         return 4 * error + dense, right | {"error": error.item()}
 
     def joint_loss(self, batch: Batch) -> tuple[torch.Tensor, dict]:
@@ -205,7 +205,7 @@ class Trainer:
             return self.language_loss(batch)
         visual = self.learner.look(batch.pixels)
         logits, target = self.learner.answer_logits(batch, visual)
-        dense, right = self.learner.heads(visual.float(), batch.seen)
+        dense, right = self.learner.heads(visual.float(), batch.cells)
         return F.cross_entropy(logits, target) + DENSE_WEIGHT * dense, right
 
     def validate(self, name: str, loss: float, notes: dict) -> None:

@@ -100,12 +100,12 @@ def _corpus() -> tuple[str, ...]:
     for family in FAMILIES:
         for _ in range(1500):
             if family == "text":
-                asked = ask_text(rng)
+                turn = ask_text(rng)
             else:
                 view = sample_chart(rng) if family == "chart" else sample_view(rng, family, (4, 4), "train")
-                asked = ASKERS[family](rng, view)
-            if asked:
-                lines += [asked[0], " " + asked[0], asked[1], " " + asked[1]]
+                turn = ASKERS[family](rng, view)
+            if turn:
+                lines += [turn[0], " " + turn[0], turn[1], " " + turn[1]]
     return tuple(lines)
 
 

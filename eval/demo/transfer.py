@@ -13,7 +13,7 @@ def adopt(learner: nn.Module, tokenizer, state: dict, donor_tokenizer) -> list[s
     """Copy what fits from a donor's ``state.pt`` into ``learner``; returns the names that were copied."""
     donor = dict(state["learner"])
     donor |= {f"model.{name}": value for name, value in state["ema"].items()}
-    own, copied = learner.state_dict(), []
+    weights, copied = learner.state_dict(), []
     theirs = donor_tokenizer.get_vocab()
     pairs = [
         (index, theirs[name])
@@ -21,7 +21,7 @@ def adopt(learner: nn.Module, tokenizer, state: dict, donor_tokenizer) -> list[s
         if (name := _counterpart(token, theirs)) is not None
     ]
     mine, other = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    for name, value in own.items():
+    for name, value in weights.items():
         if "language_model" not in name and not name.startswith(("oracle", "model.lm_head")):
             continue
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):

@@ -29,10 +29,10 @@ def thing_at(scene: Scene, row: int, column: int) -> str:
 
 
 def colour_at(rng: Random, scene: Scene) -> Asked:
-    found = scene.places(kind="shape")
-    if not found:
+    places = scene.places(kind="shape")
+    if not places:
         return None
-    row, column = rng.choice(found)
+    row, column = rng.choice(places)
     form = rng.choice(("What colour is the shape at {}?", "Which colour is at {}?"))
     return form.format(place(row, column)), scene.at(row, column).colour
 
@@ -47,9 +47,9 @@ def count(rng: Random, scene: Scene) -> Asked:
     tallies = {f"{name}s" if name != "cross" else "crosses": len(scene.places(name=name)) for name in SHAPES}
     tallies |= {f"{colour} shapes": len(scene.places(colour=colour)) for colour in COLOURS}
     tallies["digits"] = len(scene.places(kind="digit"))
-    wanted = rng.choice(sorted({n for n in tallies.values() if n <= MAX_COUNT}))
-    what = rng.choice([name for name, n in tallies.items() if n == wanted])
-    return f"How many {what} are there?", str(wanted)
+    count = rng.choice(sorted({n for n in tallies.values() if n <= MAX_COUNT}))
+    what = rng.choice([name for name, n in tallies.items() if n == count])
+    return f"How many {what} are there?", str(count)
 
 
 def _unique(scene: Scene, kind: str, names: Sequence[str]) -> list[str]:
@@ -57,11 +57,11 @@ def _unique(scene: Scene, kind: str, names: Sequence[str]) -> list[str]:
 
 
 def locate(rng: Random, scene: Scene) -> Asked:
-    found = [(name, "shape") for name in _unique(scene, "shape", SHAPES)]
-    found += [(name, "digit") for name in _unique(scene, "digit", DIGITS)]
-    if not found:
+    unique = [(name, "shape") for name in _unique(scene, "shape", SHAPES)]
+    unique += [(name, "digit") for name in _unique(scene, "digit", DIGITS)]
+    if not unique:
         return None
-    name, kind = rng.choice(found)
+    name, kind = rng.choice(unique)
     return f"Where is the {name}?", place(*scene.places(kind=kind, name=name)[0])
 
 

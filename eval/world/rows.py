@@ -45,15 +45,15 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def ask_several(rng: Random, view: View, family: str, wanted: int) -> list[tuple[str, str]]:
+def ask_several(rng: Random, view: View, family: str, count: int) -> list[tuple[str, str]]:
     """Up to ``wanted`` different questions of a family about one view."""
-    asked: dict[str, str] = {}
-    for _ in range(4 * wanted):
-        if len(asked) == wanted:
+    answers: dict[str, str] = {}
+    for _ in range(4 * count):
+        if len(answers) == count:
             break
-        if (found := ASKERS[family](rng, view)) is not None:
-            asked.setdefault(*found)
-    return list(asked.items())
+        if (turn := ASKERS[family](rng, view)) is not None:
+            answers.setdefault(*turn)
+    return list(answers.items())
 
 
 def asked_views(split: str, family: str, variant: str) -> Iterator[tuple[View | None, list[tuple[str, str]]]]:
@@ -67,16 +67,16 @@ def asked_views(split: str, family: str, variant: str) -> Iterator[tuple[View | 
         grids = VARIANTS[variant]
         grid = grids[0] if rng.random() < 0.4 else rng.choice(grids)
         view = sample_view(rng, family, grid, split)
-        if found := ask_several(rng, view, family, QUESTIONS_PER_IMAGE):
-            yield view, found
+        if turns := ask_several(rng, view, family, QUESTIONS_PER_IMAGE):
+            yield view, turns
 
 
 def family_rows(split: str, family: str, variant: str, number: int) -> list[dict]:
     """The first ``number`` rows of one family."""
     rows: list[dict] = []
-    for view, found in asked_views(split, family, variant):
+    for view, turns in asked_views(split, family, variant):
         images = [png(image.draw()[0]) for image in images_of(view)]
-        for question, answer in found[: number - len(rows)]:
+        for question, answer in turns[: number - len(rows)]:
             name = f"{split}-{variant}-{family}-{len(rows):04d}"
             rows.append({"id": name, "image": images, "question": question, "answer": answer, "family": family})
         if len(rows) == number:

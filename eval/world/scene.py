@@ -60,12 +60,12 @@ class Scene:
     def at(self, row: int, column: int) -> Cell:
         return self.cells[row * self.columns + column]
 
-    def places(self, **wanted) -> list[tuple[int, int]]:
+    def places(self, **attributes) -> list[tuple[int, int]]:
         """List (row, column), counted from 0, of each cell whose attributes equal ``wanted``."""
         return [
             divmod(i, self.columns)
             for i, cell in enumerate(self.cells)
-            if all(getattr(cell, key) == value for key, value in wanted.items())
+            if all(getattr(cell, key) == value for key, value in attributes.items())
         ]
 
     def draw(self) -> tuple[np.ndarray, TokenLabels]:

@@ -56,18 +56,18 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen(only: Sequence[str]) -> list[Step]:
     """The steps to run: all, or those that are named, with the parts that are named."""
-    known = {step.name for step in STEPS} | set(names(STEPS))
-    if unknown := [name for name in only if name not in known]:
+    all_names = {step.name for step in STEPS} | set(names(STEPS))
+    if unknown := [name for name in only if name not in all_names]:
         steps = ", ".join(step.name for step in STEPS)
         raise BadInput(f"there is no step '{unknown[0]}'; there are {steps}, and parts as STEP/PART (see --list)")
     if not only:
         return list(STEPS)
-    found = []
+    selected = []
     for step in STEPS:
         parts = [part for part in step.parts if {step.name, f"{step.name}/{part.name}"} & set(only)]
         if parts:
-            found.append(Step(**{**vars(step), "parts": parts}))
-    return found
+            selected.append(Step(**{**vars(step), "parts": parts}))
+    return selected
 
 
 def run(args: argparse.Namespace) -> int:

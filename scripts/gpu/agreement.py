@@ -19,7 +19,7 @@ def reference(folder: Path, images: Sequence[Path], question: str) -> list[Any]:
 
     from vlmcompress import models
 
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    device, logprobs = "cuda" if torch.cuda.is_available() else "cpu", []
     with models.quiet():
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval().to(device)
         processor = AutoProcessor.from_pretrained(folder)
@@ -34,16 +34,16 @@ def reference(folder: Path, images: Sequence[Path], question: str) -> list[Any]:
                 return_tensors="pt",
             ).to(device, dtype=model.dtype)
         with torch.inference_mode():
-            found.append(model(**inputs).logits[0, -1].float().log_softmax(-1).cpu())
-    return found
+            logprobs.append(model(**inputs).logits[0, -1].float().log_softmax(-1).cpu())
+    return logprobs
 
 
 def apart(first: Sequence[dict[str, float]], expected: Sequence[Any]) -> float:
     """Mean absolute difference in nats of vLLM's most likely first tokens, `{token id: log-probability}` for each picture."""
     gaps = [
         abs(logprob - float(whole[int(token)]))
-        for found, whole in zip(first, expected, strict=True)
-        for token, logprob in found.items()
+        for top, whole in zip(first, expected, strict=True)
+        for token, logprob in top.items()
     ]
     return sum(gaps) / len(gaps)
 

@@ -67,11 +67,11 @@ def run(check: Check, steps: Sequence[Step]) -> list[str]:
                 left.append(name)
                 continue
             start = time.monotonic()
-            found = {"status": "skipped", "reason": reason} if reason else one(check, step, part)
+            outcome = {"status": "skipped", "reason": reason} if reason else one(check, step, part)
             about = {"seconds": round(time.monotonic() - start, 1), "when": time.strftime("%Y-%m-%dT%H:%M:%S"),
                      "device": device, "commit": commit()}  # fmt: skip
-            record.add(check.results, name, {**about, **found})
-            say(name, {**about, **found})
+            record.add(check.results, name, {**about, **outcome})
+            say(name, {**about, **outcome})
     return left
 
 
@@ -110,8 +110,8 @@ def one(check: Check, step: Step, part: Part) -> dict[str, Any]:
             _end(child)
     if out.is_file():
         return json.loads(out.read_text(encoding="utf-8"))
-    how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-    return {"status": "failed", "error": [f"its process ended with {how}", *_words(log)]}
+    ending = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+    return {"status": "failed", "error": [f"its process ended with {ending}", *_words(log)]}
 
 
 def _end(child: subprocess.Popen) -> None:
@@ -137,9 +137,9 @@ def commit() -> str:
     return ""
 
 
-def say(name: str, found: dict[str, Any]) -> None:
+def say(name: str, outcome: dict[str, Any]) -> None:
     """Print a line about a part that is done, and what it says of itself."""
-    print(f"{name}: {found['status']}, {found['seconds']:.0f} s", flush=True)
-    lines = [found["reason"]] if "reason" in found else found.get("error", [])
+    print(f"{name}: {outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
+    lines = [outcome["reason"]] if "reason" in outcome else outcome.get("error", [])
     for line in lines:
         print(f"    {line}", flush=True)

@@ -21,11 +21,11 @@ def run(place: Place) -> dict[str, Any]:
     """Describe the machine. Failed where there is a GPU that torch can't use."""
     import torch
 
-    found = machine.gpu()
+    gpu = machine.gpu()
     about: dict[str, Any] = {
-        "gpu": found.name if found else None,
+        "gpu": gpu.name if gpu else None,
         "target": target(),
-        "driver": found.driver if found else None,
+        "driver": gpu.driver if gpu else None,
         "cuda": torch.version.cuda,
         "cpus": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -33,10 +33,10 @@ def run(place: Place) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": _versions(),
     }
-    if found is None:
+    if gpu is None:
         return about
     if not torch.cuda.is_available():
-        raise Failed(f"{found.name} is there, but torch {torch.__version__} can't use it; is it a CPU build?", about)
+        raise Failed(f"{gpu.name} is there, but torch {torch.__version__} can't use it; is it a CPU build?", about)
     torch.manual_seed(0)
     a, b = torch.randn(512, 512), torch.randn(512, 512)
     error = float(((a.cuda().bfloat16() @ b.cuda().bfloat16()).float().cpu() - a @ b).norm() / (a @ b).norm())
@@ -48,15 +48,15 @@ def run(place: Place) -> dict[str, Any]:
 
 def target() -> str:
     """The name in `vlmcompress/targets` of this machine."""
-    found = machine.gpu()
-    return machine.target(found.name, found.memory, found.capability) if found else "cpu"
+    gpu = machine.gpu()
+    return machine.target(gpu.name, gpu.memory, gpu.capability) if gpu else "cpu"
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -44,19 +44,19 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     from vlmcompress import targets
 
     machine = targets.get(target())
-    found: dict[str, Any] = {}
-    wanted: dict[str, str] = {}
+    schemes: dict[str, Any] = {}
+    expected: dict[str, str] = {}
     for name in SCHEMES:
         key = format_key(name)
         if refusal := machine.refusal(key):
-            found[name] = {"format": key, "refused": refusal}
-        elif not (place.tiny and key in wanted.values()):  # on a CPU one scheme of a format is enough
-            wanted[name] = key
-    folders = {name: checkpoint(place, shape, name) for name in wanted}
-    for name, seen in ask(place, shape, folders).items():
-        found[name] = judged(wanted[name], str(machine.kernel(wanted[name])), seen)
-    result = {"target": target(), "schemes": {name: found[name] for name in SCHEMES if name in found}}
-    wrong = [f"{name}: {problem}" for name, one in result["schemes"].items() for problem in one.get("wrong", ())]
+            schemes[name] = {"format": key, "refused": refusal}
+        elif not (place.tiny and key in expected.values()):  # on a CPU one scheme of a format is enough
+            expected[name] = key
+    folders = {name: checkpoint(place, shape, name) for name in expected}
+    for name, loaded in ask(place, shape, folders).items():
+        schemes[name] = judged(expected[name], str(machine.kernel(expected[name])), loaded)
+    result = {"target": target(), "schemes": {name: schemes[name] for name in SCHEMES if name in schemes}}
+    wrong = [f"{name}: {problem}" for name, scheme in result["schemes"].items() for problem in scheme.get("wrong", ())]
     if wrong:
         raise Failed("\n".join(wrong), result)
     return result
@@ -85,15 +85,15 @@ def checkpoint(place: Place, shape: str, name: str) -> Path:
 
 def ask(place: Place, shape: str, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """Ask all checkpoints in vLLM, a few at a time."""
-    image, names, found = pictures(place)[0], list(folders), {}
+    image, names, results = pictures(place)[0], list(folders), {}
     for first in range(0, len(names), AT_A_TIME):
         logs = {name: place.work / "logs" / f"probe-{shape}-{name}.log" for name in names[first : first + AT_A_TIME]}
         running = {
             name: probe.start(folders[name], log, [image], shapes.QUESTION, **probe.options_for(0.1))
             for name, log in logs.items()
         }
-        found |= {name: probe.finish(child, logs[name]) for name, child in running.items()}
-    return found
+        results |= {name: probe.finish(child, logs[name]) for name, child in running.items()}
+    return results
 
 
 def pictures(place: Place) -> list[Path]:
@@ -101,24 +101,24 @@ def pictures(place: Place) -> list[Path]:
     return sorted(shapes.calibration(place).parent.glob("*.png"))[:4]
 
 
-def judged(key: str, expected: str, seen: dict[str, Any]) -> dict[str, Any]:
+def judged(key: str, expected: str, loaded: dict[str, Any]) -> dict[str, Any]:
     """What was seen of one scheme, with what is wrong about it.
 
     Args:
         key: its format, as targets name it.
         expected: the target's words for the kernel.
     """
-    about = {"format": key, "expected": expected, "logged": seen["logged"]}
-    if "error" in seen:
-        return {**about, "wrong": ["vLLM does not load it: " + " | ".join(seen["error"])]}
+    about = {"format": key, "expected": expected, "logged": loaded["logged"]}
+    if "error" in loaded:
+        return {**about, "wrong": ["vLLM does not load it: " + " | ".join(loaded["error"])]}
     kernels: dict[str, list[str]] = {}
-    for layer, own in seen["layers"].items():
-        for kernel in own:
+    for layer, layer_kernels in loaded["layers"].items():
+        for kernel in layer_kernels:
             kernels.setdefault(kernel, []).append(layer)
     about, wrong = {**about, "kernels": kernels}, []
     if not kernels:
         wrong.append("no layer has a kernel; was it loaded quantized?")
-    if strange := sorted(kernel for kernel in kernels.keys() | seen["logged"].keys() if not fits(expected, kernel)):
+    if strange := sorted(kernel for kernel in kernels.keys() | loaded["logged"].keys() if not fits(expected, kernel)):
         wrong.append(f"runs in {', '.join(strange)}, targets/ says {expected}")
     return {**about, **({"wrong": wrong} if wrong else {})}
 

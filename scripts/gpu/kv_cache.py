@@ -19,20 +19,20 @@ def run(place: Place) -> dict[str, Any]:
     from vlmcompress import targets
 
     folder, images = checkpoint(place), kernels.pictures(place)
-    seen: dict[str, dict[str, Any]] = {}
+    probed: dict[str, dict[str, Any]] = {}
     for name, kind in (("bf16", "bfloat16"), ("fp8", "fp8")):
         log = place.work / "logs" / f"probe-kv-{name}.log"
-        more = probe.options_for(0.3)
-        child = probe.start(folder, log, images, shapes.QUESTION, kv_cache_dtype=kind, **more)
-        seen[name] = probe.finish(child, log)
-        if "error" in seen[name]:
-            raise Failed("\n".join([f"vLLM does not start with a KV cache of {kind}", *seen[name]["error"]]))
-    scales = [value for pair in seen["fp8"]["kv_scales"] for value in pair]
-    gap = agreement.between(seen["fp8"]["first"], seen["bf16"]["first"])
+        options = probe.options_for(0.3)
+        child = probe.start(folder, log, images, shapes.QUESTION, kv_cache_dtype=kind, **options)
+        probed[name] = probe.finish(child, log)
+        if "error" in probed[name]:
+            raise Failed("\n".join([f"vLLM does not start with a KV cache of {kind}", *probed[name]["error"]]))
+    scales = [value for pair in probed["fp8"]["kv_scales"] for value in pair]
+    gap = agreement.between(probed["fp8"]["first"], probed["bf16"]["first"])
     result = {
         "apart_nats": round(gap, 4),
-        "tokens": {name: one["kv_tokens"] for name, one in seen.items()},
-        "backends": {name: one["decoder_backends"] for name, one in seen.items()},
+        "tokens": {name: figures["kv_tokens"] for name, figures in probed.items()},
+        "backends": {name: figures["decoder_backends"] for name, figures in probed.items()},
         "scales": [round(value, 5) for value in scales],
         "targets_say": targets.get(target()).kv_fp8,
     }
@@ -40,7 +40,7 @@ def run(place: Place) -> dict[str, Any]:
         raise Failed("the engine has no scales of keys and values from the checkpoint", result)
     if not gap <= APART:
         raise Failed(f"first tokens with FP8 are {gap:.3f} nats from those with BF16, more than {APART}", result)
-    if not 1.9 <= seen["fp8"]["kv_tokens"] / seen["bf16"]["kv_tokens"] <= 2.1:
+    if not 1.9 <= probed["fp8"]["kv_tokens"] / probed["bf16"]["kv_tokens"] <= 2.1:
         raise Failed("the FP8 cache does not hold twice as many tokens", result)
     return result
 

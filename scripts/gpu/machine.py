@@ -37,16 +37,16 @@ def gpu() -> Gpu | None:
         return None
 
 
-def python(wanted: str | None) -> str:
+def python(interpreter: str | None) -> str:
     """The Python that runs the steps: the one named, else the checkout's environment if it is whole, else this one."""
-    own, whole = ROOT / ".venv" / "bin" / "python", ROOT / ".venv" / ".vlmcompress-stamp"
-    return wanted or (str(own) if own.exists() and whole.exists() else sys.executable)
+    environment, whole = ROOT / ".venv" / "bin" / "python", ROOT / ".venv" / ".vlmcompress-stamp"
+    return interpreter or (str(environment) if environment.exists() and whole.exists() else sys.executable)
 
 
 def missing(interpreter: str, packages: Iterable[str]) -> list[str]:
     """Packages that a Python does not find, nothing imported. Raises OSError where it is no Python."""
-    wanted = sorted(set(packages))
-    done = subprocess.run([interpreter, "-c", _FIND, *wanted], capture_output=True, text=True, check=False)
+    names = sorted(set(packages))
+    done = subprocess.run([interpreter, "-c", _FIND, *names], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{interpreter} is not a Python that works: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout)
@@ -63,10 +63,10 @@ def target(name: str, memory: int, capability: tuple[int, int]) -> str:
     words = name.lower().replace(" ", "")
     if "a100" in words:
         return "a100" if memory > 60_000 else "a100-40gb"
-    for known, target_name in (("h200", "h200"), ("h100", "h100"), ("gb200", "gb200"), ("b200", "b200"),
+    for word, target_name in (("h200", "h200"), ("h100", "h100"), ("gb200", "gb200"), ("b200", "b200"),
                                ("l40s", "l40s"), ("a10g", "a10g"), ("3090", "rtx3090"), ("4090", "rtx4090"),
                                ("5090", "rtx5090"), ("thor", "jetson-thor"), ("orin", "jetson-orin")):  # fmt: skip
-        if known in words:
+        if word in words:
             return target_name
     generations = {(8, 6): "a10g", (8, 7): "jetson-orin", (8, 9): "l40s", (9, 0): "h100", (11, 0): "jetson-thor"}
     newer = "rtx5090" if capability >= (12, 0) else "b200" if capability >= (10, 0) else "a100"

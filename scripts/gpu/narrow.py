@@ -17,18 +17,18 @@ SHAPE = "qwen3-vl-8b"
 
 def run(place: Place, bits: int) -> dict[str, Any]:
     """Quantize a shallow model by GPTQ, ask it in both, compare."""
-    wanted = 4 if target() == "cpu" else bits
-    folder = shapes.quantized(place, SHAPE, "shallow", "gptq", {"bits": wanted}, f"narrow-{wanted}")
+    width = 4 if target() == "cpu" else bits
+    folder = shapes.quantized(place, SHAPE, "shallow", "gptq", {"bits": width}, f"narrow-{width}")
     images, log = kernels.pictures(place), place.work / "logs" / f"probe-narrow-{bits}.log"
-    seen = probe.finish(probe.start(folder, log, images, shapes.QUESTION, **probe.options_for(0.3)), log)
-    if "error" in seen:
-        raise Failed("\n".join([f"vLLM does not load {wanted} bits", *seen["error"]]))
-    used = sorted({kernel for found in seen["layers"].values() for kernel in found})
-    gap = agreement.apart(seen["first"], agreement.reference(folder, images, shapes.QUESTION))
-    result = {"bits": wanted, "kernels": used, "apart_nats": round(gap, 4), "pictures": len(images)}
+    probed = probe.finish(probe.start(folder, log, images, shapes.QUESTION, **probe.options_for(0.3)), log)
+    if "error" in probed:
+        raise Failed("\n".join([f"vLLM does not load {width} bits", *probed["error"]]))
+    used = sorted({kernel for layer_kernels in probed["layers"].values() for kernel in layer_kernels})
+    gap = agreement.apart(probed["first"], agreement.reference(folder, images, shapes.QUESTION))
+    result = {"bits": width, "kernels": used, "apart_nats": round(gap, 4), "pictures": len(images)}
     expected = "CPUWNA16" if target() == "cpu" else "Humming"
     if not used or not all(kernels.fits(expected, kernel) for kernel in used):
-        raise Failed(f"{wanted} bits run in {', '.join(used) or 'no kernel'}, not in {expected}", result)
+        raise Failed(f"{width} bits run in {', '.join(used) or 'no kernel'}, not in {expected}", result)
     if not gap <= APART:
         raise Failed(f"first tokens are {gap:.3f} nats from transformers', more than {APART}", result)
     return result

@@ -21,12 +21,12 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     done = subprocess.run([*command, "--prompts", str(PROMPTS)], capture_output=True, text=True, check=False)
     print(done.stderr)
     try:
-        found = json.loads(done.stdout)
+        report = json.loads(done.stdout)
     except ValueError:
         raise Failed("\n".join(["doctor gave no answer", *last_lines(done.stderr, 4)])) from None
-    if "checks" not in found:
-        raise Failed(str(found.get("error") or found))
-    checks = {check["name"]: {"ok": check["ok"], "detail": check["detail"]} for check in found["checks"]}
+    if "checks" not in report:
+        raise Failed(str(report.get("error") or report))
+    checks = {check["name"]: {"ok": check["ok"], "detail": check["detail"]} for check in report["checks"]}
     result = {"reduce": REDUCE, "prompts": PROMPTS, "checks": checks}
     wrong = [f"{name}: {check['detail']}" for name, check in checks.items() if not check["ok"]]
     if wrong:

@@ -70,9 +70,9 @@ def main() -> None:
     """Run one part."""
     module, arguments, out, work, size = sys.argv[1:]
     _end_with_parent()
-    found = outcome(module, Place(Path(work), size == "tiny"), json.loads(arguments))
+    ended = outcome(module, Place(Path(work), size == "tiny"), json.loads(arguments))
     aside = Path(f"{out}.part")
-    aside.write_text(json.dumps(found, default=str), encoding="utf-8")
+    aside.write_text(json.dumps(ended, default=str), encoding="utf-8")
     aside.replace(out)
     sys.stdout.flush()
     sys.stderr.flush()

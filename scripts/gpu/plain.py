@@ -49,21 +49,21 @@ def calibrate(place: Place) -> dict[str, Any]:
     recipe = shapes.recipe(place, source, stats, "gptq", {})
     began = time.monotonic()
     manifest = vlmcompress.calibrate(recipe, overwrite=True, progress=phases).manifest
-    seconds, found = time.monotonic() - began, {}
+    seconds, solve_seconds = time.monotonic() - began, {}
     for scheme in SOLVED[:2]:
-        more = {"data": recipe.calibrate.data, "samples": recipe.calibrate.samples, "stats": str(stats)}
+        calibration = {"data": recipe.calibrate.data, "samples": recipe.calibrate.samples, "stats": str(stats)}
         out = source.with_name(f"from-stats-{scheme}")
-        own = vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, calibrate=more)
+        solving = vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, calibrate=calibration)
         began = time.monotonic()
-        vlmcompress.quantize(own, overwrite=True)
-        found[scheme] = round(time.monotonic() - began, 2)
+        vlmcompress.quantize(solving, overwrite=True)
+        solve_seconds[scheme] = round(time.monotonic() - began, 2)
         shutil.rmtree(out)
     shutil.rmtree(stats)
     return {
         "seconds": round(seconds, 2),
         "phases": manifest.get("timing") or phases.seconds(),
         "samples": recipe.calibrate.samples,
-        "solve_seconds": found,
+        "solve_seconds": solve_seconds,
         **peaks(),
     }
 
@@ -85,9 +85,9 @@ def block(place: Place) -> dict[str, Any]:
 
     def observed(watched: bool) -> None:
         """Take all samples through all blocks; the statistics of the second are kept, the others are dropped."""
-        for layer, seen in observe(vlm, blocks, rows, Wanted(NEEDS), twice=False):
+        for layer, capture in observe(vlm, blocks, rows, Wanted(NEEDS), twice=False):
             if layer == 1:
-                kept.update(seen.stats)
+                kept.update(capture.stats)
             if watched:
                 (watch.start if layer == 0 else watch.stop)()
 
@@ -134,9 +134,9 @@ def solved(vlm: Any, groups: Any, stats: Any, scheme: str) -> float:
 
     weights = {name: weight(name) for group in groups for name in group.linears}
     norms = {group.smooth: weight(group.smooth) for group in groups if group.smooth and group.smooth_kind == "norm"}
-    method, own = QuantMethod(module, module.Options()), dict(stats)  # what is solved is emptied
+    method, block_stats = QuantMethod(module, module.Options()), dict(stats)  # what is solved is emptied
     with torch.no_grad():
-        return timed(lambda: solve_block(groups, weights, own, method, torch.bfloat16, None, norms))
+        return timed(lambda: solve_block(groups, weights, block_stats, method, torch.bfloat16, None, norms))
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -94,7 +94,7 @@ def look(model: Any) -> dict[str, Any]:
             scales.append([getattr(module, f"_{which}_scale_float", None) for which in "kv"])
             backend = getattr(module, "attn_backend", None)
             backends.append(backend.get_name() if backend else None)
-    return {"layers": layers, "kv_scales": scales, "decoder_backends": sorted({str(one) for one in backends})}
+    return {"layers": layers, "kv_scales": scales, "decoder_backends": sorted({str(backend) for backend in backends})}
 
 
 def _run(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,12 +117,12 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
         part = {"type": "image_url", "image_url": {"url": f"file://{image}"}}
         text = {"type": "text", "text": job["question"]}
         (out,) = llm.chat([{"role": "user", "content": [part, text]}], sampling, use_tqdm=False)
-        firsts.append({token: found.logprob for token, found in out.outputs[0].logprobs[0].items()})
+        firsts.append({token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()})
         prompts.append(len(out.prompt_token_ids))
-    (seen,) = llm.apply_model(look)
+    (layers,) = llm.apply_model(look)
     cache = llm.llm_engine.vllm_config.cache_config
     return {
-        **seen,
+        **layers,
         "first": firsts,
         "prompt_tokens": prompts,
         "cache_dtype": str(cache.cache_dtype),
@@ -133,8 +133,8 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Ask one checkpoint."""
     job, out = sys.argv[1:]
-    found = _run(json.loads(job))
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    answers = _run(json.loads(job))
+    Path(out).write_text(json.dumps(answers), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # all is written; the engine's own shutdown only costs time
 

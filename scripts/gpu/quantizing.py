@@ -30,7 +30,7 @@ def run(place: Place, shape: str, name: str) -> dict[str, Any]:
     manifest = vlmcompress.quantize(recipe, overwrite=True, progress=phases).manifest
     seconds = time.monotonic() - began
     config = json.loads((source / "config.json").read_text())
-    found = {
+    figures = {
         "seconds": round(seconds, 2),
         "phases": manifest.get("timing") or phases.seconds(),
         "samples": recipe.calibrate.samples if manifest["calibration"] else 0,
@@ -42,7 +42,7 @@ def run(place: Place, shape: str, name: str) -> dict[str, Any]:
     }
     if not (shape == next(iter(shapes.FULL)) and name in SERVED):
         shutil.rmtree(out)
-    return found
+    return figures
 
 
 def peaks() -> dict[str, float | None]:
@@ -72,5 +72,5 @@ class Phases:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by label, and `rest` since the last call."""
-        found = self._found | {"rest": time.monotonic() - self._last}
-        return {label: round(value, 2) for label, value in found.items()}
+        seconds = self._found | {"rest": time.monotonic() - self._last}
+        return {label: round(value, 2) for label, value in seconds.items()}

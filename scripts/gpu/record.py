@@ -48,16 +48,16 @@ def write(path: Path, parts: Mapping[str, Mapping[str, Any]]) -> None:
     aside.replace(path)
 
 
-def add(path: Path, name: str, found: Mapping[str, Any]) -> bool:
+def add(path: Path, name: str, part: Mapping[str, Any]) -> bool:
     """Record a part. A skipped one never replaces one that ran. Returns whether it was recorded; raises `Broken`."""
     parts = read(path)
-    if found["status"] == "skipped" and parts.get(name, {}).get("status") in ("passed", "failed"):
+    if part["status"] == "skipped" and parts.get(name, {}).get("status") in ("passed", "failed"):
         return False
-    write(path, {**parts, name: dict(found)})
+    write(path, {**parts, name: dict(part)})
     return True
 
 
 def done(parts: Mapping[str, Mapping[str, Any]], name: str, device: str) -> bool:
     """Whether a part ran on this device, to whatever end; a skipped one did not."""
-    found = parts.get(name, {})
-    return found.get("status") in ("passed", "failed") and found.get("device") == device
+    part = parts.get(name, {})
+    return part.get("status") in ("passed", "failed") and part.get("device") == device

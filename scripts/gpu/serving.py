@@ -38,17 +38,17 @@ def run(place: Place, scheme: str) -> dict[str, Any]:
     loads = TINY_LOADS if place.tiny else LOADS
     size = TINY_SIZE if place.tiny else SIZE
     prompts = open_prompts(shapes.calibration(place), [size], full, full, 0)
-    asked = {load: prompts.burst(number, loads[load][1]) for number, load in enumerate(loads)}
+    bursts = {load: prompts.burst(number, loads[load][1]) for number, load in enumerate(loads)}
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {name: {load: [] for load in loads} for name in folders}
     with servers(place, folders) as up:
         for running in up.values():
-            burst(running, asked["load"][:8], 4, loads["load"][2])  # not measured
+            burst(running, bursts["load"][:8], 4, loads["load"][2])  # not measured
         for turn in range(1 if place.tiny else TURNS):
             for load, (clients, _, tokens) in loads.items():
                 for name in list(up)[:: 1 if turn % 2 == 0 else -1]:
-                    rows[name][load].append(burst(up[name], asked[load], clients, tokens))
+                    rows[name][load].append(burst(up[name], bursts[load], clients, tokens))
         result = {name: described(up[name], folders[name], rows[name]) for name in up}
-    visual = {name: one["visual_tokens"] for name, one in result.items()}
+    visual = {name: figures["visual_tokens"] for name, figures in result.items()}
     if any(abs(count / visual["full"] - shares[name]) > 0.02 for name, count in visual.items()):
         raise Failed(f"images have {visual} tokens, which are not the shares {shares}", result)
     return {"shape": SHAPE, "scheme": scheme, "loads": {k: list(v) for k, v in loads.items()}, "kept": result}
@@ -70,10 +70,10 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
     from vlmcompress.bench.serving import ALWAYS, FLAGS
     from vlmcompress.engines.vllm.launch import server
 
-    own = ["--max-model-len", "1024" if place.tiny else "4096"]
+    limits = ["--max-model-len", "1024" if place.tiny else "4096"]
     if torch.cuda.is_available():
-        own += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(KV_BYTES)]
-    flags, logs = [*FLAGS["cold"], *ALWAYS, *own], place.work / "logs"
+        limits += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(KV_BYTES)]
+    flags, logs = [*FLAGS["cold"], *ALWAYS, *limits], place.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
 
@@ -95,14 +95,18 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
     bodies = [client.encode(running.name, messages, tokens) for messages in conversations]
     outcomes, seconds = client.send(running.url, bodies, Load("closed", clients))
     after = counters.counters(running)
-    if bad := [one for one in outcomes if one.error or one.output_tokens != tokens]:
+    if bad := [outcome for outcome in outcomes if outcome.error or outcome.output_tokens != tokens]:
         first = bad[0].error or f"{bad[0].output_tokens} of {tokens} tokens"
         raise Failed(f"{running.name}: {len(bad)} of {len(outcomes)} requests failed, the first: {first}")
     if hits := (after.prefix_hits - before.prefix_hits) + (after.media_hits - before.media_hits):
         raise Failed(f"{running.name} took {hits:g} tokens or images from a cache that should be off")
     record = measure.serve_run(outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, media_hits=0)
-    one = max(outcomes, key=lambda outcome: outcome.prompt_tokens)
-    return {**measure.figures(record), "visual": one.visual_tokens, "tokens": one.prompt_tokens + one.output_tokens}
+    longest = max(outcomes, key=lambda outcome: outcome.prompt_tokens)
+    return {
+        **measure.figures(record),
+        "visual": longest.visual_tokens,
+        "tokens": longest.prompt_tokens + longest.output_tokens,
+    }
 
 
 def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

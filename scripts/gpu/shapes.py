@@ -77,9 +77,9 @@ def _tiny(shape: Shape) -> Shape:
     rope = dict(shape.text["rope_parameters"]) | {"mrope_section": [6, 5, 5] if qwen3 else [4, 6, 6]}
     text = _text(128, 256, 2, 4, 2, 384) | {"rope_parameters": rope, "max_position_embeddings": 2048}
     sizes = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128}
-    more = {"deepstack_visual_indexes": [0], "num_position_embeddings": 256} if qwen3 else {
+    vision_extra = {"deepstack_visual_indexes": [0], "num_position_embeddings": 256} if qwen3 else {
         "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
-    vision = {**shape.vision, **sizes, **more}
+    vision = {**shape.vision, **sizes, **vision_extra}
     return replace(shape, text=text | ({"head_dim": 32} if qwen3 else {}), vision=vision)
 
 
@@ -119,13 +119,13 @@ def quantized(place: Place, name: str, kind: str, scheme: str, options: Mapping[
     return folder
 
 
-def recipe(place: Place, source: Path, out: Path, scheme: str, options: Mapping[str, Any], **more: Any) -> Any:
+def recipe(place: Place, source: Path, out: Path, scheme: str, options: Mapping[str, Any], **keys: Any) -> Any:
     """A recipe, with the check's calibration data where it needs any."""
     import vlmcompress
 
-    if scheme not in FREE or "kv_cache" in more:
-        more["calibrate"] = {"data": str(calibration(place)), "samples": 4 if place.tiny else 64}
-    return vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, options=dict(options), **more)
+    if scheme not in FREE or "kv_cache" in keys:
+        keys["calibrate"] = {"data": str(calibration(place)), "samples": 4 if place.tiny else 64}
+    return vlmcompress.Recipe.of(str(source), str(out), scheme=scheme, options=dict(options), **keys)
 
 
 def reduced(full: Path, reduce: str) -> Path:
@@ -217,8 +217,8 @@ def _tokenizer(size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIALS]
-    names = [*known, *(f"<unused{number}>" for number in range(len(known), size))]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIALS]
+    names = [*tokens, *(f"<unused{number}>" for number in range(len(tokens), size))]
     core = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -230,5 +230,5 @@ def _tokenizer(size: int) -> Any:
 
 
 if __name__ == "__main__":
-    where, size_given, *wanted = sys.argv[1:]
-    model(Place(Path(where), size_given == "tiny"), *wanted)
+    where, size_given, *names = sys.argv[1:]
+    model(Place(Path(where), size_given == "tiny"), *names)

@@ -22,22 +22,22 @@ _LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULT
 def run(place: Place, piece: str) -> dict[str, Any]:
     """Run a piece: `quick`, or `models-1-2` for the first of two."""
     kind, *which = piece.split("-")
-    own = files(kind)
+    test_files = files(kind)
     if which:
-        own = own[int(which[0]) - 1 :: int(which[1])]
+        test_files = test_files[int(which[0]) - 1 :: int(which[1])]
     collect = place.tiny and kind != "quick"
     if place.tiny and kind == "quick":
-        own = [ROOT / "tests" / "targets"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKS[kind], *map(str, own)]
+        test_files = [ROOT / "tests" / "targets"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKS[kind], *map(str, test_files)]
     said, code = said_by([*command, "--collect-only" if collect else "-vv"])  # the project's own options have one -q
     if collect:
-        found: dict[str, Any] = {"collected": len(re.findall(r"^\S+::|^\S+\.py: \d+", said, re.MULTILINE))}
-        if code or not found["collected"]:
-            raise Failed("\n".join(["nothing could be collected", *last_lines(said, 5)]), found)
-        return {"files": len(own), **found}
+        counts: dict[str, Any] = {"collected": len(re.findall(r"^\S+::|^\S+\.py: \d+", said, re.MULTILINE))}
+        if code or not counts["collected"]:
+            raise Failed("\n".join(["nothing could be collected", *last_lines(said, 5)]), counts)
+        return {"files": len(test_files), **counts}
     ends = [status for _, status in _LINE.findall(said)]
     failed = [name for name, status in _LINE.findall(said) if status in ("FAILED", "ERROR")]
-    result = {"files": len(own), "passed": ends.count("PASSED"), "failed": sorted(set(failed))}
+    result = {"files": len(test_files), "passed": ends.count("PASSED"), "failed": sorted(set(failed))}
     if code is None:
         passed = f"{result['passed']} had passed, {len(failed)} had failed"
         raise Failed(f"not done after {SECONDS / 60:g} minutes, {passed}", result)

@@ -17,8 +17,8 @@ def render(parts: Parts) -> str:
     ran = {name: part for name, part in parts.items() if part["status"] != "skipped"}
     if not ran:
         return EMPTY
-    found = [_machine(ran), _steps(parts), _quantized(ran), _kernels(ran), _served(ran), _waits(ran), _faults(ran)]
-    return "\n\n".join(text for text in found if text)
+    sections = [_machine(ran), _steps(parts), _quantized(ran), _kernels(ran), _served(ran), _waits(ran), _faults(ran)]
+    return "\n\n".join(text for text in sections if text)
 
 
 def listing(steps: Sequence[Step], parts: Parts) -> str:
@@ -27,9 +27,9 @@ def listing(steps: Sequence[Step], parts: Parts) -> str:
     for step in steps:
         lines.append(f"{step.name:<24}{step.minutes:>5.1f} min  {step.proves}")
         for part in step.parts:
-            own = parts.get(f"{step.name}/{part.name}", {})
-            more = f": {own['reason']}" if own.get("status") == "skipped" else ""
-            lines.append(f"    {part.name:<20}{part.minutes:>5.1f} min  {own.get('status', 'to do')}{more}")
+            state = parts.get(f"{step.name}/{part.name}", {})
+            reason = f": {state['reason']}" if state.get("status") == "skipped" else ""
+            lines.append(f"    {part.name:<20}{part.minutes:>5.1f} min  {state.get('status', 'to do')}{reason}")
     total = sum(step.minutes for step in steps if step.counted)
     return "\n".join([*lines, f"{'all, without setup':<24}{total:>5.1f} min, estimated"])
 
@@ -46,12 +46,12 @@ def _machine(ran: Parts) -> str:
 def _steps(parts: Parts) -> str:
     lines = ["| step | proves | minutes | result |", "|---|---|---:|---|"]
     for step in STEPS:
-        own = [parts[f"{step.name}/{part.name}"] for part in step.parts if f"{step.name}/{part.name}" in parts]
-        states = [part["status"] for part in own]
+        kept = [parts[f"{step.name}/{part.name}"] for part in step.parts if f"{step.name}/{part.name}" in parts]
+        states = [part["status"] for part in kept]
         counts = ", ".join(f"{states.count(state)} {SIGNS[state]}" for state in SIGNS if state in states)
-        missing = len(step.parts) - len(own)
+        missing = len(step.parts) - len(kept)
         cell = counts + (f"{', ' if counts else ''}{missing} not run" if missing else "")
-        minutes = sum(part["seconds"] for part in own if part["status"] != "skipped") / 60
+        minutes = sum(part["seconds"] for part in kept if part["status"] != "skipped") / 60
         lines.append(f"| {step.name} | {step.proves} | {minutes:.1f} | {cell} |")
     return "\n".join(lines)
 
@@ -66,25 +66,29 @@ def _quantized(ran: Parts) -> str:
         return ""
     lines = ["| model, scheme | blocks | samples | seconds | by phase | GPU peak | host peak | weights |",
              "|---|---:|---:|---:|---|---:|---:|---:|"]  # fmt: skip
-    for shape, scheme, one in rows:
-        phases = ", ".join(f"{label} {value:.0f}" for label, value in one["phases"].items() if value >= 0.5)
+    for shape, scheme, figures in rows:
+        phases = ", ".join(f"{label} {value:.0f}" for label, value in figures["phases"].items() if value >= 0.5)
         lines.append(
-            f"| {shape}, {scheme} | {one['layers']} | {one['samples']} | {one['seconds']:.0f} | {phases} | "
-            f"{_gb(one['gpu_gb'])} | {_gb(one['host_gb'])} | {_gb(one['gb_before'])} -> {_gb(one['gb_after'])} |"
+            f"| {shape}, {scheme} | {figures['layers']} | {figures['samples']} | {figures['seconds']:.0f} | {phases} | "
+            f"{_gb(figures['gpu_gb'])} | {_gb(figures['host_gb'])} | "
+            f"{_gb(figures['gb_before'])} -> {_gb(figures['gb_after'])} |"
         )
     return "\n".join(lines)
 
 
 def _kernels(ran: Parts) -> str:
-    found = {shape: _result(ran, f"kernels/{shape}") for shape in SHAPES}
-    schemes = list(dict.fromkeys(name for one in found.values() if one for name in one["schemes"]))
+    results = {shape: _result(ran, f"kernels/{shape}") for shape in SHAPES}
+    schemes = list(dict.fromkeys(name for result in results.values() if result for name in result["schemes"]))
     if not schemes:
         return ""
-    lines = [f"| kernel of | targets/ says | {' | '.join(found)} |", f"|---|---|{'---|' * len(found)}"]
+    lines = [f"| kernel of | targets/ says | {' | '.join(results)} |", f"|---|---|{'---|' * len(results)}"]
     for name in schemes:
-        own = {shape: one["schemes"].get(name, {}) if one else {} for shape, one in found.items()}
-        says = next((one["expected"] for one in own.values() if "expected" in one), "refused")
-        cells = (", ".join(one.get("kernels", {})) or ("refused" if "refused" in one else "–") for one in own.values())
+        rows = {shape: result["schemes"].get(name, {}) if result else {} for shape, result in results.items()}
+        says = next((result["expected"] for result in rows.values() if "expected" in result), "refused")
+        cells = (
+            ", ".join(result.get("kernels", {})) or ("refused" if "refused" in result else "–")
+            for result in rows.values()
+        )
         lines.append(f"| {name} | {says} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -97,24 +101,24 @@ def _served(ran: Parts) -> str:
     head = "visual tokens | TTFT, one client | requests/s | TTFT p50 | p99 | requests that fit"
     lines = [f"| {rows[0]['shape']}, served | {head} |", "|---|---:|---:|---:|---:|---:|---:|"]
     for row in rows:
-        for kept, one in row["kept"].items():
+        for kept, figures in row["kept"].items():
             lines.append(
-                f"| {row['scheme']}, {kept} | {one['visual_tokens']} | {one['ttft_ms']:.0f} ms | "
-                f"{one['requests_per_second']:.2f} | {one['load_ttft_p50_ms']:.0f} ms | {one['load_ttft_p99_ms']:.0f} ms | "
-                f"{one['fits']:.1f} |"
+                f"| {row['scheme']}, {kept} | {figures['visual_tokens']} | {figures['ttft_ms']:.0f} ms | "
+                f"{figures['requests_per_second']:.2f} | {figures['load_ttft_p50_ms']:.0f} ms | "
+                f"{figures['load_ttft_p99_ms']:.0f} ms | {figures['fits']:.1f} |"
             )
     return "\n".join(lines)
 
 
 def _waits(ran: Parts) -> str:
     lines = []
-    one = _result(ran, "transformers-only/block")
-    if one:
-        ratio = one["observe_seconds"] / one["forward_seconds"]
+    figures = _result(ran, "transformers-only/block")
+    if figures:
+        ratio = figures["observe_seconds"] / figures["forward_seconds"]
         lines.append(f"* Observing all blocks takes {ratio:.1f} times a plain forward pass, one sample at a time.")
         for key, what in (("block", "Observing one block"), ("forward", "A plain forward pass")):
-            if own := one.get(key):
-                lines.append(f"* {what}: {own['waits_per_sample']:g} {own['counted']} for each sample.")
+            if watched := figures.get(key):
+                lines.append(f"* {what}: {watched['waits_per_sample']:g} {watched['counted']} for each sample.")
     return "\n".join(lines)
 
 

@@ -60,23 +60,23 @@ METRICS = (
 )
 
 
-def reference(model: str, asked: Sequence[Conversation], flags: Sequence[str], progress: ProgressBar) -> list[Reply]:
+def reference(model: str, talks: Sequence[Conversation], flags: Sequence[str], progress: ProgressBar) -> list[Reply]:
     """The answer of each conversation by a server without caches that works on one at a time."""
-    replies = [Reply() for _ in asked]
+    replies = [Reply() for _ in talks]
 
     def body(conversation: Conversation, name: str) -> bytes:
         scores = {"logprobs": True, "top_logprobs": TOP, "return_tokens_as_token_ids": True}
         return json.dumps(conversation.body(name) | scores).encode()
 
     with server(model, flags=[*FLAGS["cold"], "--max-num-seqs", "1", *flags], images=MOST_IMAGES) as running:
-        sent = [Sent(lambda each=each: body(each, running.name)) for each in asked]
+        sent = [Sent(lambda each=each: body(each, running.name)) for each in talks]
 
         def done(index: int, reply: Reply) -> None:
             replies[index] = reply
-            progress("reference", index + 1, len(asked))
+            progress("reference", index + 1, len(talks))
 
         client.send(running.url, sent, 1, done)
-    for conversation, reply in zip(asked, replies, strict=True):
+    for conversation, reply in zip(talks, replies, strict=True):
         if reply.status != 200:
             raise UserError(f"the reference could not answer ({conversation.kind}): HTTP {reply.status} {reply.error}")
     return replies
@@ -103,7 +103,7 @@ class Soak:
     """One soak: the requests that are sent, and the books about the replies."""
 
     def __init__(
-        self, asks: Sequence[Ask], asked: Sequence[Conversation], right: Sequence[Reply], name: str, seed: int
+        self, asks: Sequence[Ask], talks: Sequence[Conversation], right: Sequence[Reply], name: str, seed: int
     ):
         self.right, self.name = right, name
         self.plan: list[Ask | str] = list(asks)  # a string: what is wrong with a malformed request
@@ -115,12 +115,12 @@ class Soak:
             Sent(lambda entry=entry: nonsense[entry], again=False)
             if isinstance(entry, str)
             else Sent(
-                lambda entry=entry: json.dumps(entry.body(asked[entry.number], name)).encode(),
+                lambda entry=entry: json.dumps(entry.body(talks[entry.number], name)).encode(),
                 entry.patience if entry.delivery == "aborted" else None,
             )
             for entry in self.plan
         ]
-        self.asked = asked
+        self.asked = talks
         self.finished = 0
         self.answers: dict[str, Counter[str]] = {}
         self.refused: dict[str, Counter[int]] = {}
@@ -159,7 +159,7 @@ def soak(soaked: Soak, running: Server, clients: int, progress: ProgressBar) -> 
         progress("soak", soaked.finished, len(soaked.sent))
 
     began = time.monotonic()
-    with memory.watch(running.pid, lambda: soaked.finished) as seen:
+    with memory.watch(running.pid, lambda: soaked.finished) as samples:
         client.send(running.url, soaked.sent, clients, done)
         seconds = time.monotonic() - began
     after = idle(running)
@@ -168,15 +168,15 @@ def soak(soaked: Soak, running: Server, clients: int, progress: ProgressBar) -> 
     lost = running.log_path.read_text(encoding="utf-8", errors="replace").count(LOST_IMAGE)
     if soaked.again > lost:
         soaked.problems.append(f"{soaked.again} requests were sent again, {lost} of them because of a lost image")
-    growth = memory.growth_mb(seen, len(soaked.sent))
-    if not memory.flat(seen, len(soaked.sent)):
+    growth = memory.growth_mb(samples, len(soaked.sent))
+    if not memory.flat(samples, len(soaked.sent)):
         soaked.problems.append(f"memory grew by {growth:.0f} MB over the second half")
     return {
         "seconds": round(seconds),
         "sent_again": soaked.again,
         "lost_images": lost,
         "server": {name: round(value) for name, value in after.items()},
-        "memory_mb": [seen[round(share * (len(seen) - 1))] for share in (0, 0.1, 0.25, 0.5, 0.75, 1)],
+        "memory_mb": [samples[round(share * (len(samples) - 1))] for share in (0, 0.1, 0.25, 0.5, 0.75, 1)],
         "memory_growth_mb": growth and round(growth, 1),
     }
 
@@ -194,7 +194,7 @@ def idle(running: Server, patience: float = 30.0) -> dict[str, float]:
         time.sleep(1)
 
 
-def report(options: argparse.Namespace, soaked: Soak, seen: Mapping[str, Any]) -> dict[str, Any]:
+def report(options: argparse.Namespace, soaked: Soak, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Collect all figures of a soak."""
     total = sum(soaked.answers.values(), Counter())
     return {
@@ -207,7 +207,7 @@ def report(options: argparse.Namespace, soaked: Soak, seen: Mapping[str, Any]) -
         "answers": {delivery: dict(count) for delivery, count in sorted(soaked.answers.items())},
         "malformed": {what: dict(count) for what, count in sorted(soaked.refused.items())},
         "largest_deviation": round(soaked.deviation, 4),
-        **seen,
+        **figures,
         "problems": len(soaked.problems),
     }
 
@@ -220,25 +220,25 @@ def main() -> int:
     parser.add_argument("--data", help="questions about images; default: the ones bundled with the model or demo-llava")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="keep the log of the soaked server here")
-    given = sys.argv[1:]
-    end = given.index("--") if "--" in given else len(given)
-    options, flags = parser.parse_args(given[:end]), given[end + 1 :]
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, flags = parser.parse_args(arguments[:end]), arguments[end + 1 :]
     if min(options.requests, options.clients) < 1:
         parser.error("--requests and --clients must be at least 1")
     data = options.data or bundled(options.model, "test") or bundled(ROOT / "eval/demo/demo-llava", "test")
     samples = load_samples(data, samples=None, seed=options.seed, check_images=False)
     asks = traffic(options.requests, options.seed)
-    asked = conversations(samples, 1 + max(ask.number for ask in asks), options.seed)
+    talks = conversations(samples, 1 + max(ask.number for ask in asks), options.seed)
     progress = ProgressBar()
-    right = reference(options.model, asked, flags, progress)
+    right = reference(options.model, talks, flags, progress)
     hard = [*pressure(options.model, right, options.clients), *flags]
     with server(options.model, flags=hard, images=MOST_IMAGES, log=options.log) as running:
-        soaked = Soak(asks, asked, right, running.name, options.seed)
-        seen = soak(soaked, running, options.clients, progress)
+        soaked = Soak(asks, talks, right, running.name, options.seed)
+        figures = soak(soaked, running, options.clients, progress)
     progress.close()
     for problem in soaked.problems[:50]:
         print(problem, file=sys.stderr)
-    print(json.dumps(report(options, soaked, seen | {"flags": hard})))
+    print(json.dumps(report(options, soaked, figures | {"flags": hard})))
     return 1 if soaked.problems else 0
 
 

@@ -101,11 +101,11 @@ def test_patches_are_those_of_the_image_processor():
     processor = AutoProcessor.from_pretrained(folder("qwen"))
     row = next(r for r in load_rows("qwen", "calibration") if r["image"])
     image = Image.open(io.BytesIO(row["image"][0])).convert("RGB")
-    wanted = processor.image_processor([image], return_tensors="pt")
+    processed = processor.image_processor([image], return_tensors="pt")
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(1, image.height, image.width, 3)
     patches, grids = qwen_patches(pixels)
-    torch.testing.assert_close(patches, wanted["pixel_values"], atol=1e-5, rtol=0)
-    assert grids.tolist() == wanted["image_grid_thw"].tolist()
+    torch.testing.assert_close(patches, processed["pixel_values"], atol=1e-5, rtol=0)
+    assert grids.tolist() == processed["image_grid_thw"].tolist()
 
 
 def test_it_answers_questions_it_has_never_seen(loaded):

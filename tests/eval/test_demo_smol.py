@@ -29,5 +29,5 @@ def test_it_answers_about_images_and_still_speaks(tmp_path):
     assert package.load(CACHE)[0].config.hidden_size == model.config.text_config.hidden_size == 576
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(set(token_ids(list(WORDS), lambda text: tuple(tokenizer(text)["input_ids"])))) == len(WORDS)
-    found = measured(CACHE, folder, "validation", questions=300)
-    assert found["overall"] >= 0.85 and found["ratio"] <= 1.03
+    figures = measured(CACHE, folder, "validation", questions=300)
+    assert figures["overall"] >= 0.85 and figures["ratio"] <= 1.03

@@ -71,14 +71,14 @@ def test_an_adapter_adds_a_product_and_can_be_switched_off():
 def test_questions_in_one_sequence_are_as_if_asked_alone():
     """The mask and the positions, against a forward pass of each question by itself."""
     model, writer = tiny(), Writer(build_tokenizer("qwen"))
-    asked = [("What is at row 2 column 3?", "star"), ("How many red shapes are there?", "2"), ("Copy A B.", "A B")]
+    questions = [("What is at row 2 column 3?", "star"), ("How many red shapes are there?", "2"), ("Copy A B.", "A B")]
 
     def answered(turns: list[tuple[str, str]]) -> list[torch.Tensor]:
         batch = writer.batch([None], [turns], [["x"] * len(turns)])
         logits = model(batch.ids, batch.mask(), batch.positions).logits[0]
         return [logits[(batch.turns[0] == k) & (batch.labels[0] != -100)] for k in range(1, len(turns) + 1)]
 
-    for together, turn in zip(answered(asked), asked, strict=True):
+    for together, turn in zip(answered(questions), questions, strict=True):
         assert torch.allclose(together, answered([turn])[0], atol=1e-5)
 
 
@@ -95,8 +95,8 @@ def test_a_table_says_what_is_seen_in_words_that_the_tower_knows():
         for number, (cell, entry) in enumerate(zip(view.cells, entries, strict=True)):
             place, said = entry.split(":")
             assert place == f"row{number // 3 + 1} column{number % 3 + 1}"
-            wanted = {"shape": f"{cell.colour} {cell.name}", "text": " ".join(cell.name), "nothing": "nothing"}
-            assert said.strip().endswith(wanted.get(cell.kind, cell.name))
+            expected = {"shape": f"{cell.colour} {cell.name}", "text": " ".join(cell.name), "nothing": "nothing"}
+            assert said.strip().endswith(expected.get(cell.kind, cell.name))
             assert ("large" in said) == (cell.kind == "shape" and cell.large)
 
 
@@ -116,10 +116,10 @@ def test_the_towers_layers_are_the_donors_with_new_ones_between():
 def test_the_placeholder_takes_the_place_of_an_unused_token():
     base = build_tokenizer("qwen")
     base.add_special_tokens({"additional_special_tokens": [package.SPECIAL, "<|im_start|>", "<|im_end|>"]})
-    found = tokenizer_of(base)
+    tokenizer = tokenizer_of(base)
     spare = base.convert_tokens_to_ids(package.SPECIAL)
-    assert found.convert_tokens_to_ids("<image>") == spare and len(found) == len(base)
-    assert found("<image>star")["input_ids"] == [spare, *base("star")["input_ids"]]
+    assert tokenizer.convert_tokens_to_ids("<image>") == spare and len(tokenizer) == len(base)
+    assert tokenizer("<image>star")["input_ids"] == [spare, *base("star")["input_ids"]]
 
 
 def test_a_package_of_another_version_is_refused(tmp_path):

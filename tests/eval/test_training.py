@@ -24,8 +24,8 @@ def test_a_language_model_is_adopted_whole():
     state = {"learner": donor.state_dict(), "ema": {}}
     copied = adopt(learner, tokenizer, state, donor_tokenizer)
     mine, theirs = learner.state_dict(), donor.state_dict()
-    wanted = [name for name in mine if "language_model" in name or name.startswith(("oracle", "model.lm_head"))]
-    assert sorted(copied) == sorted(wanted)
+    adopted_names = [name for name in mine if "language_model" in name or name.startswith(("oracle", "model.lm_head"))]
+    assert sorted(copied) == sorted(adopted_names)
     layer = "model.model.language_model.layers.0.mlp.up_proj.weight"
     assert torch.equal(mine[layer], theirs[layer])
     word = "model.model.language_model.embed_tokens.weight"
@@ -39,8 +39,8 @@ def test_batched_windows_give_what_the_model_gives():
     plain = build_model("qwen", tokenizer, 0)
     patches, grids = qwen_patches(batch.pixels)
     with torch.no_grad():
-        wanted = plain.model.visual(patches, grid_thw=grids).pooler_output
-        torch.testing.assert_close(learner.look(batch.pixels), wanted, atol=1e-4, rtol=1e-4)
+        expected = plain.model.visual(patches, grid_thw=grids).pooler_output
+        torch.testing.assert_close(learner.look(batch.pixels), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_only_answers_are_learned_and_hard_forms_are_drawn_more():
@@ -51,7 +51,7 @@ def test_only_answers_are_learned_and_hard_forms_are_drawn_more():
         assert not {"What is", "What object"} & set(batch.forms)
         answer = tokenizer.decode(batch.labels[0][batch.labels[0] != -100])
         assert answer.endswith("</s>") and "?" not in answer
-        assert (batch.ids == writer.image_id).sum() == batch.seen["thing"].numel()
+        assert (batch.ids == writer.image_id).sum() == batch.cells["thing"].numel()
 
 
 def test_forms_tell_skills_apart():

@@ -42,8 +42,8 @@ def test_frozen_rows_are_balanced_and_have_stable_ids(variant, split):
     rows = frozen(variant, split)
     assert len({row["id"] for row in rows}) == len(rows) == PER_FAMILY[split] * len(FAMILIES)
     assert [row["family"] for row in rows[: len(FAMILIES)]] == list(FAMILIES)
-    wanted = {"text": 0, "two_images": 2}
-    assert all(len(row["image"]) == wanted.get(row["family"], 1) for row in rows)
+    images_per_row = {"text": 0, "two_images": 2}
+    assert all(len(row["image"]) == images_per_row.get(row["family"], 1) for row in rows)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,7 +86,7 @@ def _scene() -> Scene:
 
 def _all(asker, view, times=400) -> dict[str, str]:
     rng = Random(0)
-    return dict(asked for _ in range(times) if (asked := asker(rng, view)))
+    return dict(turn for _ in range(times) if (turn := asker(rng, view)))
 
 
 def test_answers_about_a_known_scene():
@@ -112,25 +112,27 @@ def test_answers_about_a_known_scene():
 def test_sizes_are_compared_between_unique_shapes():
     scene = _scene()
     scene.cells[5] = Cell("nothing")
-    asked = _all(questions.compare, scene)
-    assert asked["Which is larger, the star or the ring?"] == asked["Which is larger, the ring or the star?"] == "star"
+    answers = _all(questions.compare, scene)
+    assert (
+        answers["Which is larger, the star or the ring?"] == answers["Which is larger, the ring or the star?"] == "star"
+    )
 
 
 def test_answers_about_a_known_chart():
-    asked = _all(questions.chart, Chart("white", [("red", 2), ("blue", 5), ("green", 1)], 0))
-    assert asked["How tall is the red bar?"] == "2" and asked["How tall is the blue bar?"] == "5"
-    assert asked["Which bar is the tallest?"] == "blue" and asked["Which bar is the shortest?"] == "green"
+    answers = _all(questions.chart, Chart("white", [("red", 2), ("blue", 5), ("green", 1)], 0))
+    assert answers["How tall is the red bar?"] == "2" and answers["How tall is the blue bar?"] == "5"
+    assert answers["Which bar is the tallest?"] == "blue" and answers["Which bar is the shortest?"] == "green"
     assert all(1 <= height <= BAR_LEVELS for seed in range(20) for _, height in sample_chart(Random(seed)).bars)
 
 
 def test_answers_about_two_known_images():
     first, second = _scene(), _scene()
     second.background, second.cells = "white", [Cell("nothing")] * 6
-    asked = _all(questions.two_images, (first, second))
-    assert asked["Which image has a star?"] == "first"
-    assert asked["Do both images have the same background colour?"] == "no"
-    assert asked["What is at row 1 column 1 of the second image?"] == "nothing"
-    assert asked["What is at row 1 column 1 of the first image?"] == "star"
+    answers = _all(questions.two_images, (first, second))
+    assert answers["Which image has a star?"] == "first"
+    assert answers["Do both images have the same background colour?"] == "no"
+    assert answers["What is at row 1 column 1 of the second image?"] == "nothing"
+    assert answers["What is at row 1 column 1 of the first image?"] == "star"
 
 
 def test_text_only_answers():

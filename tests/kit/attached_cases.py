@@ -42,33 +42,33 @@ def given(method: str, keep: float = 0.4) -> dict:
 
 def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """The inputs with `tokens [b, t]` behind the prompts."""
-    more = dict(inputs)
-    more["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
-    more["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
+    longer = dict(inputs)
+    longer["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
+    longer["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
     for name in {"mm_token_type_ids", "token_type_ids"} & {*inputs}:
-        more[name] = torch.cat([inputs[name], torch.zeros_like(tokens).to(inputs[name])], 1)
-    return more
+        longer[name] = torch.cat([inputs[name], torch.zeros_like(tokens).to(inputs[name])], 1)
+    return longer
 
 
 def traces(model: torch.nn.Module) -> list:
     """All that attaching might leave behind: hooks, and attributes by identity."""
-    found: list = []
+    traced: list = []
     for name, module in model.named_modules():
-        found.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))
+        traced.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))
         # rope_deltas: the latest call's, in Qwen
-        own = {key: id(value) for key, value in vars(module).items() if key != "rope_deltas"}
-        found.append(sorted(own.items()))
-    return found
+        attributes = {key: id(value) for key, value in vars(module).items() if key != "rope_deltas"}
+        traced.append(sorted(attributes.items()))
+    return traced
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[reducers.Signals]:
     """All signals that a reducer is given from now on."""
-    found: list[reducers.Signals] = []
+    calls: list[reducers.Signals] = []
     real = reducers.reduce
 
     def spy(module, signals, options, count=None):
-        found.append(signals)
+        calls.append(signals)
         return real(module, signals, options, count)
 
     monkeypatch.setattr(reducers, "reduce", spy)
-    return found
+    return calls

@@ -11,9 +11,9 @@ from vlmcompress.models import VLM
 
 def samples() -> list[Sample]:
     """One image, two, and none, with questions and answers of several lengths."""
-    one, two = (picture(60, 80, seed=3),), (picture(60, 80, seed=4), picture(60, 80, seed=5))
+    single, two = (picture(60, 80, seed=3),), (picture(60, 80, seed=4), picture(60, 80, seed=5))
     return [
-        Sample("a", one, "what is this", "red"),
+        Sample("a", single, "what is this", "red"),
         Sample("b", (picture(60, 80),), "and what is it?", "a blue one"),
         Sample("c", (), "what is two and two", "four"),
         Sample("d", (), "two and two is", "four or five"),

@@ -74,11 +74,11 @@ def quantized(
     @functools.cache
     def get(family: str, recipe: str) -> Path:
         out = tmp_path_factory.mktemp("quantized") / "out"
-        given = {"model": str(checkpoint(family)), "out": str(out), **RECIPES[recipe]}
+        keys = {"model": str(checkpoint(family)), "out": str(out), **RECIPES[recipe]}
         if not spec_for(read_config(checkpoint(family))).vision_groups:
-            given.pop("vision", None)
-        given["calibrate"] = {"data": str(samples), "samples": 4}
-        quantize(resolve(given).recipe)
+            keys.pop("vision", None)
+        keys["calibrate"] = {"data": str(samples), "samples": 4}
+        quantize(resolve(keys).recipe)
         return out
 
     return get

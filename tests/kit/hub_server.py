@@ -62,8 +62,9 @@ def serving() -> Iterator[Hub]:
     hub = Hub()
 
     class Handler(_Handler):
-        known = hub
+        pass
 
+    Handler.hub = hub
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -76,69 +77,69 @@ def serving() -> Iterator[Hub]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    known: Hub
+    hub: Hub
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        found = ADDRESS.fullmatch(unquote(urlparse(self.path).path))
-        kind = "dataset" if found and "datasets" in found["api"] else "model"
-        versions = self.known.repositories.get(f"{kind} {found['id']}") if found else None
-        if found is None or versions is None:
+        address = ADDRESS.fullmatch(unquote(urlparse(self.path).path))
+        kind = "dataset" if address and "datasets" in address["api"] else "model"
+        versions = self.hub.repositories.get(f"{kind} {address['id']}") if address else None
+        if address is None or versions is None:
             return self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
-        version = versions.get(found["revision"] or "main")
+        version = versions.get(address["revision"] or "main")
         if version is None:
             return self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
         commit, files = version
-        if not found["api"].startswith("api/"):
-            return self._file(found["id"], commit, found["file"], files)
-        if found["verb"] == "tree":
+        if not address["api"].startswith("api/"):
+            return self._file(address["id"], commit, address["file"], files)
+        if address["verb"] == "tree":
             listed = [{"type": "file", "path": n, "size": len(c), "oid": _etag(c)} for n, c in files.items()]
             return self._answer(200, json.dumps(listed).encode())
         siblings = [{"rfilename": n, "size": len(c), "blobId": _etag(c)} for n, c in files.items()]
-        return self._answer(200, json.dumps({"id": found["id"], "sha": commit, "siblings": siblings}).encode())
+        return self._answer(200, json.dumps({"id": address["id"], "sha": commit, "siblings": siblings}).encode())
 
     def do_POST(self) -> None:
         """Make a repository, say how files are to come (all within the commit), or commit."""
         chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
         body = self._chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/api/validate-yaml":
-            errors = [{"message": self.known.refuses}] if self.known.refuses else []
+            errors = [{"message": self.hub.refuses}] if self.hub.refuses else []
             return self._answer(400 if errors else 200, json.dumps({"errors": errors, "warnings": []}).encode())
-        if self.headers.get("Authorization") != f"Bearer {self.known.token}":
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self._answer(401, b"", {"X-Error-Message": "Invalid credentials"})
         if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
-            if f"model {name}" in self.known.repositories:
-                return self._answer(409, json.dumps({"url": f"{self.known.address}/{name}"}).encode())
-            self.known.add(name, {})
-            self.known.private |= {name} if asked.get("visibility") == "private" else set()
-            return self._answer(200, json.dumps({"url": f"{self.known.address}/{name}"}).encode())
-        found = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit)/main", urlparse(self.path).path)
-        if found is None or f"model {found[1]}" not in self.known.repositories:
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}"
+            if f"model {name}" in self.hub.repositories:
+                return self._answer(409, json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
+            self.hub.add(name, {})
+            self.hub.private |= {name} if request.get("visibility") == "private" else set()
+            return self._answer(200, json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
+        address = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit)/main", urlparse(self.path).path)
+        if address is None or f"model {address[1]}" not in self.hub.repositories:
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if found[2] == "preupload":
+        if address[2] == "preupload":
             files = [
-                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for one in json.loads(body)["files"]
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
             ]
             return self._answer(200, json.dumps({"files": files}).encode())
-        oid = self._commit(found[1], [json.loads(line) for line in body.splitlines()])
-        answer = {"commitUrl": f"{self.known.address}/{found[1]}/commit/{oid}", "commitOid": oid, "success": True}
+        oid = self._commit(address[1], [json.loads(line) for line in body.splitlines()])
+        answer = {"commitUrl": f"{self.hub.address}/{address[1]}/commit/{oid}", "commitOid": oid, "success": True}
         return self._answer(200, json.dumps(answer).encode())
 
     def _commit(self, name: str, operations: list[dict]) -> str:
-        files = dict(self.known.repositories[f"model {name}"]["main"][1])
+        files = dict(self.hub.repositories[f"model {name}"]["main"][1])
         for operation in operations:
             value = operation["value"]
             if operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
-        return self.known.add(name, files)
+        return self.hub.add(name, files)
 
     def _chunks(self) -> bytes:
         parts = []
@@ -149,18 +150,18 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _file(self, repository: str, commit: str, name: str, files: dict[str, bytes]) -> None:
-        if repository in self.known.gated:
+        if repository in self.hub.gated:
             return self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
         if name not in files:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         content, status = files[name], 200
         headers = {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
+        if span := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(span[1]), min(int(span[2] or len(content)), len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             content, status = content[first : last + 1], 206
         if self.command == "GET":
-            self.known.served.append((name, min(len(content), self.known.cut.get(name, len(content)))))
+            self.hub.served.append((name, min(len(content), self.hub.cut.get(name, len(content)))))
         return self._answer(status, content, headers, name)
 
     def _answer(self, status: int, content: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
@@ -168,8 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "GET" and name in self.known.cut:
-            self.wfile.write(content[: self.known.cut.pop(name)])
+        if self.command == "GET" and name in self.hub.cut:
+            self.wfile.write(content[: self.hub.cut.pop(name)])
             self.wfile.flush()
             self.close_connection = True
         elif self.command != "HEAD":

@@ -21,18 +21,18 @@ MACHINES = {
 
 
 def group(
-    kind: str, bits: int, strategy: str, size: int | None = None, inputs: dict | None = None, **more: Any
+    kind: str, bits: int, strategy: str, size: int | None = None, inputs: dict | None = None, **extra: Any
 ) -> dict:
     """A config group of compressed-tensors."""
     weights = {"type": kind, "num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": True}
     packing = "pack-quantized" if kind == "int" and inputs is None else f"{kind}-quantized"
-    return {"weights": weights, "input_activations": inputs, "format": packing, "targets": ["Linear"]} | more
+    return {"weights": weights, "input_activations": inputs, "format": packing, "targets": ["Linear"]} | extra
 
 
-def quantized(*groups: dict, **more: Any) -> dict:
+def quantized(*groups: dict, **extra: Any) -> dict:
     """A `quantization_config` of compressed-tensors."""
-    named = {f"group_{number}": one for number, one in enumerate(groups)}
-    return {"quant_method": "compressed-tensors", "config_groups": named, "ignore": []} | more
+    named = {f"group_{number}": config for number, config in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "config_groups": named, "ignore": []} | extra
 
 
 TOKEN8 = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
@@ -101,9 +101,9 @@ def facts(
     )
 
 
-def written(folder: Path, known: Facts) -> Path:
+def written(folder: Path, facts: Facts) -> Path:
     """Write all launch files into `folder`/serve and return that."""
-    for place, text in launch.files(known).items():
+    for place, text in launch.files(facts).items():
         path = folder / "serve" / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

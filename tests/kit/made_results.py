@@ -69,7 +69,7 @@ def comparison(name: str, **changes: Any) -> Comparison:
     return Comparison(**(values | changes))
 
 
-def make_suite(name: str = "world", known: str = "awq", **changes: Any) -> Suite:
+def make_suite(name: str = "world", outcome: str = "awq", **changes: Any) -> Suite:
     values: dict[str, Any] = {
         "name": name,
         "metric": "exact_match",
@@ -79,7 +79,7 @@ def make_suite(name: str = "world", known: str = "awq", **changes: Any) -> Suite
         "available": 900,
         "seed": 0,
         "max_tokens": 32,
-        "overall": comparison(known),
+        "overall": comparison(outcome),
         "families": {family: comparison("family", adjusted_p=1.0) for family in ("chart", "count", HOSTILE)},
         "agreement": 0.9956,
         "divergence": Divergence(n=900, mean=0.0078, median=0.00096, p95=0.0264, same_first=0.9925),

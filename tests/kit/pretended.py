@@ -33,8 +33,8 @@ def _group(format_: str, weights: Mapping[str, Any], activations: Mapping[str, A
     return {"quant_method": "compressed-tensors", "format": format_, "config_groups": {"group_0": group}, "ignore": []}
 
 
-def _args(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, "dynamic": False} | more
+def _args(kind: str, bits: int, strategy: str, **extra: Any) -> dict[str, Any]:
+    return {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, "dynamic": False} | extra
 
 
 def _ours(weights: Format, activations: ActFormat | None = None) -> Layer:
@@ -90,8 +90,8 @@ def asked(machines: Iterable[str]) -> Answers:
     """
     layers = {
         f"{key}/{name}": {"config": config, "shape": SHAPES.get(name, SHAPE)}
-        for key, own in FORMATS.items()
-        for name, config in own.items()
+        for key, kinds in FORMATS.items()
+        for name, config in kinds.items()
     }
     order = {"machines": list(machines), "layers": layers}
     environment = os.environ | SETTINGS | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -101,11 +101,11 @@ def asked(machines: Iterable[str]) -> Answers:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     answers = json.loads(done.stdout.splitlines()[-1])
-    for answer in (answer for own in answers.values() for answer in own.values() if "error" in answer):
+    for answer in (answer for kinds in answers.values() for answer in kinds.values() if "error" in answer):
         answer["error"] = answer["error"].splitlines()[0]
     return {
-        machine: {key: {name: own[f"{key}/{name}"] for name in names} for key, names in FORMATS.items()}
-        for machine, own in answers.items()
+        machine: {key: {name: kinds[f"{key}/{name}"] for name in names} for key, names in FORMATS.items()}
+        for machine, kinds in answers.items()
     }
 
 
@@ -123,5 +123,5 @@ def word(answer: Mapping[str, str], key: str) -> str | None:
     """The word that `targets/` has for the kernel that was picked, with "(16 bits)" by `in_16_bits`; None without a kernel."""
     if "error" in answer:
         return None
-    (found,) = {name for name, pattern in CLASSES.items() if re.fullmatch(pattern, answer["kernel"])}
-    return f"{found} (16 bits)" if in_16_bits(answer["kernel"], key) else found
+    (names,) = {name for name, pattern in CLASSES.items() if re.fullmatch(pattern, answer["kernel"])}
+    return f"{names} (16 bits)" if in_16_bits(answer["kernel"], key) else names

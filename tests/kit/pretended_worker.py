@@ -50,7 +50,7 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # vLLM's log goes to stderr
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors  # noqa: F401
 
-    found: dict[str, dict[str, Any]] = {}
+    kernels: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, one_process(Path(folder)):
         for machine in order["machines"]:
             name, _, os.environ["VLLM_DISABLED_KERNELS"] = machine.partition(" without ")
@@ -58,8 +58,8 @@ def main() -> None:
                 torch.cpu._is_amx_tile_supported = lambda: False  # the newest processors have kernels of their own
             else:
                 pretend(name, Path(folder))
-            found[machine] = {name: choice(**layer) for name, layer in order["layers"].items()}
-    print(json.dumps(found), file=answers, flush=True)
+            kernels[machine] = {name: choice(**layer) for name, layer in order["layers"].items()}
+    print(json.dumps(kernels), file=answers, flush=True)
 
 
 @contextlib.contextmanager
@@ -127,12 +127,12 @@ def amd(machine: str, folder: Path) -> Any:
     """vLLM's platform of an AMD GPU of an architecture."""
     if str(folder) in sys.path:
         sys.path.remove(str(folder))
-    asked = torch.cuda.get_device_properties
+    properties = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(gcnArchName=machine)
     try:
         from vllm.platforms import rocm
     finally:
-        torch.cuda.get_device_properties = asked
+        torch.cuda.get_device_properties = properties
     from vllm.platforms.interface import DeviceCapability
 
     assert machine == rocm._GCN_ARCH, "one AMD machine a process"

@@ -22,7 +22,7 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
 
 def session_members(session: int) -> list[str]:
     """Living processes of a session, from /proc."""
-    found = []
+    members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = stat.read_text().rpartition(")")
@@ -30,8 +30,8 @@ def session_members(session: int) -> list[str]:
             continue
         state, _, _, of = rest.split()[:4]
         if int(of) == session and state != "Z":
-            found.append(name)
-    return found
+            members.append(name)
+    return members
 
 
 def session_ends(session: int, seconds: float = 20.0) -> bool:

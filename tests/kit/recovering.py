@@ -20,9 +20,9 @@ def divergence(source, folder, data, seed=0) -> float:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
     batches = encode(load_samples(data, samples=24, seed=seed), teacher)[-8:]
     student = type(teacher)(model, teacher.processor, teacher.spec, folder)
-    found = []
+    divergences = []
     with attach_carried(model, teacher.processor, folder) or contextlib.nullcontext(), torch.no_grad():
         for batch in batches:
             kept = objective.targets(distillation.teacher_logits(teacher, batch))
-            found.append(float(objective.divergence(kept, distillation.student_logits(student, batch))))
-    return sum(found) / len(found)
+            divergences.append(float(objective.divergence(kept, distillation.student_logits(student, batch))))
+    return sum(divergences) / len(divergences)

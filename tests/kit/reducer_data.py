@@ -61,8 +61,8 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
 def options(name, **chosen):
     """The method's options, with what it needs in these tests; those it does not have are left out."""
     method = REGISTRY.get(name)
-    known = {field.name for field in dataclasses.fields(method.Options)}
-    return method.Options(**{key: value for key, value in (EXTRA.get(name, {}) | chosen).items() if key in known})
+    fields = {field.name for field in dataclasses.fields(method.Options)}
+    return method.Options(**{key: value for key, value in (EXTRA.get(name, {}) | chosen).items() if key in fields})
 
 
 def run(name, signals, options) -> Reduction:

@@ -115,6 +115,6 @@ def encode(vlm: VLM, *prompts: tuple[list[Image.Image], str]) -> dict[str, torch
             vlm.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         )
         images.append(pictures)
-    given: Any = {"images": images} if any(images) else {}
-    batch = vlm.processor(text=texts, padding=True, return_tensors="pt", **given)
+    kwargs: Any = {"images": images} if any(images) else {}
+    batch = vlm.processor(text=texts, padding=True, return_tensors="pt", **kwargs)
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}

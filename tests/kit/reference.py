@@ -24,26 +24,28 @@ def logits(vlm: VLM, inputs: dict[str, Tensor], stages: Stages, stand_in: Tensor
     `stand_in [d]`: what the language model gets in place of the one token that is left of an image.
     """
     text: Any = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    given = arguments(vlm, inputs)
+    kwargs = arguments(vlm, inputs)
     if stand_in is not None:
-        given |= replaced(given, [unit for unit in stages[0][1] if len(unit.reduction.anchor) == 1], stand_in)
+        kwargs |= replaced(kwargs, [unit for unit in stages[0][1] if len(unit.reduction.anchor) == 1], stand_in)
     hooks = []
     if stages[0][0] == 0:
-        ((_, seen),) = stages
-        mask = hidden_mask(inputs["attention_mask"], seen)
-        own = given["attention_mask"]
-        hidden = {kind: _hide(one, mask) for kind, one in own.items()} if isinstance(own, dict) else mask
-        given |= {"inputs_embeds": merged(given["inputs_embeds"], seen), "attention_mask": hidden}
-        if given.get("deepstack_visual_embeds"):
-            given["deepstack_visual_embeds"] = deepstack(given, seen)
+        ((_, reductions),) = stages
+        mask = hidden_mask(inputs["attention_mask"], reductions)
+        masks = kwargs["attention_mask"]
+        hidden = (
+            {kind: _hide(layer_mask, mask) for kind, layer_mask in masks.items()} if isinstance(masks, dict) else mask
+        )
+        kwargs |= {"inputs_embeds": merged(kwargs["inputs_embeds"], reductions), "attention_mask": hidden}
+        if kwargs.get("deepstack_visual_embeds"):
+            kwargs["deepstack_visual_embeds"] = deepstack(kwargs, reductions)
     else:
-        for (layer, seen), end in zip(stages, [*(first for first, _ in stages[1:]), None], strict=True):
-            square = _hide(None, hidden_mask(inputs["attention_mask"], seen))
+        for (layer, reductions), end in zip(stages, [*(first for first, _ in stages[1:]), None], strict=True):
+            square = _hide(None, hidden_mask(inputs["attention_mask"], reductions))
             hooks += [
                 block.register_forward_pre_hook(_under(square), with_kwargs=True) for block in text.layers[layer:end]
             ]
     try:
-        hidden = text(**given).last_hidden_state
+        hidden = text(**kwargs).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
@@ -57,19 +59,21 @@ def _under(square: Tensor) -> Any:
 
 def shifted(stages: Stages, columns: int) -> Stages:
     """The stages of a prompt behind so many other tokens."""
-    return [(first, [replace(unit, columns=unit.columns + columns) for unit in seen]) for first, seen in stages]
+    return [(first, [replace(unit, columns=unit.columns + columns) for unit in units]) for first, units in stages]
 
 
-def _hide(mask: Tensor | None, seen: Tensor) -> Tensor:
+def _hide(mask: Tensor | None, visible: Tensor) -> Tensor:
     """A mask `[b, 1, s, s]`, None for causal, without the columns that `seen [b, s]` leaves out. Every token sees itself."""
-    square = torch.ones(seen.shape[1], seen.shape[1], dtype=torch.bool)
-    return ((square.tril() if mask is None else mask) & seen.bool()[:, None, None, :]) | torch.eye(len(square)).bool()
+    square = torch.ones(visible.shape[1], visible.shape[1], dtype=torch.bool)
+    return ((square.tril() if mask is None else mask) & visible.bool()[:, None, None, :]) | torch.eye(
+        len(square)
+    ).bool()
 
 
-def replaced(given: dict[str, Any], left_out: list[Reduced], row: Tensor) -> dict[str, Any]:
+def replaced(kwargs: dict[str, Any], left_out: list[Reduced], row: Tensor) -> dict[str, Any]:
     """Embeddings and deepstack features in which the first token of each of these images is `row [d]`, and nothing deep."""
-    embeds, where = given["inputs_embeds"].clone(), given.get("visual_pos_masks")
-    levels = [level.clone() for level in given.get("deepstack_visual_embeds") or ()]
+    embeds, where = kwargs["inputs_embeds"].clone(), kwargs.get("visual_pos_masks")
+    levels = [level.clone() for level in kwargs.get("deepstack_visual_embeds") or ()]
     for unit in left_out:
         column = unit.columns[0]
         embeds[unit.row, column] = row
@@ -80,55 +84,55 @@ def replaced(given: dict[str, Any], left_out: list[Reduced], row: Tensor) -> dic
 
 def arguments(vlm: VLM, inputs: dict[str, Tensor]) -> dict[str, Any]:
     """What the model without a reducer hands to its language model."""
-    found: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    hook = text.register_forward_pre_hook(lambda module, args, kwargs: found.update(kwargs), with_kwargs=True)
+    hook = text.register_forward_pre_hook(lambda module, args, kwargs: captured.update(kwargs), with_kwargs=True)
     vlm.model(**inputs, use_cache=False)
     hook.remove()
-    return found
+    return captured
 
 
-def hidden_mask(mask: Tensor, seen: list[Reduced]) -> Tensor:
+def hidden_mask(mask: Tensor, units: list[Reduced]) -> Tensor:
     """The attention mask without the dropped tokens."""
     mask = mask.clone()
-    for unit in seen:
+    for unit in units:
         gone = torch.ones(len(unit.columns), dtype=torch.bool)
         gone[unit.reduction.anchor] = False
         mask[unit.row, unit.columns[gone]] = 0
     return mask
 
 
-def merged(x: Tensor, seen: list[Reduced]) -> Tensor:
+def merged(x: Tensor, units: list[Reduced]) -> Tensor:
     """`x [b, s, d]` with the weighted mean of each output's tokens where its anchor stands."""
     out = x.clone()
-    for unit in seen:
+    for unit in units:
         target, weight, scale = unit.reduction.target, unit.reduction.weight.double(), unit.reduction.scale
         for place, anchor in enumerate(unit.reduction.anchor):
-            own = (target == place).nonzero().flatten()
-            total = sum(weight[i] * x[unit.row, unit.columns[i]] for i in own) / weight[own].sum()
+            sources = (target == place).nonzero().flatten()
+            total = sum(weight[i] * x[unit.row, unit.columns[i]] for i in sources) / weight[sources].sum()
             out[unit.row, unit.columns[anchor]] = total * (1 if scale is None else scale[place].double())
     return out
 
 
-def deepstack(given: dict[str, Any], seen: list[Reduced]) -> list[Tensor]:
+def deepstack(kwargs: dict[str, Any], units: list[Reduced]) -> list[Tensor]:
     """The deepstack features with merged rows; those of dropped tokens stay, where nobody sees them."""
-    where, levels = given["visual_pos_masks"], []
-    for level in given["deepstack_visual_embeds"]:
+    where, levels = kwargs["visual_pos_masks"], []
+    for level in kwargs["deepstack_visual_embeds"]:
         full = level.new_zeros(*where.shape, level.shape[-1])
         full[where] = level
-        levels.append(merged(full, seen)[where])
+        levels.append(merged(full, units)[where])
     return levels
 
 
-def compare(reduced: Tensor, full: Tensor, mask: Tensor, seen: list[Reduced], right: bool = False) -> None:
+def compare(reduced: Tensor, full: Tensor, mask: Tensor, units: list[Reduced], right: bool = False) -> None:
     """Reduced logits `[b, m, v]` equal the full ones wherever a real token is kept; to float32 where tokens were merged."""
-    close = 1e-5 if any((unit.reduction.sizes > 1).any() for unit in seen) else 1e-9
-    kept = hidden_mask(mask, seen).bool()
+    close = 1e-5 if any((unit.reduction.sizes > 1).any() for unit in units) else 1e-9
+    kept = hidden_mask(mask, units).bool()
     assert reduced.shape[1] == kept.sum(1).max()
-    for row, own in enumerate(kept):
-        count = int(own.sum())
+    for row, columns in enumerate(kept):
+        count = int(columns.sum())
         got = reduced[row, :count] if right else reduced[row, reduced.shape[1] - count :]
-        torch.testing.assert_close(got, full[row, own], atol=close, rtol=close)
+        torch.testing.assert_close(got, full[row, columns], atol=close, rtol=close)
 
 
 def logits_under(vlm, inputs, square, first=0):

@@ -38,14 +38,16 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
     chosen = [(group, scheme) for group in models.resolve(model, spec) if scheme]
     chosen += [(group, vision) for group in models.vision_linears(model, spec) if vision]
     quantized = {}
-    for group, one in chosen:
+    for group, group_scheme in chosen:
         weights = {name: tensor_files.read_tensor(entries[names[f"{name}.weight"]]) for name in group.linears}
-        shared = find_global_scale(weights.values()) if one.weights.nvfp4 else None
-        made_up = {False: 0.05, True: 448 * 6 / 20.0}[one.weights.nvfp4]
-        input_scale = torch.tensor(made_up) if one.activations and one.activations.calibrated else None
+        shared = find_global_scale(weights.values()) if group_scheme.weights.nvfp4 else None
+        made_up = {False: 0.05, True: 448 * 6 / 20.0}[group_scheme.weights.nvfp4]
+        input_scale = (
+            torch.tensor(made_up) if group_scheme.activations and group_scheme.activations.calibrated else None
+        )
         for name, weight in weights.items():
-            result = round_to_nearest(weight, one.weights, scale_dtype=torch.bfloat16, global_scale=shared)
-            quantized[name] = (result, one, input_scale)
+            result = round_to_nearest(weight, group_scheme.weights, scale_dtype=torch.bfloat16, global_scale=shared)
+            quantized[name] = (result, group_scheme, input_scale)
     written = models.written_names(names, spec)
     attention = models.attentions(model, spec)
     recipe = {"model": str(source), "scheme": "rtn", "seed": 0}
@@ -56,7 +58,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
         "exporter": compressed_tensors,
         "written": written,
         "layers": layers_of(
-            {name: one for name, (_, one, _) in quantized.items()},
+            {name: group_scheme for name, (_, group_scheme, _) in quantized.items()},
             model,
             written,
             spec,
@@ -68,8 +70,8 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
     }
 
 
-def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **more) -> dict:
+def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **keys) -> dict:
     """Quantize `source` into `out`; `more` goes to `checkpoint.write`. Returns the quantized layers."""
-    given = parts(source, scheme, vision, more.pop("kv_cache", False))
-    checkpoint.write(out=out, **(given | more))
-    return given["quantized"]
+    config = parts(source, scheme, vision, keys.pop("kv_cache", False))
+    checkpoint.write(out=out, **(config | keys))
+    return config["quantized"]

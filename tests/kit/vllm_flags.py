@@ -16,13 +16,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    found = []
+    refused = []
     for model, *flags in job["lines"]:
         parsed = parser.parse_args(["--model", model, *flags])
         validate_parsed_serve_args(parsed)
-        found.append(AsyncEngineArgs.from_cli_args(parsed))
-    found += [AsyncEngineArgs(**settings) for settings in job["settings"]]
-    parsed = [{name: repr(getattr(args, name)) for name in job["fields"]} for args in found]
+        refused.append(AsyncEngineArgs.from_cli_args(parsed))
+    refused += [AsyncEngineArgs(**settings) for settings in job["settings"]]
+    parsed = [{name: repr(getattr(args, name)) for name in job["fields"]} for args in refused]
     for number in job["whole"]:
-        found[number].create_engine_config()  # which fills in defaults
+        refused[number].create_engine_config()  # which fills in defaults
     return {"parsed": parsed}

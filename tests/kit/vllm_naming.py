@@ -41,4 +41,4 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             or (mixed and modelopt._resolve_quant_algo(name) is None)
             for name in job["names"]
         ]
-    return {"quantized": [not one for one in skipped]}
+    return {"quantized": [not skip for skip in skipped]}

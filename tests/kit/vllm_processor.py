@@ -20,11 +20,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    found = {name: prompts(folder) for name, folder in job["folders"].items()}
-    found["films"] = {name: largest(folder, job["room"]) for name, folder in job["films"].items()}
-    found["tiles"] = tiles(job["tiles"])
-    found["views"] = views(job["views"])
-    return found
+    lengths = {name: prompts(folder) for name, folder in job["folders"].items()}
+    lengths["films"] = {name: largest(folder, job["room"]) for name, folder in job["films"].items()}
+    lengths["tiles"] = tiles(job["tiles"])
+    lengths["views"] = views(job["views"])
+    return lengths
 
 
 def made(folder: str, **settings: Any) -> Any:
@@ -128,9 +128,9 @@ def views(folder: str) -> dict[str, Any]:
     }
     cache = MultiModalProcessorOnlyCache(processor.info.ctx.model_config)
     return {
-        "uncached": {name: viewed(processor, None, *one) for name, one in asks.items()},
-        "cached": {name: viewed(processor, cache, *one) for name, one in asks.items()},
-        "again": {name: viewed(processor, cache, *one) for name, one in asks.items()},
+        "uncached": {name: viewed(processor, None, *ask) for name, ask in asks.items()},
+        "cached": {name: viewed(processor, cache, *ask) for name, ask in asks.items()},
+        "again": {name: viewed(processor, cache, *ask) for name, ask in asks.items()},
     }
 
 

@@ -51,7 +51,7 @@ def test_one_run_in_two_folders_gives_its_report(tmp_path: Path) -> None:
 def test_comparison_of_three(tmp_path: Path) -> None:
     found: dict[str, Any] = {
         "a": make_results("awq"),
-        "b": make_results("awq", suites=[make_suite(known="broken")], gate=None, bench=make_bench(1.9)),
+        "b": make_results("awq", suites=[make_suite(outcome="broken")], gate=None, bench=make_bench(1.9)),
         "c": make_results("../x y", bench=None, suites=[make_suite("other")]),
     }
     files = runs.write_comparison([*written(tmp_path, **found)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
@@ -71,7 +71,7 @@ def test_comparison_of_three(tmp_path: Path) -> None:
 
 
 def test_headline_of_one_that_passes() -> None:
-    rows = runs.summarise([make_results("good"), make_results("bad", gate=None, suites=[make_suite(known="broken")])])
+    rows = runs.summarise([make_results("good"), make_results("bad", gate=None, suites=[make_suite(outcome="broken")])])
     passed, failed, best = runs.headline(rows)
     assert (passed, failed) == ("1 of 1 candidate passes gate default.", "0 of 1 candidate passes a margin of 1 point.")
     assert best.startswith("good: 1.96x smaller, 1.")

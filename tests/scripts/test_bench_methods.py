@@ -54,8 +54,8 @@ def test_packed_questions_are_answered_as_alone(model: str) -> None:
 def lossy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """demo-llava at 2 bits without calibration, which answers many questions wrongly."""
     out = tmp_path_factory.mktemp("methods") / "rtn-2"
-    given = {"model": str(DEMOS / "demo-llava"), "out": str(out), "scheme": "rtn"}
-    quantize(resolve(given | {"options": {"bits": 2, "group_size": -1}}).recipe)
+    keys = {"model": str(DEMOS / "demo-llava"), "out": str(out), "scheme": "rtn"}
+    quantize(resolve(keys | {"options": {"bits": 2, "group_size": -1}}).recipe)
     return out
 
 
@@ -74,28 +74,32 @@ def test_exact_match_is_that_of_generation(lossy: Path, tmp_path: Path, quick_en
 
     original = models.load(DEMOS / "demo-llava")
     batches = teacher_forcing.pack(teacher_forcing.encode_questions(original, samples))
-    found = teacher_forcing.predictions(teacher_forcing.load_quantized(lossy, original), batches)
-    exact = teacher_forcing.measure(found[0], *found)["exact"].bool().tolist()
+    predicted = teacher_forcing.predictions(teacher_forcing.load_quantized(lossy, original), batches)
+    exact = teacher_forcing.measure(predicted[0], *predicted)["exact"].bool().tolist()
     assert 20 < sum(generated) < 180
-    different = [sample.id for sample, one, other in zip(samples, generated, exact, strict=True) if one != other]
+    different = [
+        sample.id
+        for sample, generated_text, other in zip(samples, generated, exact, strict=True)
+        if generated_text != other
+    ]
     assert len(different) <= 2, different  # of 200: two nearly equal logits, which BF16 may put the other way round
 
 
 def test_measures() -> None:
     """Two questions of two tokens and one, against sums written out."""
     torch.manual_seed(0)
-    original, found = torch.randn(3, 5), torch.randn(3, 5)
+    original, quantized = torch.randn(3, 5), torch.randn(3, 5)
     label, question = torch.tensor([1, 4, 2]), torch.tensor([0, 0, 1])
-    found[2, 2] = 9
-    measures = teacher_forcing.measure(original, found, label, question)
-    p, q = original.double().softmax(-1), found.double().softmax(-1)
+    quantized[2, 2] = 9
+    measures = teacher_forcing.measure(original, quantized, label, question)
+    p, q = original.double().softmax(-1), quantized.double().softmax(-1)
     kl = [sum(float(p[i, v] * math.log(p[i, v] / q[i, v])) for v in range(5)) for i in range(3)]
     assert measures["kl"].tolist() == pytest.approx([kl[0], kl[2]])
     assert measures["path"].tolist() == pytest.approx([(kl[0] + kl[1]) / 2, kl[2]])
     assert measures["nll"].tolist() == pytest.approx([-math.log(q[0, 1]) - math.log(q[1, 4]), -math.log(q[2, 2])])
-    right = [all(int(found[i].argmax()) == int(label[i]) for i in own) for own in ([0, 1], [2])]
+    right = [all(int(quantized[i].argmax()) == int(label[i]) for i in tokens) for tokens in ([0, 1], [2])]
     assert measures["exact"].tolist() == right and right[1]
-    error = (found - original)[2].double()
+    error = (quantized - original)[2].double()
     spread = float(((original[2] - original[2].mean()) ** 2).mean())
     assert measures["logit"][1] == pytest.approx(float(((error - error.mean()) ** 2).mean()) / spread)
 
@@ -104,15 +108,15 @@ def test_activations_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
     """The input of every quantized layer has 255 levels for each token; without quantized layers nothing happens."""
     original = models.load(DEMOS / "demo-llava")
     assert teacher_forcing.round_activations(original.model) == []
-    given = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "int8"), "scheme": "int8"}
-    quantize(resolve(given | {"calibrate": {"samples": 2}}).recipe)
+    keys = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "int8"), "scheme": "int8"}
+    quantize(resolve(keys | {"calibrate": {"samples": 2}}).recipe)
     vlm = teacher_forcing.load_quantized(tmp_path / "int8", original)
     hooks = teacher_forcing.round_activations(vlm.model)
     assert len(hooks) == 28
-    layer, x, seen = vlm.model.model.language_model.layers[0].mlp.down_proj.float(), torch.randn(3, 512), []
-    layer.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    layer, x, inputs = vlm.model.model.language_model.layers[0].mlp.down_proj.float(), torch.randn(3, 512), []
+    layer.register_forward_pre_hook(lambda _module, args: inputs.append(args[0]))
     layer(x)
-    for token, rounded in zip(x, seen[0], strict=True):
+    for token, rounded in zip(x, inputs[0], strict=True):
         scale = token.abs().max() / 127
         assert torch.allclose(rounded, torch.round(token / scale) * scale)
 

@@ -40,7 +40,7 @@ REDUCERS = [
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def asked(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[Sample]]:
+def asker_and_samples(request: pytest.FixtureRequest) -> tuple[reduced_answers.Asker, list[Sample]]:
     """A demo model and neighbouring questions of each family with images: some share theirs, some have two."""
     everything = load_samples(bundled(DEMOS / request.param, "validation"), samples=None, seed=0)
     families = sorted({s.family for s in everything if s.images})
@@ -53,13 +53,13 @@ def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[b
     """Whether generation gives the answer and its end, how many visual tokens were dropped, and how many all caches hold."""
     inputs = encode_prompt(sample, vlm)
     answer = reduced_answers.prepare(vlm, [sample]).questions[0].answer
-    how = {"max_new_tokens": len(answer), "do_sample": False, "return_dict_in_generate": True}
+    settings = {"max_new_tokens": len(answer), "do_sample": False, "return_dict_in_generate": True}
     with torch.no_grad():
         if chosen is None:
-            out, dropped = vlm.model.generate(**inputs, **how), 0
+            out, dropped = vlm.model.generate(**inputs, **settings), 0
         else:
             with attach(vlm, chosen) as attached:
-                out = vlm.model.generate(**inputs, **how)
+                out = vlm.model.generate(**inputs, **settings)
             dropped = sum(len(unit.columns) - len(unit.reduction.anchor) for unit in attached.seen)
     ids, lengths = inputs["input_ids"], [part.keys.shape[2] for part in out.past_key_values.layers]
     visual = int((ids == getattr(vlm.model.config, vlm.spec.image_token)).sum())
@@ -69,45 +69,52 @@ def generated(vlm: VLM, sample: Sample, chosen: ReducerChoice | None) -> tuple[b
 
 @pytest.mark.parametrize("reduce", [None, *REDUCERS])
 def test_exact_match_is_that_of_generation(
-    asked: tuple[reduced_answers.Asker, list[Sample]], reduce: str | None
+    asker_and_samples: tuple[reduced_answers.Asker, list[Sample]], reduce: str | None
 ) -> None:
-    asker, samples = asked
+    asker, samples = asker_and_samples
     if reduce and reduce.startswith(("vscan", "tome")) and not asker.vlm.spec.vision_cls:
         pytest.skip("the encoder has no CLS")
     chosen = parse(reduce) if reduce else None
-    found = asker.ask(chosen)
+    answers = asker.ask(chosen)
     one_by_one = [generated(asker.vlm, sample, chosen) for sample in samples]
-    assert found.exact.tolist() == [right for right, *_ in one_by_one]
-    assert (found.before - found.after).tolist() == [dropped for _, dropped, _ in one_by_one]
-    assert found.held.tolist() == [held for *_, held in one_by_one]
-    assert found.exact.sum() > 0 and (reduce is None or found.exact.sum() < len(samples))
-    assert reduce is None or 0 < float(found.after.sum() / found.before.sum()) < 0.9
+    assert answers.exact.tolist() == [right for right, *_ in one_by_one]
+    assert (answers.before - answers.after).tolist() == [dropped for _, dropped, _ in one_by_one]
+    assert answers.held.tolist() == [held for *_, held in one_by_one]
+    assert answers.exact.sum() > 0 and (reduce is None or answers.exact.sum() < len(samples))
+    assert reduce is None or 0 < float(answers.after.sum() / answers.before.sum()) < 0.9
 
 
 QUESTIONS = [Sample(str(number), [], "q", "a", family) for number, family in enumerate(["read", "locate"] * 10)]
 
 
-def row(reduce: str, right: int, kept: int, **more: object) -> dict:
+def row(reduce: str, right: int, kept: int, **extra: object) -> dict:
     """Of 20 questions the first `right` are answered; `kept` of 100 tokens are left."""
     chosen = parse(reduce) if reduce != "full" else None
-    given: dict = {"model": "m", "split": "test", "per_family": None, "reduce": reduce, "group": "full", "seconds": 1.0}
+    measured_row: dict = {
+        "model": "m",
+        "split": "test",
+        "per_family": None,
+        "reduce": reduce,
+        "group": "full",
+        "seconds": 1.0,
+    }
     if chosen:
         options = {"keep": getattr(chosen.options, "keep", None), "seed": getattr(chosen.options, "seed", 0)}
-        given |= {"group": chosen.method, "method": chosen.method, "options": options, "seed": options["seed"]}
-        given |= {"stage": chosen.module.STAGE}
+        measured_row |= {"group": chosen.method, "method": chosen.method, "options": options, "seed": options["seed"]}
+        measured_row |= {"stage": chosen.module.STAGE}
     answers = {"before": 100, "after": kept, "cached": kept / 100, "exact": "1" * right + "0" * (20 - right)}
-    return given | answers | more
+    return measured_row | answers | extra
 
 
 def measured() -> list[dict]:
-    chance = [row(f"random:{keep},seed={seed}", right, int(100 * keep)) for keep, own in ((0.5, (10, 12)), (0.25, (4, 6)))
-              for seed, right in enumerate(own)]  # fmt: skip
+    chance = [row(f"random:{keep},seed={seed}", right, int(100 * keep)) for keep, rights in ((0.5, (10, 12)), (0.25, (4, 6)))
+              for seed, right in enumerate(rights)]  # fmt: skip
     return [row("full", 20, 100), *chance, row("dart:0.5", 19, 50), row("fastv:0.5", 9, 50, cached=0.75)]
 
 
 def test_figures_against_sums_written_out() -> None:
-    found = reducers_table.summarise(measured(), {"m": QUESTIONS})
-    by_group = {(one["group"], one["keep"]): one for one in found["figures"]}
+    results = reducers_table.summarise(measured(), {"m": QUESTIONS})
+    by_group = {(figure["group"], figure["keep"]): figure for figure in results["figures"]}
     dart, fastv, half = by_group["dart", 0.5], by_group["fastv", 0.5], by_group["random", 0.5]
     assert half["by_seed"] == [0.5, 0.6] and half["exact"]["all"] == 0.55 and half["seeds"] == 2
     assert (
@@ -118,17 +125,17 @@ def test_figures_against_sums_written_out() -> None:
     assert dart["random"][0] == 0.4 and dart["random"][1] > 0 and fastv["random"][0] == -0.1
     # of the caches it keeps 75%: halfway between random's 55% and the full model's 100%
     assert fastv["random_cached"][0] == pytest.approx(0.45 - (0.55 + 1) / 2)
-    assert found["findings"]["half_kept"] == {"m": {"dart": {"worst": "locate", "loss": -0.1, "within": False}}}
-    assert found["findings"]["no_better_than"] == {
+    assert results["findings"]["half_kept"] == {"m": {"dart": {"worst": "locate", "loss": -0.1, "within": False}}}
+    assert results["findings"]["no_better_than"] == {
         "random": {"m": {"fastv": [0.5]}},
         "random_cached": {"m": {"fastv": [0.5]}},
     }
-    assert found["findings"]["fastv_less_others"] == {}, "five of ten lost and none won may be chance (p = 2 / 2^5)"
+    assert results["findings"]["fastv_less_others"] == {}, "five of ten lost and none won may be chance (p = 2 / 2^5)"
     worse = reducers_table.summarise([*measured()[:-1], row("fastv:0.5", 5, 50, cached=0.75)], {"m": QUESTIONS})
     assert worse["findings"]["fastv_less_others"] == {
         "m": {"fastv": {"read": {"dart": -0.7}, "locate": {"dart": -0.7}}}
     }
-    (against,) = found["fastv"]
+    (against,) = results["fastv"]
     assert against["than"] == "dart" and against["all"][0] == -0.5 and against["read"][0] == -0.5
 
 
@@ -143,11 +150,11 @@ def test_the_interval_to_random_counts_its_seeds() -> None:
 
 
 def test_tables_and_curves_show_what_was_found() -> None:
-    found = reducers_table.summarise(measured(), {"m": QUESTIONS})
-    text = reducers_table.render(found)
+    results = reducers_table.summarise(measured(), {"m": QUESTIONS})
+    text = reducers_table.render(results)
     assert "| fastv | 45.0 o |  |" in text and "| dart | 95.0 |  |" in text and "| random | 55.0 | 25.0 |" in text
-    assert reducers_table.json.loads(reducers_table.dump(found)) == found
-    picture = reducers_plot.draw(found)
+    assert reducers_table.json.loads(reducers_table.dump(results)) == results
+    picture = reducers_plot.draw(results)
     assert picture.count("<polyline") == 3 and picture.count("<circle") == 4 and "dart:0.5: 95.0%, 50% kept" in picture
 
 
@@ -158,9 +165,11 @@ def test_settings_are_distinct_and_go_with_some_model() -> None:
 
 
 @pytest.mark.parametrize(("reduce", "cached"), [("fastv:0.25,layer=1", 0.4375), ("pyramiddrop:0.5", 0.5)])
-def test_the_share_of_the_caches(asked: tuple[reduced_answers.Asker, list[Sample]], reduce: str, cached: float) -> None:
+def test_the_share_of_the_caches(
+    asker_and_samples: tuple[reduced_answers.Asker, list[Sample]], reduce: str, cached: float
+) -> None:
     """Of four blocks; counts are whole numbers in each, so the share is not exactly that."""
-    asker, chosen = asked[0], parse(reduce)
+    asker, chosen = asker_and_samples[0], parse(reduce)
     row = bench_reducers.describe(asker, bench_reducers.Setting(chosen, chosen.method), "any", argparse.Namespace())
     assert row["cached"] == pytest.approx(cached, abs=0.01)
     kept = row["after"] / row["before"]  # of a method that drops at several blocks the mean over blocks
@@ -171,6 +180,6 @@ def test_prefill_leaves_the_cache_that_the_share_says(monkeypatch: pytest.Monkey
     monkeypatch.setitem(reducers_speed.VISION["llava"], "num_hidden_layers", 2)
     vlm = reducers_speed.build(DEMO_LLAVA, layers=3)
     inputs, chosen = reducers_speed.prompt(vlm), [None, parse("random:0.25"), parse("fastv:0.25")]
-    cache = [reducers_speed.prefill(vlm, inputs, one)[2] for one in chosen]
+    cache = [reducers_speed.prefill(vlm, inputs, reducer)[2] for reducer in chosen]
     row_bytes = 2 * 8 * 64 * 2  # keys and values, 8 heads of 64, bfloat16
     assert cache == [rows * row_bytes for rows in (3 * 1072, 3 * (256 + 48), 2 * 1072 + 256 + 48)]

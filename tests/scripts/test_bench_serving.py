@@ -35,8 +35,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reduced_checkpoint_has_the_weights_of_the_full_one(work: Path) -> None:
     reduced, full = prepare(QUARTER, work, 1), prepare(FULL, work, 1)
     assert (reduced / "model.safetensors").samefile(full / "model.safetensors")
-    found = reducer_block.read(json.loads((reduced / "config.json").read_text()))
-    assert found is not None and str(found.reducer) == "dart:0.25"
+    block = reducer_block.read(json.loads((reduced / "config.json").read_text()))
+    assert block is not None and str(block.reducer) == "dart:0.25"
     assert reducer_block.read(json.loads((full / "config.json").read_text())) is None
     with safe_open(full / "model.safetensors", "pt") as weights:
         assert any(name.startswith("vision_tower.vision_model.") for name in weights.keys())  # noqa: SIM118
@@ -54,36 +54,36 @@ def test_four_full_requests_fit() -> None:
     assert (bench_serving.BLOCKS - 1) // -(-(1024 + 40 + 16) // bench_serving.BLOCK) == 4
 
 
-def row(variant: str, turn: int, seconds: float, load: str = "latency", **more) -> dict:
+def row(variant: str, turn: int, seconds: float, load: str = "latency", **extra) -> dict:
     return {"variant": variant, "load": load, "turn": turn, "clients": 1, "most_running": 1 + turn, "visual_tokens": 9,
             "request_throughput": 1 / seconds, "ttft_ms": [900 * seconds, 1000 * seconds, 1100 * seconds],
-            "e2e_ms": [], "cached": 0.0, "fits": 8.0, **more}  # fmt: skip
+            "e2e_ms": [], "cached": 0.0, "fits": 8.0, **extra}  # fmt: skip
 
 
-def group(rows: list[dict], **more) -> dict:
-    return {"cold": {"created": "", "version": "", "machine": {}, "layers": 1, "seconds": 1, "rows": rows, **more}}
+def group(rows: list[dict], **extra) -> dict:
+    return {"cold": {"created": "", "version": "", "machine": {}, "layers": 1, "seconds": 1, "rows": rows, **extra}}
 
 
 def test_ratios_are_those_of_a_turn() -> None:
     """A machine that gets three times as slow changes no ratio."""
-    rows = [row(name, turn, own * slow, fits=4 / own) for turn, slow in enumerate((1.0, 3.0, 1.0))
-            for name, own in (("bf16 full", 1.0), ("bf16 dart:1/4", 0.25), ("bf16 surrogate:1/4", 0.3),
+    rows = [row(name, turn, share * slow, fits=4 / share) for turn, slow in enumerate((1.0, 3.0, 1.0))
+            for name, share in (("bf16 full", 1.0), ("bf16 dart:1/4", 0.25), ("bf16 surrogate:1/4", 0.3),
                               ("bf16 uniform:1/1024", 0.1))]  # fmt: skip
-    found = group(rows, reducer_ms={"dart:1/4": 5.0})
-    summary = serving_table.summarise(found)
+    record = group(rows, reducer_ms={"dart:1/4": 5.0})
+    summary = serving_table.summarise(record)
     quarter = summary["groups"]["cold"]["latency"]["bf16 dart:1/4"]
     assert (quarter["ttft_ratio"], quarter["throughput_ratio"], quarter["fits_ratio"]) == (0.25, 4, 4)
     assert (quarter["requests"], quarter["ttft_p50_ms"], quarter["most_running"]) == (9, 275, 3)
     assert quarter["ttft_p99_ms"] == pytest.approx(825, abs=10)
     assert (summary["floor"], summary["surrogate"]) == (0.1, 1.2)
     assert summary["reducer"] == {"dart:1/4": {"ms": 5, "of_full": round(5 / 1100, 4), "of_own": round(5 / 275, 4)}}
-    assert "| bf16 dart:1/4 | 9 | 0.28 s | 0.25x | 16.0 | 4.0x |" in serving_table.render(found)
+    assert "| bf16 dart:1/4 | 9 | 0.28 s | 0.25x | 16.0 | 4.0x |" in serving_table.render(record)
 
 
 def test_the_warm_table_says_how_much_came_from_the_cache() -> None:
-    found = group([row("bf16 full", 0, 1.0, "again", cached=0.75)])
+    record = group([row("bf16 full", 0, 1.0, "again", cached=0.75)])
     assert "| bf16 full | 9 | 1.00 | 1.00x | 1.00 s | 1.10 s | 75% | 8.0 | 1.0x |" in serving_table.render(
-        {"warm": found["cold"]}
+        {"warm": record["cold"]}
     )
 
 
@@ -119,13 +119,13 @@ def test_what_was_measured_stays_when_a_later_turn_or_group_fails(
     monkeypatch.setattr(bench_serving, "reducer_ms", lambda: {"dart:1/4": 5.0})
     out = tmp_path / "found.json"
     options = argparse.Namespace(out=out, turns=2, layers=1)
-    folders = {v: tmp_path for own in bench_serving.GROUPS.values() for v in own}
+    folders = {v: tmp_path for variants in bench_serving.GROUPS.values() for v in variants}
     with pytest.raises(SystemExit, match="cold: the server is gone"):
         bench_serving.measure_groups(["cold", "warm"], folders, options)
     bench_serving.measure_groups(["quantized"], folders, options)
-    found = json.loads(out.read_text())
-    assert {name: len(record["rows"]) for name, record in found.items()} == {"cold": 3, "warm": 4, "quantized": 4}
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["groups"].keys() == found.keys()
+    results = json.loads(out.read_text())
+    assert {name: len(record["rows"]) for name, record in results.items()} == {"cold": 3, "warm": 4, "quantized": 4}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["groups"].keys() == results.keys()
 
 
 @pytest.mark.slow

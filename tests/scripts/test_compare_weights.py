@@ -29,20 +29,20 @@ def test_texts_are_measured_as_the_models_own_logits_say(monkeypatch: pytest.Mon
     ids = [torch.randint(8, 60, (length,)) for length in (9, 5)]
     original = text_probe.reference(vlm, ids)
     with torch.no_grad():
-        before = [vlm.model(input_ids=own[None]).logits[0].double().log_softmax(-1) for own in ids]
+        before = [vlm.model(input_ids=text_ids[None]).logits[0].double().log_softmax(-1) for text_ids in ids]
         for parameter in vlm.model.model.language_model.layers.parameters():
             parameter.mul_(1 + 0.3 * torch.randn(parameter.shape))
-        after = [vlm.model(input_ids=own[None]).logits[0].double().log_softmax(-1) for own in ids]
-    found = text_probe.compare(vlm, original)
-    for k, own in enumerate(ids):
-        nll = -sum(float(after[k][t, own[t + 1]]) for t in range(len(own) - 1))
-        kl = sum(float((before[k][t].exp() * (before[k][t] - after[k][t])).sum()) for t in range(1, len(own)))
+        after = [vlm.model(input_ids=text_ids[None]).logits[0].double().log_softmax(-1) for text_ids in ids]
+    measured = text_probe.compare(vlm, original)
+    for k, text_ids in enumerate(ids):
+        nll = -sum(float(after[k][t, text_ids[t + 1]]) for t in range(len(text_ids) - 1))
+        kl = sum(float((before[k][t].exp() * (before[k][t] - after[k][t])).sum()) for t in range(1, len(text_ids)))
         assert kl > 1e-3
-        assert float(found["nll"][k]) == pytest.approx(nll, rel=1e-4)
-        assert float(found["kl"][k]) == pytest.approx(kl, rel=1e-3)
-        assert float(found["tokens"][k]) == len(own) - 1
-    means = weights_table.means({f"text/{name}": values for name, values in found.items()})
-    assert means["perplexity"] == pytest.approx(math.exp(float(found["nll"].sum()) / 12))
+        assert float(measured["nll"][k]) == pytest.approx(nll, rel=1e-4)
+        assert float(measured["kl"][k]) == pytest.approx(kl, rel=1e-3)
+        assert float(measured["tokens"][k]) == len(text_ids) - 1
+    means = weights_table.means({f"text/{name}": values for name, values in measured.items()})
+    assert means["perplexity"] == pytest.approx(math.exp(float(measured["nll"].sum()) / 12))
 
 
 def test_a_ratio_counts_clusters_and_seeds() -> None:
@@ -68,8 +68,8 @@ def test_rows_are_recipes(method: str, tmp_path: Path) -> None:
         assert method in weight_methods.STOCK and not row.options
         return
     for form in row.formats:
-        given = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "out")}
-        recipe = resolve(given | row.given(form)).recipe
+        keys = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "out")}
+        recipe = resolve(keys | row.given(form)).recipe
         grid = weight_methods.FORMATS[form]
         assert grid is None or recipe.options.bits == grid.bits
         assert row.data_free != bool(recipe.method.needs(recipe.options).statistics)
@@ -88,17 +88,17 @@ def test_auto_round_puts_weights_on_the_grid(tmp_path: Path) -> None:
     """All weights of the decoder, and no others, in eight levels a group; the same ones when read again."""
     plain, vlm = models.load(DEMOS / "demo-llava", dtype=torch.float32), models.load(DEMOS / "demo-llava")
     batches = encode(load_samples(bundled(DEMOS / "demo-llava", "calibration"), samples=8, seed=0), vlm)
-    given = {"bits": 3, "group_size": 64, "symmetric": True, "iters": 2}
-    facts = auto_round_contender.run_auto_round(vlm, batches, tmp_path / "kept.pt", **given)
+    settings = {"bits": 3, "group_size": 64, "symmetric": True, "iters": 2}
+    facts = auto_round_contender.run_auto_round(vlm, batches, tmp_path / "kept.pt", **settings)
     weights, changed = dict(plain.model.named_parameters()), 0
-    for name, found in vlm.model.named_parameters():
-        if "language_model.layers" in name and found.dim() == 2:
+    for name, weight in vlm.model.named_parameters():
+        if "language_model.layers" in name and weight.dim() == 2:
             changed += 1
-            assert max(len(group.unique()) for group in found.detach()[:4].float().view(-1, 64)) <= 8
+            assert max(len(group.unique()) for group in weight.detach()[:4].float().view(-1, 64)) <= 8
         else:
-            assert torch.equal(found.float(), weights[name])
+            assert torch.equal(weight.float(), weights[name])
     again = models.load(DEMOS / "demo-llava")
     assert changed == 28
-    assert auto_round_contender.run_auto_round(again, [], tmp_path / "kept.pt", **given) == facts
-    for name, found in again.model.named_parameters():
-        torch.testing.assert_close(found.float(), vlm.model.get_parameter(name).float(), atol=0.01, rtol=0.01)
+    assert auto_round_contender.run_auto_round(again, [], tmp_path / "kept.pt", **settings) == facts
+    for name, weight in again.model.named_parameters():
+        torch.testing.assert_close(weight.float(), vlm.model.get_parameter(name).float(), atol=0.01, rtol=0.01)

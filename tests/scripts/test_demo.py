@@ -16,8 +16,8 @@ def test_the_demo_command(tmp_path, quick_engines):
     command = ["scripts/demo", "demo-llava", "gptq-plus", "200", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = load(tmp_path / "report")
-    assert found.gate is not None and found.gate.verdict == "pass"
-    assert found.suites[0].samples == 200 and found.suites[0].overall.baseline > 0.9
-    assert found.candidate.weight_bytes < found.baseline.weight_bytes
+    results = load(tmp_path / "report")
+    assert results.gate is not None and results.gate.verdict == "pass"
+    assert results.suites[0].samples == 200 and results.suites[0].overall.baseline > 0.9
+    assert results.candidate.weight_bytes < results.baseline.weight_bytes
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000

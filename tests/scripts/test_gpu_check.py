@@ -63,12 +63,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(*named: str, **more: Any) -> steps.Step:
-    return steps.Step("made", "nothing", "made_parts", [steps.Part(w, 1, {"what": w}) for w in named], **more)
+def made(*named: str, **settings: Any) -> steps.Step:
+    return steps.Step("made", "nothing", "made_parts", [steps.Part(w, 1, {"what": w}) for w in named], **settings)
 
 
-def ran(place: Path, *named: str, **more: Any) -> tuple[list[str], dict[str, Any]]:
-    settings = {"tiny": True, "interpreter": sys.executable} | more
+def ran(place: Path, *named: str, **changes: Any) -> tuple[list[str], dict[str, Any]]:
+    settings = {"tiny": True, "interpreter": sys.executable} | changes
     left = driver.run(driver.Check(place / "found.json", place, **settings), [made(*named)])
     return left, record.read(place / "found.json")
 
@@ -82,16 +82,16 @@ def door(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 def test_each_end_of_a_part_is_recorded_and_the_others_go_on(place: Path) -> None:
-    _, found = ran(place, "fine", "raises", "finds", "skips", "dies", "last")
-    ends = {name.removeprefix("made/"): one["status"] for name, one in found.items()}
+    _, parts = ran(place, "fine", "raises", "finds", "skips", "dies", "last")
+    ends = {name.removeprefix("made/"): part["status"] for name, part in parts.items()}
     assert ends == {"fine": "passed", "raises": "failed", "finds": "failed", "skips": "skipped", "dies": "failed",
                     "last": "passed"}  # fmt: skip
-    assert found["made/fine"]["result"] == {"what": "fine"}
-    assert found["made/raises"]["error"][-1] == "ValueError: seven is right out"
-    assert found["made/finds"]["error"] == ["first line", "the kernel is another"]
-    assert found["made/finds"]["result"] == {"kernel": "Other"}
-    assert found["made/skips"]["reason"] == "it has no hands"
-    assert found["made/dies"]["error"] == ["its process ended with exit code 9", "about to die"]
+    assert parts["made/fine"]["result"] == {"what": "fine"}
+    assert parts["made/raises"]["error"][-1] == "ValueError: seven is right out"
+    assert parts["made/finds"]["error"] == ["first line", "the kernel is another"]
+    assert parts["made/finds"]["result"] == {"kernel": "Other"}
+    assert parts["made/skips"]["reason"] == "it has no hands"
+    assert parts["made/dies"]["error"] == ["its process ended with exit code 9", "about to die"]
 
 
 def test_what_ran_is_not_run_again_and_what_was_skipped_is(place: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_killed_check_goes_on_at_the_part_that_was_killed(place: Path) -> None
     (place / "again").touch()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert calls(place) == ["fine", "slow", "slow", "last"]
-    assert {one["status"] for one in record.read(place / "found.json").values()} == {"passed"}
+    assert {part["status"] for part in record.read(place / "found.json").values()} == {"passed"}
 
 
 def until(holds: Any, seconds: float = 60) -> None:
@@ -137,17 +137,17 @@ def alive(pid: int) -> bool:
 
 def test_a_part_that_takes_too_long_fails(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "TINY_LIMIT", 3.0)
-    _, found = ran(place, "slow", "last")
-    assert found["made/slow"]["error"][0] == "not done after 0.05 minutes"
-    assert found["made/last"]["status"] == "passed"
+    _, parts = ran(place, "slow", "last")
+    assert parts["made/slow"]["error"][0] == "not done after 0.05 minutes"
+    assert parts["made/last"]["status"] == "passed"
     assert not alive(int((place / "pid").read_text()))
 
 
 def test_nothing_starts_that_would_end_behind_the_limit(place: Path) -> None:
-    left, found = ran(place, "fine", "last", limit=0.5)
-    assert left == ["made/fine", "made/last"] and not found
-    left, found = ran(place, "fine", limit=1.5)
-    assert not left and found["made/fine"]["status"] == "passed"
+    left, parts = ran(place, "fine", "last", limit=0.5)
+    assert left == ["made/fine", "made/last"] and not parts
+    left, parts = ran(place, "fine", limit=1.5)
+    assert not left and parts["made/fine"]["status"] == "passed"
 
 
 def test_what_can_not_run_is_skipped_with_the_reason(place: Path) -> None:
@@ -290,9 +290,9 @@ INFO 11-22 [x.py:1] Using max model len 1024"""
     ],
 )
 def test_a_kernel_is_held_against_the_targets_words(expected: str, kernel: str, fits: bool) -> None:
-    seen = {"logged": {kernel: ["CompressedTensors"]}, "layers": {"layers.*.qkv_proj": [kernel]}}
+    loaded = {"logged": {kernel: ["CompressedTensors"]}, "layers": {"layers.*.qkv_proj": [kernel]}}
     assert kernels.fits(expected, kernel) == fits
-    assert ("wrong" in kernels.judged("w4a16", expected, seen)) != fits
+    assert ("wrong" in kernels.judged("w4a16", expected, loaded)) != fits
 
 
 def test_every_kernel_that_a_target_names_is_known() -> None:
@@ -314,7 +314,7 @@ def test_classes_of_kernels_are_vllms() -> None:
     source = (Path(spec.origin).parent / "model_executor" / "kernels" / "linear" / "__init__.py").read_text()
     classes = set(re.findall(r"\b\w+Kernel\b", source))
     for word, pattern in kernels.CLASSES.items():
-        assert any(re.fullmatch(pattern, one) for one in classes), word
+        assert any(re.fullmatch(pattern, name) for name in classes), word
 
 
 def test_a_checkpoint_that_does_not_load_is_wrong() -> None:
@@ -324,14 +324,16 @@ def test_a_checkpoint_that_does_not_load_is_wrong() -> None:
 
 
 def test_a_gpu_has_a_target() -> None:
-    found = [machine.target(name, memory, capability) for name, memory, capability in (
+    targets_of = [machine.target(name, memory, capability) for name, memory, capability in (
         ("NVIDIA H200", 143771, (9, 0)), ("NVIDIA H100 80GB HBM3", 81559, (9, 0)), ("NVIDIA A100-SXM4-80GB", 81920, (8, 0)),
         ("NVIDIA A100-PCIE-40GB", 40960, (8, 0)), ("NVIDIA GeForce RTX 4090", 24564, (8, 9)), ("NVIDIA L4", 23034, (8, 9)),
         ("NVIDIA B200", 183359, (10, 0)), ("NVIDIA GB200", 189471, (10, 0)), ("NVIDIA A10G", 23028, (8, 6)),
         ("NVIDIA GeForce RTX 5090", 32607, (12, 0)), ("NVIDIA Thor", 125772, (11, 0)), ("Orin", 62841, (8, 7)))]  # fmt: skip
-    assert ",".join(found) == "h200,h100,a100,a100-40gb,rtx4090,l40s,b200,gb200,a10g,rtx5090,jetson-thor,jetson-orin"
-    known = {one.stem.replace("_", "-") for one in (ROOT / "vlmcompress" / "targets").glob("*.py")}
-    assert set(found) <= known
+    assert (
+        ",".join(targets_of) == "h200,h100,a100,a100-40gb,rtx4090,l40s,b200,gb200,a10g,rtx5090,jetson-thor,jetson-orin"
+    )
+    targets = {file.stem.replace("_", "-") for file in (ROOT / "vlmcompress" / "targets").glob("*.py")}
+    assert set(targets_of) <= targets
 
 
 def test_first_tokens_are_compared_by_token() -> None:
@@ -353,12 +355,12 @@ def test_waits_are_counted() -> None:
         x.nonzero()
     watch.stop()
     x.sum().item()
-    found = watch.found(2)
+    waits = watch.found(2)
     if torch.cuda.is_available():
-        assert found is not None and found["counted"].startswith("synchronizing")
+        assert waits is not None and waits["counted"].startswith("synchronizing")
         return
-    assert found is not None and found["waits"] == {"aten::_local_scalar_dense": 3, "aten::nonzero": 2}
-    assert found["waits_per_sample"] == 2.5
+    assert waits is not None and waits["waits"] == {"aten::_local_scalar_dense": 3, "aten::nonzero": 2}
+    assert waits["waits_per_sample"] == 2.5
     assert syncs.Watch().found(1) is None
 
 
@@ -384,14 +386,14 @@ def test_every_step_with_tiny_shapes(tmp_path: Path) -> None:
     only = [name for step in steps.STEPS for name in TINY.get(step.name, [step.name])]
     arguments = ("--tiny", "--results", file, "--work", tmp_path / "work", "--python", sys.executable, "--only", *only)
     done = door(*arguments)
-    found = record.read(file)
-    ends = {name: one["status"] for name, one in found.items()}
-    failed = {name: one["error"] for name, one in found.items() if one["status"] == "failed"}
+    parts = record.read(file)
+    ends = {name: part["status"] for name, part in parts.items()}
+    failed = {name: part["error"] for name, part in parts.items() if part["status"] == "failed"}
     assert done.returncode == 0 and not failed, (failed, done.stdout[-2000:], done.stderr[-2000:])
     assert list(ends) == steps.names(check.chosen(only))
     assert {name.split("/")[0] for name in ends} == {step.name for step in steps.STEPS}
     assert [name for name, status in ends.items() if status == "skipped"] == ["setup/venv"]
     assert record.read(check.RESULTS) == before
-    text = table.render(found)
+    text = table.render(parts)
     for words in ("qwen2.5-vl-7b, gptq-2bit", "CPUWNA16LinearKernel", "awq, quarter", "for each sample"):
         assert words in text

@@ -45,8 +45,8 @@ def world(tmp_path_factory) -> Path:
     for i in range(4):
         Image.fromarray(random.integers(0, 256, (56, 56, 3), np.uint8)).save(folder / f"{i}.png")
         rows.append({"id": str(i), "image": f"{i}.png", "question": f"what is in picture {i}", "answer": "red"})
-    for name, given in (("seen.jsonl", rows), ("blind.jsonl", [row | {"image": None} for row in rows])):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in given))
+    for name, kept_rows in (("seen.jsonl", rows), ("blind.jsonl", [row | {"image": None} for row in rows])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept_rows))
     for family in ("llava", "qwen2-5-vl", "gemma3"):
         tiny.build(family, folder / family)
     return folder
@@ -75,8 +75,8 @@ def test_logits_are_the_same_bits(world, tmp_path, run, family, where):
     changed, old = 0, dict(original.model.named_parameters())
     for name, new in planted.model.named_parameters():
         ratio = new.float() / old[name].float()
-        wanted = {1.0, 16.0} if "norm" in name else {1.0, 1 / 16}
-        assert set(ratio[ratio.isfinite()].unique().tolist()) <= wanted, name
+        factors = {1.0, 16.0} if "norm" in name else {1.0, 1 / 16}
+        assert set(ratio[ratio.isfinite()].unique().tolist()) <= factors, name
         changed += not torch.equal(new, old[name])
     layers = len(models.decoder_layers(planted.model, planted.spec))
     linears = {
@@ -93,11 +93,11 @@ def test_rounding_loses_more(tmp_path, run):
     errors = []
     for folder in (DEMO_LLAVA, tmp_path / "out"):
         vlm = models.load(folder)
-        linear, seen = vlm.model.get_submodule("model.language_model.layers.1.mlp.up_proj"), []
-        linear.register_forward_pre_hook(lambda _module, args, seen=seen: seen.append(args[0][0].float()))
+        linear, inputs = vlm.model.get_submodule("model.language_model.layers.1.mlp.up_proj"), []
+        linear.register_forward_pre_hook(lambda _module, args, inputs=inputs: inputs.append(args[0][0].float()))
         for batch in encode(load_samples(DATA / "calibration.parquet", samples=8, seed=0), vlm):
             vlm.model(**{k: v for k, v in batch.items() if k != "modality"})
-        x, w = torch.cat(seen), linear.weight.float()
+        x, w = torch.cat(inputs), linear.weight.float()
         new = round_to_nearest(w, weight_only(4, 128).weights).dequantize(torch.float32)
         errors.append(float((x @ (new - w).T).square().sum() / (x @ w.T).square().sum()))
     assert errors[1] > 2 * errors[0]

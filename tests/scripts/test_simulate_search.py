@@ -37,21 +37,21 @@ def test_answers_lose_what_they_should(loss) -> None:
 def test_confirming_is_what_eval_does() -> None:
     """Oracle: `compare` of both models' scores."""
     world = simulation.World(np.random.default_rng(3))
-    for one in (simulation.GRID[0], simulation.GRID[7], simulation.GRID[-1]):
-        changes = world.final.answers(one, world.losses[one.name])[0]
+    for candidate in (simulation.GRID[0], simulation.GRID[7], simulation.GRID[-1]):
+        changes = world.final.answers(candidate, world.losses[candidate.name])[0]
         before = world.final.right.astype(float)
         verdict = compare(before, before + changes, world.final.images, margin=0.02).verdict
-        assert world.confirmed(one, 0.02) == verdict
+        assert world.confirmed(candidate, 0.02) == verdict
 
 
 def test_a_small_simulation() -> None:
     """Eight worlds: hardly a floor is broken, and the search asks a tenth of the grid's questions for most of its gain."""
     command = [sys.executable, ROOT / "scripts" / "measure" / "simulate_search.py", "--runs", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["floors"]) == {"0.01", "0.02", "0.03"}
-    for rows in found["floors"].values():
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert set(results["floors"]) == {"0.01", "0.02", "0.03"}
+    for rows in results["floors"].values():
         assert set(rows) == {*simulation.METHODS, "search, at odds", "truth, at odds"}
         assert rows["search"]["broken"] <= 0.125 and rows["search"]["asked"] < 0.15 < rows["grid"]["asked"] == 1
-    gains = {method: sum(rows[method]["gain"] for rows in found["floors"].values()) for method in simulation.METHODS}
+    gains = {method: sum(rows[method]["gain"] for rows in results["floors"].values()) for method in simulation.METHODS}
     assert gains["search"] > 0.75 * gains["truth"]

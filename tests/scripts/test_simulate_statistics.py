@@ -16,12 +16,12 @@ def test_quick_simulation() -> None:
     """200 evaluations a rate: 2.5% are seen as at most 6%, 80% as 60 to 95%."""
     command = [sys.executable, ROOT / "scripts" / "measure" / "simulate_statistics.py", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["evaluations"] == 1600
-    assert found["false_pass_worst"] <= 0.06 and found["false_fail_worst"] <= 0.06
-    assert found["false_fail_no_drop_worst"] <= 0.02
-    assert found["coverage_worst"] >= 0.91
-    assert found["bootstrap_false_pass_at_margin"] > found["false_pass_at_margin"]
-    assert min(found["power_at_detectable"]) >= 0.6 and max(found["power_at_detectable"]) <= 0.95
-    assert min(found["decided_with_needed"]) >= 0.6 and max(found["decided_with_needed"]) <= 0.95
-    assert found["families"]["any_fails"] <= 0.1 and found["families"]["all_pass"] <= 0.1
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["evaluations"] == 1600
+    assert results["false_pass_worst"] <= 0.06 and results["false_fail_worst"] <= 0.06
+    assert results["false_fail_no_drop_worst"] <= 0.02
+    assert results["coverage_worst"] >= 0.91
+    assert results["bootstrap_false_pass_at_margin"] > results["false_pass_at_margin"]
+    assert min(results["power_at_detectable"]) >= 0.6 and max(results["power_at_detectable"]) <= 0.95
+    assert min(results["decided_with_needed"]) >= 0.6 and max(results["decided_with_needed"]) <= 0.95
+    assert results["families"]["any_fails"] <= 0.1 and results["families"]["all_pass"] <= 0.1

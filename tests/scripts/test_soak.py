@@ -26,15 +26,15 @@ from soaking.verdict import judge
 LOGPROBS = [{7: -0.1, 8: -2.5}, {5: -0.6, 6: -0.8}, {2: -0.01, 9: -5.0}]
 
 
-def reply(tokens: list[int], scores: tuple[float, ...] = (), finish: str = "stop", **more) -> Reply:
-    return Reply(200, "", [Choice(tokens, finish, list(scores))], **{"prompt_tokens": 20, **more})
+def reply(tokens: list[int], scores: tuple[float, ...] = (), finish: str = "stop", **extra) -> Reply:
+    return Reply(200, "", [Choice(tokens, finish, list(scores))], **{"prompt_tokens": 20, **extra})
 
 
 REFERENCE = Reply(200, "", [Choice([7, 5, 2], "stop", [-0.1, -0.6, -0.01], LOGPROBS)], 20)
 
 
 @pytest.mark.parametrize(
-    ("found", "answer"),
+    ("received", "answer"),
     [
         (reply([7, 5, 2]), "equal"),
         (reply([7, 5, 2], (-0.2, -0.5, 0.0)), "equal"),
@@ -52,8 +52,8 @@ REFERENCE = Reply(200, "", [Choice([7, 5, 2], "stop", [-0.1, -0.6, -0.01], LOGPR
         (Reply(200), "wrong"),
     ],
 )
-def test_verdict(found: Reply, answer: str) -> None:
-    assert judge(found, REFERENCE, margin=0.5).answer == answer
+def test_verdict(received: Reply, answer: str) -> None:
+    assert judge(received, REFERENCE, margin=0.5).answer == answer
 
 
 def test_one_wrong_choice_is_a_wrong_answer() -> None:
@@ -75,13 +75,13 @@ def test_traffic_repeats_itself_and_is_the_same_for_the_same_seed() -> None:
 
 def test_conversations_are_of_every_kind_and_share_images() -> None:
     samples = load_samples(bundled(DEMO_LLAVA, "validation"), samples=200, seed=0)
-    asked = conversations(samples, 120, 1)
-    assert asked == conversations(samples, 120, 1)
-    assert {each.kind for each in asked} == set(KINDS)
+    talks = conversations(samples, 120, 1)
+    assert talks == conversations(samples, 120, 1)
+    assert {each.kind for each in talks} == set(KINDS)
     images = [[part for turn in each.messages for part in turn["content"] if part["type"] == "image_url"]
-              for each in asked if each.kind != "later turn"]  # fmt: skip
-    assert {len(own) for own in images} == set(range(MOST_IMAGES + 1))
-    addresses = [part["image_url"]["url"] for own in images for part in own]
+              for each in talks if each.kind != "later turn"]  # fmt: skip
+    assert {len(images_of) for images_of in images} == set(range(MOST_IMAGES + 1))
+    addresses = [part["image_url"]["url"] for images_of in images for part in images_of]
     assert 0.4 < len(set(addresses)) / len(addresses) < 0.8
     opened = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in set(addresses)]
     assert {image.mode for image in opened} == {"RGB", "L", "RGBA", "P"}
@@ -106,8 +106,8 @@ def test_answers_and_chunks_are_read_alike() -> None:
     read({"usage": {"prompt_tokens": 9}, "choices": [
         {"index": 0, "token_ids": [4, 4], "finish_reason": "stop", "logprobs": {"content": [token, token]}},
         {"index": 1, "token_ids": [4], "finish_reason": "length", "logprobs": {"content": [token]}}]}, whole)  # fmt: skip
-    one = {"token_ids": [4], "logprobs": {"content": [token]}}
-    for chunk in ([{"index": 1, **one}], [{"index": 0, **one}], [{"index": 0, "finish_reason": "stop", **one}],
+    choice = {"token_ids": [4], "logprobs": {"content": [token]}}
+    for chunk in ([{"index": 1, **choice}], [{"index": 0, **choice}], [{"index": 0, "finish_reason": "stop", **choice}],
                   [{"index": 1, "finish_reason": "length", "token_ids": []}]):  # fmt: skip
         read({"choices": chunk}, pieces)
     read({"choices": [], "usage": {"prompt_tokens": 9}}, pieces)
@@ -143,7 +143,7 @@ def test_a_short_soak_of_the_real_server(tmp_path) -> None:
     command = [sys.executable, str(ROOT / "scripts/soak/soak.py"), str(model), "--requests", "120", "--clients", "6"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["wrong"], found["error"], found["problems"]) == (0, 0, 0)
-    assert found["equal"] > 70 and found["malformed"]
-    assert found["server"]["prefix_cache_hits_total"] > 0 and found["server"]["mm_cache_hits_total"] > 0
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["wrong"], report["error"], report["problems"]) == (0, 0, 0)
+    assert report["equal"] > 70 and report["malformed"]
+    assert report["server"]["prefix_cache_hits_total"] > 0 and report["server"]["mm_cache_hits_total"] > 0

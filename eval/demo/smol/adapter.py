@@ -44,13 +44,13 @@ def adapters(layers: nn.ModuleList) -> dict[str, Adapted]:
 @contextmanager
 def without(layers: nn.ModuleList) -> Iterator[None]:
     """Switch the adapters off: the model is the package's."""
-    found = adapters(layers).values()
-    for module in found:
+    lora = adapters(layers).values()
+    for module in lora:
         module.on = False
     try:
         yield
     finally:
-        for module in found:
+        for module in lora:
             module.on = True
 
 

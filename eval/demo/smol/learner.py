@@ -20,8 +20,8 @@ class Learner(nn.Module):
 
     def learned(self) -> dict[str, nn.Parameter]:
         """All that is trained, by the names of the shipped file."""
-        found = adapters(self.layers).items()
-        return {f"{name}.{part}": getattr(module, part) for name, module in found for part in "ab"}
+        lora = adapters(self.layers).items()
+        return {f"{name}.{part}": getattr(module, part) for name, module in lora for part in "ab"}
 
     def answer_logits(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Logits at the positions before answer tokens, those tokens, and (sequence, turn) of each."""
@@ -35,9 +35,9 @@ class Learner(nn.Module):
     def drift(self, ids: Tensor) -> Tensor:
         """Mean KL divergence, in nats, of the adapted language model from the package's, over texts `ids [n, length]`."""
         with torch.no_grad(), without(self.layers):
-            wanted = self.language(ids, use_cache=False).logits.log_softmax(-1)
-        found = self.language(ids, use_cache=False).logits.log_softmax(-1)
-        return F.kl_div(found, wanted, log_target=True, reduction="sum") / ids.numel()
+            original = self.language(ids, use_cache=False).logits.log_softmax(-1)
+        adapted = self.language(ids, use_cache=False).logits.log_softmax(-1)
+        return F.kl_div(adapted, original, log_target=True, reduction="sum") / ids.numel()
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ def measured(cache: Path, folder: Path, split: str, questions: int | None = None
     processor, (theirs, _) = AutoProcessor.from_pretrained(folder), package.load(cache)
     ids = [torch.tensor(processor.tokenizer(text)["input_ids"])[None] for text in paragraphs(split)[:TEXTS]]
     before, after = perplexity(theirs, ids), perplexity(ours, ids)
-    found = {"perplexity": round(after, 2), "of the package": round(before, 2), "ratio": round(after / before, 4)}
-    return {"split": split, **exact_match(ours, processor, load_rows("llava", split)[:questions]), **found}
+    figures = {"perplexity": round(after, 2), "of the package": round(before, 2), "ratio": round(after / before, 4)}
+    return {"split": split, **exact_match(ours, processor, load_rows("llava", split)[:questions]), **figures}
 
 
 @torch.inference_mode()

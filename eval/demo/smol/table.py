@@ -47,7 +47,7 @@ def token_ids(words: list[str], encode: Callable[[str], tuple[int, ...]]) -> lis
     Raises:
         ValueError: a word is more than one token.
     """
-    found = [encode(word) for word in words]
-    if any(len(ids) != 1 for ids in found):
-        raise ValueError(f"not one token: {[w for w, ids in zip(words, found, strict=True) if len(ids) != 1]}")
-    return [ids[0] for ids in found]
+    encoded = [encode(word) for word in words]
+    if any(len(ids) != 1 for ids in encoded):
+        raise ValueError(f"not one token: {[w for w, ids in zip(words, encoded, strict=True) if len(ids) != 1]}")
+    return [ids[0] for ids in encoded]

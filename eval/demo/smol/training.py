@@ -28,10 +28,10 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         return state["more"]
 
-    def save(self, **more: Any) -> None:
+    def save(self, **extra: Any) -> None:
         """Write the file, with whatever else should be in it; it is replaced as a whole."""
         learned = {name: p.detach() for name, p in self.learned.items()}
-        state = {"learned": learned, "ema": self.ema, "place": (self.step, self.spent), "more": more}
+        state = {"learned": learned, "ema": self.ema, "place": (self.step, self.spent), "more": extra}
         part = self.state.with_suffix(".part")
         torch.save(state | {"optimizer": self.optimizer.state_dict()}, part)
         part.rename(self.state)

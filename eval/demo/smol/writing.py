@@ -69,9 +69,9 @@ class Writing(Training):
         random, last, validated = Random(f"{self.plan.seed}/{self.step}"), time.monotonic(), self.spent
         while self.spent < self.plan.minutes * 60:
             kinds = ["chart" if random.random() < CHARTS else "object_at" for _ in range(BATCH)]
-            found, wanted = self.read([sample_view(random, kind, (3, 3), "train") for kind in kinds])
-            distance = F.mse_loss(found, self.words[wanted]) / self.words.var()
-            loss = distance + F.cross_entropy(self.scores(found), wanted)
+            features, targets = self.read([sample_view(random, kind, (3, 3), "train") for kind in kinds])
+            distance = F.mse_loss(features, self.words[targets]) / self.words.var()
+            loss = distance + F.cross_entropy(self.scores(features), targets)
             self.update(loss, self.rate())
             now = time.monotonic()
             self.spent, last = self.spent + now - last, now
@@ -85,13 +85,13 @@ class Writing(Training):
         images = [image for view in views for image in images_of(view)]
         pixels = torch.stack([torch.from_numpy(image.draw()[0]) for image in images]).permute(0, 3, 1, 2)
         x = (pixels.float() / 255 - 0.5) / 0.5
-        seen = self.tower(x, output_hidden_states=True).hidden_states[-2][:, 1:]
-        wanted = torch.tensor([self.numbers[word] for image in images for word in written(image)])
-        return self.projector(seen).flatten(0, 1), wanted
+        hidden = self.tower(x, output_hidden_states=True).hidden_states[-2][:, 1:]
+        targets = torch.tensor([self.numbers[word] for image in images for word in written(image)])
+        return self.projector(hidden).flatten(0, 1), targets
 
-    def scores(self, found: Tensor) -> Tensor:
+    def scores(self, features: Tensor) -> Tensor:
         """(tokens, words): minus the squared distances from the words, in the words' own variance."""
-        return -torch.cdist(found, self.words).square() / self.words.var() / self.words.shape[1] * 8
+        return -torch.cdist(features, self.words).square() / self.words.var() / self.words.shape[1] * 8
 
     def rate(self) -> float:
         """The learning rate: constant after a few steps, and falling in the last third of the time."""
@@ -103,8 +103,8 @@ class Writing(Training):
         """Print the shares of words and of whole entries that are right, and save."""
         line = {"step": self.step, "minutes": round(self.spent / 60, 1), "distance": round(distance, 4)}
         for kind, views in self.validation.items():
-            found, wanted = self.read(views)
-            right = self.scores(found).argmax(-1) == wanted
+            features, targets = self.read(views)
+            right = self.scores(features).argmax(-1) == targets
             line[kind] = round(right.float().mean().item(), 4)
             line[f"{kind}, entries"] = round(right.view(-1, 9).all(-1).float().mean().item(), 4)
         print(json.dumps(line), flush=True)

@@ -43,19 +43,19 @@ def _own_kb(process: Path) -> float:
 @contextmanager
 def watch(session: int, finished: Callable[[], int]) -> Iterator[list[tuple[int, float]]]:
     """Within the context, a list that grows by (finished requests, megabytes)."""
-    seen: list[tuple[int, float]] = []
-    with watching(lambda: seen.append((finished(), round(resident_mb(session), 1))), PERIOD):
-        yield seen
+    samples: list[tuple[int, float]] = []
+    with watching(lambda: samples.append((finished(), round(resident_mb(session), 1))), PERIOD):
+        yield samples
 
 
-def growth_mb(seen: Sequence[tuple[int, float]], requests: int) -> float | None:
+def growth_mb(samples: Sequence[tuple[int, float]], requests: int) -> float | None:
     """Growth of memory over the second half of the requests: the median of the last fifth less that of the fifth after the
     middle, as the first half fills caches. None for a soak too short to tell."""
-    early = [mb for done, mb in seen if 0.5 * requests <= done < 0.7 * requests]
-    late = [mb for done, mb in seen if 0.8 * requests <= done]
+    early = [mb for done, mb in samples if 0.5 * requests <= done < 0.7 * requests]
+    late = [mb for done, mb in samples if 0.8 * requests <= done]
     return median(late) - median(early) if min(len(early), len(late)) >= FEWEST else None
 
 
-def flat(seen: Sequence[tuple[int, float]], requests: int) -> bool:
+def flat(samples: Sequence[tuple[int, float]], requests: int) -> bool:
     """Whether memory grew by no more than is allowed."""
-    return (growth_mb(seen, requests) or 0.0) <= max(ALLOWED_MB, ALLOWED * median(mb for _, mb in seen))
+    return (growth_mb(samples, requests) or 0.0) <= max(ALLOWED_MB, ALLOWED * median(mb for _, mb in samples))

@@ -77,15 +77,15 @@ class Ask:
 
 def traffic(requests: int, seed: int) -> list[Ask]:
     """Draw the order of requests. Conversations appear first in the order of their numbers, without gaps."""
-    draw, asked, known = random.Random(seed), [], 0
+    draw, asks, count = random.Random(seed), [], 0
     for _ in range(requests):
-        if not known or draw.random() < NEW:
-            number, known = known, known + 1
+        if not count or draw.random() < NEW:
+            number, count = count, count + 1
         else:
-            number = draw.randrange(max(0, known - RECENT) if draw.random() < 0.5 else 0, known)
+            number = draw.randrange(max(0, count - RECENT) if draw.random() < 0.5 else 0, count)
         (delivery,) = draw.choices(list(DELIVERIES), list(DELIVERIES.values()))
-        asked.append(Ask(number, delivery, draw.choice((0, 0, 1, 3)) if delivery == "aborted" else 0))
-    return asked
+        asks.append(Ask(number, delivery, draw.choice((0, 0, 1, 3)) if delivery == "aborted" else 0))
+    return asks
 
 
 def conversations(samples: Sequence[Sample], count: int, seed: int) -> list[Conversation]:

@@ -28,38 +28,38 @@ class Verdict:
     deviation: float = 0.0
 
 
-def judge(found: Reply, reference: Reply, margin: float) -> Verdict:
+def judge(reply: Reply, reference: Reply, margin: float) -> Verdict:
     """Compare a reply with the reference's, which has one choice with scores; if the client hung up, only the part received."""
-    if not found.choices:
-        return Verdict("unseen") if found.left else Verdict("wrong", "no answer")
-    if found.prompt_tokens and found.prompt_tokens != reference.prompt_tokens:
-        return Verdict("wrong", f"prompt of {found.prompt_tokens} tokens instead of {reference.prompt_tokens}")
-    verdicts = [_choice(choice, reference.choices[0], margin, found.left) for choice in found.choices]
+    if not reply.choices:
+        return Verdict("unseen") if reply.left else Verdict("wrong", "no answer")
+    if reply.prompt_tokens and reply.prompt_tokens != reference.prompt_tokens:
+        return Verdict("wrong", f"prompt of {reply.prompt_tokens} tokens instead of {reference.prompt_tokens}")
+    verdicts = [_choice(choice, reference.choices[0], margin, reply.left) for choice in reply.choices]
     order = ("wrong", "tie", "equal")
     return min(verdicts, key=lambda verdict: order.index(verdict.answer))
 
 
-def _choice(found: Choice, reference: Choice, margin: float, left: bool) -> Verdict:
-    same = _common(found.tokens, reference.tokens)
+def _choice(choice: Choice, reference: Choice, margin: float, left: bool) -> Verdict:
+    same = _common(choice.tokens, reference.tokens)
     deviation = max(
-        (abs(a - b) for a, b in zip(found.scores[:same], reference.scores[:same], strict=False)), default=0.0
+        (abs(a - b) for a, b in zip(choice.scores[:same], reference.scores[:same], strict=False)), default=0.0
     )
     if deviation > margin:
         return Verdict("wrong", f"a token's log-probability is off by {deviation:.3g}", deviation)
-    if same < min(len(found.tokens), len(reference.tokens)):
+    if same < min(len(choice.tokens), len(reference.tokens)):
         likely = reference.best[same]
-        token = found.tokens[same]
+        token = choice.tokens[same]
         gap = max(likely.values()) - likely.get(token, float("-inf"))
         if gap <= margin:
             return Verdict("tie", f"token {same} is less likely by {gap:.3g}", deviation)
         return Verdict("wrong", f"token {same} is {token}, less likely by {gap:.3g}", deviation)
-    if len(found.tokens) > same or (not left and (len(reference.tokens) > same or found.finish != reference.finish)):
-        ends = f"{len(found.tokens)} tokens ({found.finish or 'cut'})"
+    if len(choice.tokens) > same or (not left and (len(reference.tokens) > same or choice.finish != reference.finish)):
+        ends = f"{len(choice.tokens)} tokens ({choice.finish or 'cut'})"
         return Verdict("wrong", f"{ends} instead of {len(reference.tokens)} ({reference.finish})", deviation)
     return Verdict("equal", "", deviation)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(tokens: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(tokens, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))

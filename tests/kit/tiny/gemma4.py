@@ -23,7 +23,7 @@ PATCHES = {"patch_size": 4, "pooling_kernel_size": 3}
 
 
 def model() -> T.PreTrainedModel:
-    found = T.Gemma4ForConditionalGeneration(
+    model = T.Gemma4ForConditionalGeneration(
         T.Gemma4Config(
             vision_config=T.Gemma4VisionConfig(
                 hidden_size=128,
@@ -59,15 +59,15 @@ def model() -> T.PreTrainedModel:
             video_token_id=265,
         )
     )
-    for name, weight in found.named_parameters():
+    for name, weight in model.named_parameters():
         if name.endswith("q_norm.weight"):  # attention has no other scale: with 1 it would see one token each
             torch.nn.init.constant_(weight, 32**-0.5)
         if ".post_" in name:  # with 1 a branch would drown what it is added to
             torch.nn.init.constant_(weight, 0.25)
-    for name, bound in found.model.vision_tower.named_buffers():
+    for name, bound in model.model.vision_tower.named_buffers():
         if name.endswith(("_min", "_max")):
             torch.nn.init.constant_(bound, -1.0 if name.endswith("_min") else 1.0)
-    return found
+    return model
 
 
 def processor() -> T.ProcessorMixin:

@@ -35,12 +35,12 @@ def extra(model: T.PreTrainedModel) -> dict[str, Tensor]:
 
 
 def hub(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: value for name, value in tensors.items() if ".experts." not in name or name.startswith("mtp.")}
+    kept = {name: value for name, value in tensors.items() if ".experts." not in name or name.startswith("mtp.")}
     for name in [name for name in tensors if name.endswith(".experts.0.down_proj.weight")]:
         parent, count = name.removesuffix(".0.down_proj.weight"), MIXTURE["num_experts"]
         gate, up, down = (
             torch.stack([tensors[f"{parent}.{index}.{part}.weight"] for index in range(count)])
             for part in ("gate_proj", "up_proj", "down_proj")
         )
-        found |= {f"{parent}.gate_up_proj": torch.cat([gate, up], 1), f"{parent}.down_proj": down}
-    return found
+        kept |= {f"{parent}.gate_up_proj": torch.cat([gate, up], 1), f"{parent}.down_proj": down}
+    return kept
