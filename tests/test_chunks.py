@@ -139,8 +139,8 @@ def test_rows_of_a_weight(rows, fmt, one_thread):
     def used() -> list[Tensor]:
         results = []
         for importance in (None, counts[0], counts):
-            given = {"importance": importance, "global_scale": shared}
-            scale, zero = _rounding.find_params(w, fmt, scale_dtype=torch.bfloat16, **given)
+            kwargs = {"importance": importance, "global_scale": shared}
+            scale, zero = _rounding.find_params(w, fmt, scale_dtype=torch.bfloat16, **kwargs)
             codes = _rounding.quantize(w, scale, zero, fmt)
             results += [scale, *([] if zero is None else [zero]), codes.float()]
             results += [function(w, scale, zero, fmt) for function in (_rounding.fake_quantize, _rounding.residual)]
@@ -292,7 +292,7 @@ def test_sizes_of_shards(size):
     specs = [(str(i), tensor_files.Spec("U8", (length,))) for i, length in enumerate([size, 1, 0, size, PIECE])]
     shards = tensor_files.split(specs, PIECE)
     assert [item for shard in shards for item in shard.items()] == specs
-    assert all(len(shard) == 1 or sum(one.nbytes for one in shard.values()) <= PIECE for shard in shards)
+    assert all(len(shard) == 1 or sum(spec.nbytes for spec in shard.values()) <= PIECE for shard in shards)
 
 
 @pytest.mark.parametrize("size", SIZES)

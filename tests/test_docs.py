@@ -49,9 +49,9 @@ def lines() -> list[tuple[str, str]]:
 
 
 def between(name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", "".join(TEXTS.values()), re.DOTALL)
-    assert found, f"no page has a section marked {name}"
-    return found.group(1).strip()
+    section = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", "".join(TEXTS.values()), re.DOTALL)
+    assert section, f"no page has a section marked {name}"
+    return section.group(1).strip()
 
 
 def printed(*command: str) -> str:
@@ -190,19 +190,19 @@ def test_recipes_in_pages_are_recipes(tmp_path):
 
 
 def test_bundled_recipes_in_commands_exist():
-    named = {found for line in COMMANDS for found in re.findall(r"--recipe ([\w-]+)(?= |$)", line)}
+    named = {recipe for line in COMMANDS for recipe in re.findall(r"--recipe ([\w-]+)(?= |$)", line)}
     assert named and named <= bundled().keys()
 
 
 def test_rows_of_data_are_read(tmp_path):
-    found = [
+    rows = [
         json.loads(line) for _, block in fenced("json") for line in block.splitlines() if line.startswith('{"image"')
     ]
-    for row in found:
+    for row in rows:
         image = tmp_path / row["image"]
         image.parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8)).save(image)
-    samples = [to_sample(row, "1", origin="page", folder=tmp_path) for row in found]
+    samples = [to_sample(row, "1", origin="page", folder=tmp_path) for row in rows]
     assert len(samples) >= 4 and all(sample.question and sample.answer for sample in samples)
 
 
@@ -212,13 +212,13 @@ def fields(model: type[BaseModel]) -> set[str]:
 
 def test_formats_has_every_field():
     text = TEXTS["docs/formats.md"]
-    found = [one for one in vars(records).values() if isinstance(one, type) and issubclass(one, BaseModel)]
-    wanted = set.union(*(fields(one) for one in found), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
-    wanted |= fields(gate.SpeedRule) | set(statistics_folder._KEYS)
-    for one in (TokenCounter, gradients.Gradient, gradients.Gradients):
-        wanted |= {field.name for field in dataclasses.fields(one)}
+    classes = [cls for cls in vars(records).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
+    expected = set.union(*(fields(cls) for cls in classes), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
+    expected |= fields(gate.SpeedRule) | set(statistics_folder._KEYS)
+    for cls in (TokenCounter, gradients.Gradient, gradients.Gradients):
+        expected |= {field.name for field in dataclasses.fields(cls)}
     named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", text))
-    assert wanted <= named, f"docs/formats.md does not name {sorted(wanted - named)}"
+    assert expected <= named, f"docs/formats.md does not name {sorted(expected - named)}"
 
 
 # The examples of CONTRIBUTING.md
@@ -251,10 +251,10 @@ def contributed(tmp_path, monkeypatch) -> Path:
 def test_the_example_reducer_is_right(contributed):
     method = Registry("vlmcompress.reducers", "reducer").get("unlike")
     features = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
-    found = reducers.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
+    reduction = reducers.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
     mean = features.mean(0)
     likeness = {i: float(torch.cosine_similarity(features[i], mean, dim=0)) for i in range(48)}
-    assert found.anchor.tolist() == sorted(sorted(likeness, key=lambda i: likeness[i])[:12])
+    assert reduction.anchor.tolist() == sorted(sorted(likeness, key=lambda i: likeness[i])[:12])
     assert importlib.util.find_spec("vlmcompress.reducers.unlike") is None, "the example is no entry of the package"
 
 

@@ -48,8 +48,10 @@ def test_the_root_holds_the_door_and_the_ground():
 @pytest.mark.parametrize("library", [("vllm", ("engines.vllm",)), ("llmcompressor", ("calibration", "modifiers"))])
 def test_where_a_library_may_be_imported(library):
     name, homes = library
-    found = GRAPH.find_modules_that_directly_import(name)
-    assert found and all(below(module, *(f"vlmcompress.{home}" for home in homes)) for module in found), found
+    importers = GRAPH.find_modules_that_directly_import(name)
+    assert importers and all(below(module, *(f"vlmcompress.{home}" for home in homes)) for module in importers), (
+        importers
+    )
 
 
 @pytest.mark.parametrize("folder", ["quantizers", "reducers", "allocation", "statistics"])
@@ -57,9 +59,9 @@ def test_algorithms_know_only_torch(folder):
     for module in MODULES:
         if below(module, f"vlmcompress.{folder}"):
             for name in imports(module):
-                own = below(name, f"vlmcompress.{folder}", *(f"vlmcompress.{known}" for known in KNOWN))
+                inside = below(name, f"vlmcompress.{folder}", *(f"vlmcompress.{package}" for package in KNOWN))
                 error = name == "vlmcompress.errors"  # what a user is told
-                assert own or error or name.split(".")[0] in PURE, f"{module} imports {name}"
+                assert inside or error or name.split(".")[0] in PURE, f"{module} imports {name}"
 
 
 def test_private_modules_stay_within_their_package():

@@ -96,11 +96,11 @@ def test_weights_repeat_rows(monkeypatch, balance, repeat):
     ours.calibrate_module(module, (x,), None)
     rows = [x[0, i] for i, code in enumerate(mask[0].tolist()) for _ in range(repeat.get(code, 0))]
     stock.calibrate_module(module, (torch.stack(rows)[None],), None)
-    found, expected = ours._hessians[module], stock._hessians[module]
-    torch.testing.assert_close(found / found.trace(), expected / expected.trace())
+    weighted, expected = ours._hessians[module], stock._hessians[module]
+    torch.testing.assert_close(weighted / weighted.trace(), expected / expected.trace())
     kept = [x[0, i] for i, code in enumerate(mask[0].tolist()) if code]
     if balance == "off":
-        torch.testing.assert_close(found, 2 * torch.stack(kept).T @ torch.stack(kept))
+        torch.testing.assert_close(weighted, 2 * torch.stack(kept).T @ torch.stack(kept))
 
 
 def test_tokens_of_another_shape_are_all_alike(monkeypatch):
@@ -118,9 +118,9 @@ def test_mbq_in_a_recipe_finds_what_ours_finds(folder):
     blocks = decoder_blocks(source.model, source.spec)
     batches = encode(load_samples(str(folder / "calib.jsonl"), samples=3, seed=0), source)
     names = [{group.name: group.linears for group in groups} for groups in blocks]
-    known = sensitivities(gradients(source, batches), names)
+    measured = sensitivities(gradients(source, batches), names)
     method = QuantMethod(mbq, mbq.Options(bits=3, group_size=32, objective="mae"))
-    scales = block_search.search_blocks(source, blocks, batches, method, known)
+    scales = block_search.search_blocks(source, blocks, batches, method, measured)
     assert any((scale != 1).any() for scale in scales.values()), "the test needs a model on which scaling pays"
     model = run(folder, [modifiers.MBQModifier(), QuantizationModifier(config_groups=ASYMMETRIC, ignore=IGNORE)])
     for group in (group for groups in blocks for group in groups if group.smooth_kind == "norm"):
@@ -159,15 +159,15 @@ def test_stock_oneshot_saves_what_transformers_loads(folder, tmp_path, name, yam
 
 def test_balance_changes_the_result(folder):
     """Stock GPTQ and ours without balance agree (nothing here is padding); a balance differs."""
-    found = {}
+    weights = {}
     for name, recipe in {
         "stock": GPTQModifier(config_groups=SCHEME, ignore=IGNORE),
         "off": modifiers.BalancedGPTQModifier(config_groups=SCHEME, ignore=IGNORE, balance="off"),
         "ratio": modifiers.BalancedGPTQModifier(config_groups=SCHEME, ignore=IGNORE, balance="ratio"),
     }.items():
-        found[name] = run(folder, recipe).get_parameter("model.language_model.layers.0.mlp.up_proj.weight").detach()
-    assert torch.equal(found["stock"], found["off"])
-    assert not torch.equal(found["off"], found["ratio"])
+        weights[name] = run(folder, recipe).get_parameter("model.language_model.layers.0.mlp.up_proj.weight").detach()
+    assert torch.equal(weights["stock"], weights["off"])
+    assert not torch.equal(weights["off"], weights["ratio"])
 
 
 def test_bad_input(folder):
