@@ -37,8 +37,8 @@ WIDTH = 120
 
 def fenced(kind: str) -> list[tuple[str, str]]:
     """(page, content) of every block of code of a kind."""
-    found = re.compile(rf"^```{kind}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    return [(page, block) for page, text in TEXTS.items() for block in found.findall(text)]
+    pattern = re.compile(rf"^```{kind}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return [(page, block) for page, text in TEXTS.items() for block in pattern.findall(text)]
 
 
 def lines() -> list[tuple[str, str]]:
