@@ -15,7 +15,6 @@ FOLDERS = sorted(
     {file.parent for name in ("vlmcompress", "scripts", "tests", "eval") for file in (ROOT / name).rglob("*.py")}
 )
 UNFINISHED: set[str] = {
-    "tests",
     "tests/allocation",
     "tests/bench",
     "tests/blocks",
