@@ -44,7 +44,7 @@ def measure() -> list[dict]:
     from vlmcompress.checkpoint.convert import convert
     from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
-    from vlmcompress.planning.fit import label
+    from vlmcompress.numerics import label
 
     rows, written = [], {}
     with tempfile.TemporaryDirectory() as place:

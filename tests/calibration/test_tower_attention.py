@@ -22,7 +22,7 @@ from vlmcompress.data import encode, load_samples
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.engines.vllm.serve import flags, remarks
 from vlmcompress.errors import UserError
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 ABLE = ("qwen2-5-vl", "qwen3-vl")
@@ -145,14 +145,14 @@ def test_refusals(data, tmp_path):
         match="no FP8 attention for the vision tower of llava, only for qwen2-5-vl, qwen3-5, qwen3-5-moe, "
         "qwen3-vl, qwen3-vl-moe;",
     ):
-        plan.build(resolve(given(llava, data, tmp_path / "out", scheme="rtn")).recipe)
+        make_plan(resolve(given(llava, data, tmp_path / "out", scheme="rtn")).recipe)
     with pytest.raises(
         UserError, match="H100 has no FP8 attention for vision towers in vLLM; leave --vision-attention"
     ):
         resolve(given(llava, data, tmp_path / "out", scheme="fp8", target="h100"))
     qwen = tiny.build("qwen3-vl", tmp_path / "qwen")
     with pytest.raises(UserError, match="transformers does not read its scales"):
-        plan.build(resolve(given(qwen, data, tmp_path / "out", scheme="rtn", engine="transformers")).recipe)
+        make_plan(resolve(given(qwen, data, tmp_path / "out", scheme="rtn", engine="transformers")).recipe)
     resolve(given(qwen, data, tmp_path / "out", scheme="fp8", target="b200"))
     with pytest.raises(UserError, match="vision_attention needs calibration images; name some with --calib"):
         quantize(resolve({"model": str(qwen), "out": str(tmp_path / "out"), "scheme": "none",

@@ -21,7 +21,7 @@ from vlmcompress.checkpoint.convert import convert
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis.files import diagnose
 from vlmcompress.errors import UserError
-from vlmcompress.planning.check import findings
+from vlmcompress.planning.findings import findings
 from vlmcompress.recipe import resolve
 
 KEY = "mtp_num_hidden_layers"

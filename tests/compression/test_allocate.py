@@ -24,7 +24,8 @@ from vlmcompress.compression.calibrate import KINDS, calibrate
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
-from vlmcompress.planning import check, plan
+from vlmcompress.planning.findings import findings
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -83,7 +84,7 @@ def test_a_budget_is_kept_to_the_byte_and_loads(world, tmp_path, scheme):
 def test_the_least_predicted_error_of_all_that_fit(world):
     """Oracle: no single change of a group to another width that fits predicts less; and it beats a width for all."""
     given = recipe(world, None, {"budget": 3.9})
-    work = plan.build(given)
+    work = make_plan(given)
     assert work.undecided and work.budget
     found = allocate.planned(work, progress=silent).allocation
     errors = {(one["block"], one["group"]): one["predicted"] for one in found["groups"]}
@@ -117,7 +118,7 @@ def test_a_budget_shared_out_without_answers_says_so(world, capsys):
         (mute, "error", silence),
         (blind, "luq", None),
     ):
-        work = plan.build(recipe(world, None, {"budget": 3.9, "by": by}))
+        work = make_plan(recipe(world, None, {"budget": 3.9, "by": by}))
         _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
         said = capsys.readouterr().err
         assert re.search(says, said) if says else not said
@@ -130,7 +131,7 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
     written = done.manifest["size"]["weights_after"]
     limit = float(bits["max_size"].removesuffix("MB")) * 1e6
     assert 0.97 * limit < written <= limit
-    dry = allocate.planned(plan.build(recipe(world, None, bits)), progress=silent)
+    dry = allocate.planned(make_plan(recipe(world, None, bits)), progress=silent)
     assert dry.bytes_after == written
     _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
@@ -154,7 +155,7 @@ def test_without_statistics_they_are_collected_first(world, tmp_path):
     """The same widths as with statistics of the same data, solved behind quantized blocks; nothing is left behind."""
     out = tmp_path / "out"
     done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
-    with_stats = allocate.planned(plan.build(recipe(world, None, {"budget": 3.9})), progress=silent)
+    with_stats = allocate.planned(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)
     widths = [
         [one["width"] for one in facts["groups"]] for facts in (done.manifest["allocation"], with_stats.allocation)
     ]
@@ -241,7 +242,7 @@ def test_interrupted_and_resumed(world, tmp_path):
 def test_refusals_of_a_plan(world, bits, more, message):
     given = {"scheme": "gptq", **more}
     with pytest.raises(UserError, match=message):
-        plan.build(recipe(world, None, bits, **given))
+        make_plan(recipe(world, None, bits, **given))
 
 
 @pytest.mark.parametrize(
@@ -275,19 +276,19 @@ def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
         UserError,
         match="needs entropy, which .*bare lacks; calibrate again with --needs entropy,gram",
     ):
-        allocate.planned(plan.build(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
+        allocate.planned(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
     with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):
-        plan.build(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))
+        make_plan(recipe(world, None, {"budget": 6, "among": [4, "int8"]}, **bare))
 
 
 def test_widths_follow_the_target(world):
-    assert list(plan.build(recipe(world, None, {"budget": 6}, target="cpu")).budget.widths) == ["4", "int8"]
-    assert list(plan.build(recipe(world, None, {"budget": 6}, target="h100")).budget.widths) == ["2", "3", "4", "8"]
-    assert list(plan.build(recipe(world, None, {"budget": 6})).budget.widths) == ["2", "3", "4", "8"]
+    assert list(make_plan(recipe(world, None, {"budget": 6}, target="cpu")).budget.widths) == ["4", "int8"]
+    assert list(make_plan(recipe(world, None, {"budget": 6}, target="h100")).budget.widths) == ["2", "3", "4", "8"]
+    assert list(make_plan(recipe(world, None, {"budget": 6})).budget.widths) == ["2", "3", "4", "8"]
 
 
 def test_check_and_dry_run(world, tmp_path, capsys):
-    found = check.findings(recipe(world, None, {"budget": 1.5}))
+    found = findings(recipe(world, None, {"budget": 1.5}))
     assert any("smallest reachable" in one.detail for one in found if not one.ok)
     command = ["quantize", str(world / "llava"), "--scheme", "gptq", "--set", "options.group_size=32"]
     assert cli.main([*command, "--set", "bits.budget=3.9", "--stats", str(world / "stats"), "--dry-run"]) == 0

@@ -15,7 +15,7 @@ from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks.carrying import attach_carried
 from vlmcompress.models import load
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 
@@ -106,7 +106,7 @@ def test_nothing_to_learn_from(given, adaptive, tmp_path):
 def test_virtual_unmerging_is_refused_before_anything_is_read(given, tmp_path):
     given, _ = given
     with pytest.raises(UserError, match="vtu is for evaluation"):
-        plan.build(resolve(given | {"reduce": "dymu:0.5,vtu=true", "out": str(tmp_path / "out")}).recipe)
+        make_plan(resolve(given | {"reduce": "dymu:0.5,vtu=true", "out": str(tmp_path / "out")}).recipe)
 
 
 def test_samples_to_learn_from_are_not_run_through_the_decoder(given):

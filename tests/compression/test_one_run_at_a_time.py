@@ -23,7 +23,7 @@ from vlmcompress.common import block_files, folders
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.quantize import quantize, space_needed
 from vlmcompress.errors import UserError
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 
@@ -187,7 +187,7 @@ def test_no_room(world: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """Found out before a weight is read; the estimate is what the blocks and OUT take. A write that fails later names the
     folder with the finished blocks, and `--resume` goes on there."""
     work, out = recipe(world, tmp_path / "out"), tmp_path / "out"
-    needed, blocks = space_needed(plan.build(work), out), []
+    needed, blocks = space_needed(make_plan(work), out), []
     quantize(work, progress=lambda *_: blocks.append(folders.bytes_within(tmp_path / ".out.resume")))
     written = folders.bytes_within(out) + max(blocks)
     assert 0.8 * written < needed < 1.25 * written

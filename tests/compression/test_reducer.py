@@ -14,7 +14,7 @@ from vlmcompress.compression import inputs
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import reducer as chosen
 from vlmcompress.recipe import resolve
 
@@ -93,11 +93,11 @@ def test_what_is_wrong_with_a_reducer_is_said_in_one_line(given, text):
 )
 def test_models_and_engines_without_the_method(models, family, given, text):
     with pytest.raises(UserError, match=text):
-        plan.build(recipe(models[family], **given))
+        make_plan(recipe(models[family], **given))
 
 
 def test_methods_that_only_transformers_runs_are_written_for_it(models):
-    assert plan.build(recipe(models["llava"], reduce="fastv:0.5,layer=1", engine="transformers")).problems == []
+    assert make_plan(recipe(models["llava"], reduce="fastv:0.5,layer=1", engine="transformers")).problems == []
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("llava", "none"), ("qwen2-5-vl", "fp8")])
@@ -120,7 +120,7 @@ def test_a_reduced_original_wants_its_reducer_named(models, tmp_path, capsys):
     out = tmp_path / "out"
     quantize(recipe(models["llava"], reduce="dart:0.25", out=str(out)))
     with pytest.raises(UserError, match="carries the reducer dart:0.25; add --reduce dart:0.25, or another"):
-        plan.build(recipe(out, scheme="rtn", options={"group_size": 32}))
+        make_plan(recipe(out, scheme="rtn", options={"group_size": 32}))
     arguments = ["quantize", str(out), "--scheme", "none", "--reduce", "uniform:1/3", "-o", str(tmp_path / "two")]
     assert cli.main([*arguments, "--json"]) == 0
     config = json.loads((tmp_path / "two" / "config.json").read_text())

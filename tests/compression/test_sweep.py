@@ -15,7 +15,7 @@ from vlmcompress.compression import allocate, sweep
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.compression.sweep import Point
 from vlmcompress.errors import UserError
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 
@@ -44,10 +44,10 @@ def test_points_are_what_their_recipes_give(world, tmp_path, capsys):
     assert len(points) >= 40 and found["unit"] == "nats per answer token"
     for name in ("gptq w3 g32 auto", "awq w4 g128 off", "rtn w8 channel", "fp8"):
         given = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **points[name]["recipe"]}
-        assert plan.build(resolve(given).recipe).bytes_after == points[name]["nbytes"]
+        assert make_plan(resolve(given).recipe).bytes_after == points[name]["nbytes"]
     shared = points["gptq 4 bits g128 auto"]
     given = {"model": str(world / "llava"), "calibrate": {"stats": str(world / "stats")}, **shared["recipe"]}
-    planned = allocate.planned(plan.build(resolve(given).recipe), progress=silent)
+    planned = allocate.planned(make_plan(resolve(given).recipe), progress=silent)
     assert planned.bytes_after == shared["nbytes"]
     assert planned.allocation["predicted"] == pytest.approx(shared["error"], rel=1e-6)
     assert shared["bits"] == pytest.approx(planned.allocation["bits"], abs=1e-3)

@@ -15,7 +15,7 @@ from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common.tensor_files import read_tensor
 from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis.files import diagnose
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 MIXTURES = ("qwen3-vl-moe", "qwen3-5-moe")
@@ -37,7 +37,7 @@ def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
     assert json.loads((sources[2] / "config.json").read_text())["text_config"].get("norm_topk_prob", True)
     outs = [tmp_path / str(index) for index in range(2)]
     for source, out in zip(sources, outs, strict=False):
-        planned = plan.build(recipe(source, out=out))
+        planned = make_plan(recipe(source, out=out))
         quantize(planned.recipe)
         assert planned.bytes_after == sum(entry.spec.nbytes for entry in models.stored_tensors(out).values())
         assert all(finding.ok for finding in diagnose(out, source))
@@ -66,7 +66,7 @@ def _computes(out: Path, source: Path) -> None:
 
 def test_experts_of_a_block_are_planned_as_one(checkpoint):
     source = checkpoint("qwen3-5-moe")
-    found = plan.survey(recipe(source, bits={"budget": 5}))
+    found = make_plan(recipe(source, bits={"budget": 5}), refuse=False)
     assert found.budget and {key for key in found.budget.sizes if key[0] == 0} == {
         (0, name) for name in ("gdn_in", "gdn_out", "shared_expert.gate_up", "shared_expert.down", "experts")
     }
@@ -78,12 +78,14 @@ def test_experts_of_a_block_are_planned_as_one(checkpoint):
 
 def test_what_experts_cannot_have_is_refused_in_one_line(checkpoint):
     source = checkpoint("qwen3-5-moe")
-    (problem,) = plan.survey(recipe(source, skip=["layers.0.mlp.experts.2.down_proj"])).problems
+    (problem,) = make_plan(recipe(source, skip=["layers.0.mlp.experts.2.down_proj"]), refuse=False).problems
     assert "not all experts of block 0" in problem and "\n" not in problem
-    assert not plan.survey(recipe(source, skip=["layers.0.mlp.experts."])).problems
-    (problem,) = plan.survey(recipe(source, target="cpu")).problems
+    assert not make_plan(recipe(source, skip=["layers.0.mlp.experts."]), refuse=False).problems
+    (problem,) = make_plan(recipe(source, target="cpu"), refuse=False).problems
     assert "AMX" in problem and "\n" not in problem
-    assert not plan.survey(recipe(source, target="cpu", skip=["mlp.experts."])).problems
-    assert not plan.survey(recipe(source, target="h100")).problems
-    (problem,) = plan.survey(recipe(source, target="h100", options={"bits": 8, "symmetric": False})).problems
+    assert not make_plan(recipe(source, target="cpu", skip=["mlp.experts."]), refuse=False).problems
+    assert not make_plan(recipe(source, target="h100"), refuse=False).problems
+    (problem,) = make_plan(
+        recipe(source, target="h100", options={"bits": 8, "symmetric": False}), refuse=False
+    ).problems
     assert "experts of 8 bits with symmetric weights only" in problem

@@ -6,8 +6,8 @@ import pytest
 
 from tests.kit import tiny
 from vlmcompress.models import Source
-from vlmcompress.planning import check
-from vlmcompress.planning.kv_types import normalizes
+from vlmcompress.planning.findings import findings
+from vlmcompress.planning.kv_cache import normalizes
 from vlmcompress.recipe import resolve
 
 NORMALIZED = {"gemma3", "lfm2-vl", "qwen3-vl"}
@@ -20,9 +20,9 @@ def folders(tmp_path_factory):
 
 
 def said(model, name: str, **given) -> tuple[bool, str]:
-    findings = check.findings(resolve({"model": str(model), "scheme": "awq", **given}, refuse=False).recipe, "vllm")
-    (found,) = (one for one in findings if one.name == name)
-    return found.ok, found.detail
+    recipe = resolve({"model": str(model), "scheme": "awq", **given}, refuse=False).recipe
+    (finding,) = (finding for finding in findings(recipe, "vllm") if finding.name == name)
+    return finding.ok, finding.detail
 
 
 def test_qk_norm_is_found_by_the_skeleton(folders):

@@ -21,8 +21,10 @@ from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import Group
-from vlmcompress.numerics import NVFP4, Format, Scheme
-from vlmcompress.planning import check, fit, plan
+from vlmcompress.numerics import NVFP4, Format, Scheme, label
+from vlmcompress.planning.findings import findings
+from vlmcompress.planning.plan import make_plan
+from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.recipe import resolve
 
 
@@ -49,7 +51,7 @@ def recipe(model: Path, **given):
 def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, given):
     """Oracle: the manifest of the real run, and the files themselves within the size of their headers."""
     chosen = recipe(models[family], out=str(tmp_path / "out"), **given)
-    planned = plan.build(chosen)
+    planned = make_plan(chosen)
     size = quantize(chosen).manifest["size"]
     assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
     assert not planned.needs_data
@@ -58,20 +60,20 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, giv
 def test_a_scheme_gives_groups_to_another(models):
     """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
     given = {"scheme": "nvfp4", "options": {"last": 1}}
-    made = plan.survey(recipe(models["llava"], **given))
+    made = make_plan(recipe(models["llava"], **given), refuse=False)
     formats = {(row.group, row.format): row.blocks for row in made.rows}
     blocks = len(made.blocks)
     assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
     assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
     assert formats["gate_up", "w8a8 fp8 channel"] == 1
     refused = resolve({"model": str(models["llava"]), "target": "a100", **given}, refuse=False).recipe
-    assert any("no FP8 tensor cores" in problem for problem in plan.survey(refused).problems)
+    assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, refuse=False).problems)
 
 
 def test_nvfp4_needs_whole_blocks():
     group = Group(0, "down", ("mlp.down_proj",))
     source = SimpleNamespace(shapes=lambda group: [(64, 40)])
-    (problem,) = fit.shape_problems(source, group, Scheme(NVFP4), compressed_tensors, None)
+    (problem,) = shape_problems(source, group, Scheme(NVFP4), compressed_tensors, None)
     assert "each 16 inputs" in problem and "skip=[down_proj]" in problem
 
 
@@ -82,7 +84,7 @@ def test_size_with_static_scales(models, tmp_path):
     data = {"data": str(tmp_path), "samples": 2}
     out = str(tmp_path / "out")
     chosen = recipe(models["llava"], out=out, scheme="fp8-static", kv_cache="fp8", calibrate=data)
-    planned = plan.build(chosen)
+    planned = make_plan(chosen)
     assert planned.needs_data
     assert planned.bytes_after == quantize(chosen).manifest["size"]["weights_after"]
 
@@ -115,7 +117,7 @@ def test_no_weight_is_read(models, tmp_path):
         name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(bad / "model.safetensors").items()
     }
     save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
-    good, other = (plan.build(recipe(path, scheme="awq")).to_dict() for path in (models["llava"], bad))
+    good, other = (make_plan(recipe(path, scheme="awq")).to_dict() for path in (models["llava"], bad))
     good["recipe"]["model"] = other["recipe"]["model"] = ""
     assert good == other
 
@@ -125,21 +127,21 @@ def test_group_size_that_does_not_divide_names_layer_and_ways_out(models):
         r"group_size 96 does not divide in_features \d+ of model\.language_model\.layers\.0\.\S+; use --set options"
     )
     with pytest.raises(UserError, match=message):
-        plan.build(recipe(models["llava"], scheme="rtn", options={"group_size": 96}))
-    problems = plan.survey(recipe(models["llava"], scheme="rtn", options={"group_size": 96})).problems
+        make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}))
+    problems = make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}), refuse=False).problems
     assert len(problems) == 4  # one for each group of a block, not for each block
 
 
 def test_the_proposed_group_size_works(models):
     with pytest.raises(UserError, match=r"options\.group_size=(-?\d+)") as error:
-        plan.build(recipe(models["llava"], scheme="rtn", options={"group_size": 384}))
+        make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 384}))
     proposed = int(str(error.value).split("options.group_size=")[1].split()[0])
-    assert not plan.survey(recipe(models["llava"], scheme="rtn", options={"group_size": proposed})).problems
+    assert not make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": proposed}), refuse=False).problems
 
 
 def test_skip(models):
-    everything = plan.build(recipe(models["llava"], scheme="rtn"))
-    less = plan.build(recipe(models["llava"], scheme="rtn", skip=["o_proj"]))
+    everything = make_plan(recipe(models["llava"], scheme="rtn"))
+    less = make_plan(recipe(models["llava"], scheme="rtn", skip=["o_proj"]))
     assert everything.linear_layers - less.linear_layers == len(everything.blocks)
     assert less.bytes_after > everything.bytes_after
 
@@ -157,43 +159,43 @@ def test_skip(models):
 )
 def test_problems(models, given, message):
     with pytest.raises(UserError, match=message):
-        plan.build(recipe(models["llava"], **given))
+        make_plan(recipe(models["llava"], **given))
 
 
 def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     source = tiny.build("qwen3-vl-moe", tmp_path / "source")
     with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
-        plan.build(recipe(source, scheme="awq", options={"objective": "block"}))
+        make_plan(recipe(source, scheme="awq", options={"objective": "block"}))
     with pytest.raises(
         UserError, match="scheme 'qronos' compares tokens .* which route them to different experts; use gptq"
     ):
-        plan.build(recipe(source, scheme="qronos"))
-    assert plan.build(recipe(source, scheme="awq")).needs_data
-    assert plan.build(recipe(source, scheme="awq", options={"objective": "both"})).needs_data  # experts by their Grams
+        make_plan(recipe(source, scheme="qronos"))
+    assert make_plan(recipe(source, scheme="awq")).needs_data
+    assert make_plan(recipe(source, scheme="awq", options={"objective": "both"})).needs_data  # experts by their Grams
 
 
 def test_target_limits_are_checked(models):
     """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
-    problem = plan.survey(recipe(models["llava"], scheme="awq", target="cpu")).problems
+    problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), refuse=False).problems
     assert problem == []
 
 
 def test_calibration_need_and_memory(models):
-    free, calibrated = (plan.build(recipe(models["llava"], scheme=scheme)) for scheme in ("rtn", "gptq"))
-    more = plan.build(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
+    free, calibrated = (make_plan(recipe(models["llava"], scheme=scheme)) for scheme in ("rtn", "gptq"))
+    more = make_plan(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
     assert not free.needs_data and calibrated.needs_data
     assert free.peak_bytes < calibrated.peak_bytes < more.peak_bytes
-    assert calibrated.peak_bytes < plan.build(recipe(models["llava"], scheme="qronos")).peak_bytes
-    assert plan.build(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
+    assert calibrated.peak_bytes < make_plan(recipe(models["llava"], scheme="qronos")).peak_bytes
+    assert make_plan(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
 
 
 def test_label():
-    assert fit.label(None) == "bf16"
-    assert fit.label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
+    assert label(None) == "bf16"
+    assert label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"
 
 
 def bad(model: Path, engine: str = "vllm", **given) -> dict[str, str]:
-    found = check.findings(resolve({"model": str(model), **given}, refuse=False).recipe, engine)
+    found = findings(resolve({"model": str(model), **given}, refuse=False).recipe, engine)
     return {finding.name: finding.detail for finding in found if not finding.ok}
 
 
@@ -207,7 +209,7 @@ def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
     saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
     found = {}
     for folder in (models["llava"], saved):
-        all_of = check.findings(recipe(folder, scheme="rtn"), "vllm")
+        all_of = findings(recipe(folder, scheme="rtn"), "vllm")
         found[folder] = next(each for each in all_of if each.name == "names")
         assert all(each.ok for each in all_of)
     assert found[models["llava"]].detail == "vLLM finds every tensor by its name"
@@ -220,10 +222,10 @@ def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
     buffer = "vision_tower.vision_model.embeddings.position_ids"
     tensors = load_file(old / "model.safetensors") | {buffer: torch.arange(17)}
     save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
-    assert f"'{buffer}', which should not be there" in str(check.findings(recipe(old, scheme="rtn"), "vllm"))
+    assert f"'{buffer}', which should not be there" in str(findings(recipe(old, scheme="rtn"), "vllm"))
     assert [c.name for c in doctor.diagnose(old) if "should not be there" in c.detail] == ["names"]
     chosen = recipe(old, scheme="rtn", out=str(out))
-    assert quantize(chosen).manifest["size"]["weights_after"] == plan.build(chosen).bytes_after
+    assert quantize(chosen).manifest["size"]["weights_after"] == make_plan(chosen).bytes_after
     assert buffer not in load_file(out / "model.safetensors")
     assert all(each.ok for each in doctor.diagnose(out, old))
 

@@ -17,7 +17,7 @@ from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 
@@ -54,7 +54,7 @@ def test_not_quantized_it_is_the_same_model(model, tmp_path):
     done = quantize(asked_for)
     assert likeness(model, done.out) > 0.999
     assert not [finding for finding in doctor.diagnose(done.out) if not finding.ok]
-    planned = plan.survey(asked_for)
+    planned = make_plan(asked_for, refuse=False)
     assert done.manifest["size"]["weights_after"] == planned.bytes_after
     assert done.manifest["size"]["weights_before"] == planned.bytes_before == models.stored_bytes(model)
     assert "output head" in done.manifest["warnings"][0] and done.manifest["recipe"]["rotate"] == "hadamard"
@@ -87,7 +87,7 @@ def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
         with pytest.raises(
             UserError, match=r"are of the model rotated \(hadamard, seed 0\); use --rotate hadamard --seed 0"
         ):
-            plan.build(recipe(model, tmp_path / "x", **stats, **other))
+            make_plan(recipe(model, tmp_path / "x", **stats, **other))
     assert cli.main(["sweep", str(tmp_path / "stats"), str(model)]) == 2
     assert (
         cli.main(["report-error", str(tmp_path / "out"), "--stats", str(tmp_path / "stats"), "--model", str(model)])

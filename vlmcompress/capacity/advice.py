@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vlmcompress.capacity.plan import Capacity, Row
 from vlmcompress.capacity.weights import QUANTIZED
 from vlmcompress.common import hub
-from vlmcompress.planning import kv_types
+from vlmcompress.planning import kv_cache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def flags(found: Capacity, row: Row) -> list[Flag]:
     limit = f'{{"image":{len(pictures.images)},"video":{int(pictures.video is not None)}}}'
     given.append(Flag("--limit-mm-per-prompt", limit, "vLLM reserves memory for what a request may bring"))
     if asked.kv_cache != "auto":
-        name = kv_types.FLAGS.get(asked.kv_cache, asked.kv_cache)
+        name = kv_cache.FLAGS.get(asked.kv_cache, asked.kv_cache)
         given.append(Flag("--kv-cache-dtype", name, "as asked"))
     if asked.speculative:
         method, tokens = asked.speculative

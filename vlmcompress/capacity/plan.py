@@ -27,8 +27,8 @@ from vlmcompress.common.text import size
 from vlmcompress.engines.vllm.plugin import refusal as unserved
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks.support import refusal
-from vlmcompress.planning import kv_types
-from vlmcompress.planning.check import MEMORY_SHARE
+from vlmcompress.planning import kv_cache
+from vlmcompress.planning.findings import MEMORY_SHARE
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.targets import Target
 
@@ -160,7 +160,7 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
     counted, left = _count(model, asked, notes)
     memory = asked.memory or (asked.target.memory * 1e9 if asked.target and asked.target.memory else None)
     usual = engine.defaults(asked.target, memory)
-    kind = kv_types.width(asked.kv_cache)
+    kind = kv_cache.width(asked.kv_cache)
     drafting = speculation.of(model, *asked.speculative) if asked.speculative else None
     drafts = drafting.tokens if drafting else 0
     own = described.layers(asked.tp, kind.number, kind.scale, drafts)
@@ -179,8 +179,8 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
         engine.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
     )
     reserve = asked.reserve if asked.reserve is not None else _reserve(model, usual, counted, asked)
-    scales = kv_types.has_scales(model.config)
-    notes += kv_types.remarks(asked.kv_cache, kv_types.normalizes(model.meta_model), asked.target, scales)
+    scales = kv_cache.has_scales(model.config)
+    notes += kv_cache.remarks(asked.kv_cache, kv_cache.normalizes(model.meta_model), asked.target, scales)
     found = Capacity(
         asked,
         model,

@@ -20,9 +20,8 @@ from vlmcompress.capacity.model import Model
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.models import Source
-from vlmcompress.numerics import Scheme
-from vlmcompress.planning import fit
-from vlmcompress.planning.plan import survey
+from vlmcompress.numerics import Scheme, label
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 
 QUANTIZED = "quantized"
@@ -62,24 +61,24 @@ def formats(model: Model, target: str | None) -> list[Weights]:
     for name in names:
         module = SCHEMES.get(name)
         scheme = module.scheme(module.Options())
-        label = fit.label(scheme)
-        if label in found:
-            found[label] = replace(found[label], others=(*found[label].others, name))
+        key = label(scheme)
+        if key in found:
+            found[key] = replace(found[key], others=(*found[key].others, name))
         else:
-            found[label] = _row(source, target, name, label, scheme)
+            found[key] = _row(source, target, name, key, scheme)
     rows = sorted(found.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0)))
     return [replace(row, name="bf16") if row.scheme is None else row for row in rows]
 
 
-def _row(source: Source, target: str | None, name: str, label: str, scheme: Scheme | None) -> Weights:
-    row = Weights(name, label, targets.format_key(scheme), None, scheme)
+def _row(source: Source, target: str | None, name: str, title: str, scheme: Scheme | None) -> Weights:
+    row = Weights(name, title, targets.format_key(scheme), None, scheme)
     if target and (reason := targets.get(target).refusal(row.key)):
         return replace(row, refused=reason)
     if scheme is None:
         return replace(row, stored=stored_bytes(source.stored))
     given: dict[str, Any] = {"model": str(source.path), "scheme": name}
     recipe = resolve(given | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
-    plan = survey(recipe, source=source)
+    plan = make_plan(recipe, source=source, refuse=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
     return replace(row, refused=carried[0]) if carried else replace(row, stored=plan.bytes_after)
 

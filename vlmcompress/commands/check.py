@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     recipe = resolve(_flags.given(args), args.recipe, refuse=False, weights="headers").recipe
     _process.import_transformers()
-    from vlmcompress.planning.check import findings
+    from vlmcompress.planning.findings import findings
 
     engine = args.engine or recipe.engine
     found = findings(recipe, engine)

@@ -221,7 +221,7 @@ def _loads_text(capacity: Capacity) -> str:
 
 
 def _memory_text(capacity: Capacity) -> str:
-    from vlmcompress.planning.check import MEMORY_SHARE
+    from vlmcompress.planning.findings import MEMORY_SHARE
 
     per = " of a device" if capacity.request.tp > 1 else ""
     state = f", {size(capacity.state_bytes)} a request" if capacity.state_bytes else ""
@@ -304,7 +304,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
     """Everything, as JSON data; bytes and seconds."""
     from vlmcompress.capacity import advice
     from vlmcompress.capacity.plan import verdict
-    from vlmcompress.planning.check import MEMORY_SHARE
+    from vlmcompress.planning.findings import MEMORY_SHARE
 
     request, best, drafting = capacity.request, capacity.best, capacity.speculation
     flags = advice.flags(capacity, best) if best else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
@@ -71,12 +70,12 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, ove
     from vlmcompress.checkpoint.manifest import MANIFEST
     from vlmcompress.common import folders
     from vlmcompress.planning.calibration_data import looked_at
-    from vlmcompress.planning.plan import build
+    from vlmcompress.planning.plan import make_plan
 
     recipe = resolved.recipe
     if recipe.out is not None:
         folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
-    plan = build(recipe)
+    plan = make_plan(recipe)
     samples = found.count if (found := looked_at(plan)) else None
     if recipe.out is not None and plan.statistics:
         folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
@@ -86,7 +85,7 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, ove
         from vlmcompress.recipe import resolve
 
         whole = resolve(given, file).recipe  # bits are shared out by the weights themselves
-        plan = allocate.planned(dataclasses.replace(plan, recipe=whole), progress=silent)
+        plan = allocate.planned(make_plan(whole), progress=silent)
     data = {"ok": True, **plan.to_dict(), "samples": samples, "origins": resolved.origins}
     return OK, data, plan_text(plan, resolved, samples)
 

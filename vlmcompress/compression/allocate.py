@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from vlmcompress.common.registry import RULES
 from vlmcompress.compression.calibrate import calibrate
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
-from vlmcompress.planning import plan, reuse
-from vlmcompress.planning.plan import Plan
+from vlmcompress.planning import statistics_match
+from vlmcompress.planning.plan import Plan, make_plan
+from vlmcompress.planning.survey import Allocation
 
 Read = Callable[[str], Tensor]
 """A function from a linear layer's memory name to its weight `[out, in]`."""
@@ -43,7 +43,8 @@ def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
     """
     statistics = work.statistics or _collected(work, resume, progress)
     others, facts = decide(work, statistics, reader(work.source), progress)
-    return replace(plan.build(work.recipe, others, work.source), budget=work.budget, allocation=facts)
+    assert work.budget is not None
+    return make_plan(work.recipe, source=work.source, allocation=Allocation(work.budget, others, facts))
 
 
 def hand_over(out: Path, store: BlockFiles) -> None:
@@ -78,7 +79,7 @@ def decide(
     assert given is not None and bits is not None
     rule = RULES.get(bits.by)
     if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
-        remedy = reuse.remedy(statistics, lacking)
+        remedy = statistics_match.remedy(statistics, lacking)
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
         note(blind(statistics))
@@ -102,7 +103,7 @@ def blind(statistics: Statistics) -> str:
     """Say for people what statistics without gradients make of an allocation, why they have none, and what to do."""
     if statistics.facts["calibration"]["tokens"]["answer"]:
         why = f"statistics {statistics.folder} hold no gradients"
-        do = f"{reuse.remedy(statistics, ['gradient'])}, or take one width for all"
+        do = f"{statistics_match.remedy(statistics, ['gradient'])}, or take one width for all"
     else:
         why, do = "no calibration sample has an answer", "give samples with answers"
     return (
@@ -208,8 +209,8 @@ def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
     folder = _folder(recipe.out)
     if resume and (folder / statistics_folder.NAME).is_file():
         found = statistics_folder.read(folder)
-        if not reuse.problems(found, recipe, work.method, work.blocks):
-            reuse.verify(found, recipe)
+        if not statistics_match.problems(found, recipe, work.method, work.blocks):
+            statistics_match.verify(found, recipe)
             return found
     methods = [work.method, *work.budget.widths.values()]
     needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs.statistics for method in methods))

@@ -25,9 +25,9 @@ from vlmcompress.compression.blocks import compress, solve_blocks
 from vlmcompress.compression.inputs import Inputs, Result, fingerprint, read_inputs
 from vlmcompress.compression.reducer import counter, settled
 from vlmcompress.compression.write import write_checkpoint
-from vlmcompress.planning import plan, reuse
+from vlmcompress.planning import statistics_match
 from vlmcompress.planning.calibration_data import check_balance, needing, refuse_without_data
-from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
 
 
@@ -52,15 +52,15 @@ def quantize(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, p
 
 
 def _quantized(recipe: Recipe, out: Path, resume: bool, overwrite: bool, progress: Progress) -> Result:
-    work = plan.build(recipe)
+    work = make_plan(recipe)
     refuse_without_data(work)
     folders.check_space(out, space_needed(work, out))
     if work.statistics:
         folders.check_apart(work.statistics.folder, out, "statistics")
-        reuse.verify(work.statistics, recipe)
+        statistics_match.verify(work.statistics, recipe)
     with distributed.process_group():
         if recipe.rotate:
-            work = plan.build(recipe, source=rotated.made(recipe, progress))
+            work = make_plan(recipe, source=rotated.made(recipe, progress))
         if work.budget:
             work = allocate.planned(work, resume=resume, progress=progress)
         inputs = _inputs(work, progress)
@@ -71,15 +71,15 @@ def _quantized(recipe: Recipe, out: Path, resume: bool, overwrite: bool, progres
         with phase("reducer"):
             reducer = settled(recipe.reduce, inputs.vlm, inputs.batches, progress, known)
             count = counter(work.visual_tokens, reducer, inputs.vlm, inputs.batches)
-        work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}))
+        learnt = work.recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize})
         if work.prefix != "quantized":  # only the reducer learnt from them
             inputs = replace(inputs, batches=[])
         calibrated = inputs.behind(reducer, progress)
-        store = _solved(work, calibrated, resume, progress)
+        store = _solved(work, learnt, calibrated, resume, progress)
     if not distributed.is_main():
         return Result(out, {})
     written = write_checkpoint(
-        work, inputs.vlm, store, calibrated.origin, count, attention, overwrite=overwrite, progress=progress
+        work, learnt, inputs.vlm, store, calibrated.origin, count, attention, overwrite=overwrite, progress=progress
     )
     store.remove()
     allocate.clean(out)
@@ -120,9 +120,12 @@ def _inputs(work: Plan, progress: Progress) -> Inputs:
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": work.prefix})
 
 
-def _solved(work: Plan, inputs: Inputs, resume: bool, progress: Progress) -> BlockStore:
-    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results."""
-    recipe = work.recipe
+def _solved(work: Plan, recipe: Recipe, inputs: Inputs, resume: bool, progress: Progress) -> BlockStore:
+    """Quantize the decoder's blocks in `inputs.vlm` and return the store with their results.
+
+    Args:
+        recipe: the plan's, with the numbers that were learnt.
+    """
     assert recipe.out is not None
     more: dict[str, Any] = {"kv_cache": bool(recipe.kv_cache), "lean": True, "progress": progress}
     with torch.inference_mode(False), torch.no_grad():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,8 @@ from vlmcompress.data.encode import Encoded
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import attach, resizing, scorer_file
 from vlmcompress.models import VLM
-from vlmcompress.planning import plan
 from vlmcompress.planning.calibration_data import data_source
-from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
@@ -78,17 +77,18 @@ def _recovered(recipe: Recipe, asked: Asked, out: Path, resume: bool, overwrite:
         taught = recovery_data.lesson(recipe, recipe.model, source, samples, settings, resume=resume, progress=progress)
         files, data = taught.files, taught.data
         with phase("reducer"), distributed.shared_errors():
-            vlm, work, batches, count = _behind(taught.vlm, work, data, progress)
+            vlm, recipe, batches, count = _behind(taught.vlm, work, data, progress)
         with phase("training"):
-            student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, work.recipe, count))
+            student = Student(vlm, work.source.names, batches, data.held_out, lambda: _reduced(vlm, recipe, count))
             found = trained(student, asked, recipe.seed, files, progress)
     if not distributed.is_main():
         return Result(out, {})
-    reducer, resize = work.recipe.reduce, work.recipe.resize
+    reducer, resize = recipe.reduce, recipe.resize
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
     written = write_checkpoint(
         work,
+        recipe,
         vlm,
         files,
         origin,
@@ -111,7 +111,7 @@ def _planned(recipe: Recipe, asked: Asked) -> Plan:
             f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives; or train "
             "its scales with --train scales --teacher ORIGINAL"
         )
-    work = plan.build(recipe)
+    work = make_plan(recipe)
     merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")
     if merges and "tower" in asked.train:
         raise UserError(
@@ -143,8 +143,8 @@ def _hash(reducer: ReducerChoice | None) -> str:
     return identity.sha256(paths[0]) if paths and paths[0].is_file() else ""
 
 
-def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Plan, Encoded, TokenCounter | None]:
-    """The student's model with its processor, the plan and the samples, once reducer and `resize` have learnt from these."""
+def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, Recipe, Encoded, TokenCounter | None]:
+    """The student's model with its processor, the recipe and the samples, once reducer and `resize` have learnt from these."""
     recipe = work.recipe
     resize = settled_resize(recipe.resize, vlm, data.samples)
     vlm = resizing.resized(vlm, resize) if resize else vlm
@@ -153,8 +153,7 @@ def _behind(vlm: VLM, work: Plan, data: Data, progress: Progress) -> tuple[VLM, 
     few = batches[:LEARNT_FROM] if learns else []
     reducer = settled(recipe.reduce, vlm, few, progress)
     count = counter(work.visual_tokens, reducer, vlm, few)
-    work = replace(work, recipe=recipe.model_copy(update={"reduce": reducer, "resize": resize}))
-    return vlm, work, batches, count
+    return vlm, recipe.model_copy(update={"reduce": reducer, "resize": resize}), batches, count
 
 
 def _reduced(vlm: VLM, recipe: Recipe, count: TokenCounter | None) -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from vlmcompress.common import distributed, folders
 from vlmcompress.common.progress import Progress, phase
 from vlmcompress.errors import UserError
 from vlmcompress.models import Source
-from vlmcompress.planning import rotation
+from vlmcompress.planning.survey import rotation_problems
 from vlmcompress.recipe import Recipe
 
 
@@ -23,7 +23,7 @@ def made(recipe: Recipe, progress: Progress) -> Source:
     """
     assert recipe.out is not None and recipe.rotate is not None
     source = Source.of(recipe.model)
-    if found := rotation.problems(recipe, source):
+    if found := rotation_problems(recipe, source):
         raise UserError(found[0])
     folder = _folder(recipe.out)
     if distributed.is_main():

@@ -23,8 +23,7 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.compression import allocate
 from vlmcompress.errors import UserError
-from vlmcompress.planning import plan
-from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
 
 ROWS = 16  # rows of a group that errors are predicted on
@@ -125,9 +124,8 @@ def run(
             left_out.append(name)
         else:
             table[name] = method
-    work = plan.survey(recipe, table=table)
-    if work.problems or work.budget is None or work.statistics is None:
-        raise UserError(work.problems[0])
+    work = make_plan(recipe, widths=table)
+    assert work.budget is not None and work.statistics is not None
     read = allocate.reader(work.source)
     errors = allocate.predicted(work, work.statistics, read, progress, rows, balance=balances[-1])
     sizes, points = work.budget.sizes, []

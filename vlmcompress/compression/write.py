@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,14 @@ from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
 from vlmcompress.planning.reducer import visual_tokens
+from vlmcompress.recipe import Recipe
 from vlmcompress.reducers import TokenCounter
 from vlmcompress.statistics import kv_range
 
 
 def write_checkpoint(
     work: Plan,
+    recipe: Recipe,
     vlm: VLM,
     store: BlockStore,
     origin: dict[str, Any] | None,
@@ -43,7 +44,7 @@ def write_checkpoint(
     """Write the recipe's `out` and return its manifest.
 
     Args:
-        work: the plan that was carried out; its recipe has the reducer with all learnt numbers.
+        work: the plan that was carried out; `recipe`: its recipe, with all numbers that the reducer and `resize` learnt.
         vlm: the whole model; its norms are divided by their smoothing scales already.
         store: results of the decoder's blocks.
         origin: the manifest's description of the calibration data; None for no calibration.
@@ -52,9 +53,10 @@ def write_checkpoint(
         trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
         recovery: the manifest's description of that training; None: there was none.
     """
-    setting, beside = _setting(work), _beside(work, attention)
-    work = _carrying(work)
-    source, recipe = work.source, work.recipe
+    setting, beside = _setting(recipe, work.source), _beside(recipe, attention)
+    if recipe.reduce:  # as the checkpoint has it
+        recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
+    source = work.source
     assert recipe.out is not None
     results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
     language = StoredWeights(store, work.blocks, work.method)
@@ -70,7 +72,7 @@ def write_checkpoint(
         written=source.written,
         exporter=recipe.exporter,
         layers=work.layers,
-        manifest=_manifest(work, vlm, results, origin, recovery),
+        manifest=_manifest(work, recipe, vlm, results, origin, recovery),
         changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
@@ -83,39 +85,30 @@ def write_checkpoint(
     )
 
 
-def _setting(work: Plan) -> models.ImageSetting | None:
+def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
     """The setting by which the processor is to make images smaller; None where they stay as they are."""
-    recipe = work.recipe
     if recipe.resize is None:
         return None
     processor = models.load_processor(recipe.model, recipe.trust_remote_code)
-    return resizing.chosen(work.source.spec, processor, recipe.resize)
+    return resizing.chosen(source.spec, processor, recipe.resize)
 
 
-def _beside(work: Plan, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
+def _beside(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
     """Further files: scales of the tower's attention, and the scorer of a reducer that goes by one."""
     found: dict[str, Mapping[str, Any] | bytes] = {vision_scales.NAME: attention} if attention else {}
-    reduce = work.recipe.reduce
+    reduce = recipe.reduce
     return found | ({scorer_file.CARRIED: scorer_file.content(reduce)} if reduce and reduce.options.scorer else {})
-
-
-def _carrying(work: Plan) -> Plan:
-    """The plan with the reducer as the checkpoint has it."""
-    recipe = work.recipe
-    if recipe.reduce is None:
-        return work
-    return replace(work, recipe=recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)}))
 
 
 def _manifest(
     work: Plan,
+    recipe: Recipe,
     vlm: VLM,
     results: Sequence[BlockResult],
     origin: Mapping[str, Any] | None,
     recovery: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The manifest without sizes and hashes. `results`: of the decoder's blocks; others as in `write_checkpoint`."""
-    recipe = work.recipe
     tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
     kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
     unseen = [] if recovery else reducers.warnings(recipe.reduce, origin)

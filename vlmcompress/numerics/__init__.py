@@ -26,7 +26,7 @@ Conventions, the same as compressed-tensors 0.19 (a test holds us to it), so tha
 All arithmetic is float32 whatever the dtype of the input.
 """
 
-from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format, Scheme, weight_only
+from vlmcompress.numerics._formats import FLOAT8, FLOAT8_MAX, NVFP4, ActFormat, Format, Scheme, label, weight_only
 from vlmcompress.numerics._fp4 import find_global_scale, pack_fp4, unpack_fp4
 from vlmcompress.numerics._rounding import (
     as_stored,
@@ -61,6 +61,7 @@ __all__ = [
     "find_params",
     "find_ranges",
     "fit",
+    "label",
     "leftover",
     "pack_fp4",
     "quantize",

@@ -131,6 +131,19 @@ class Scheme:
     activations: ActFormat | None = None
 
 
+def label(scheme: Scheme | None) -> str:
+    """Name a scheme in a few characters, e.g. `w4a16 int g128 asym`."""
+    if scheme is None:
+        return "bf16"
+    fmt, act = scheme.weights, scheme.activations
+    if fmt.nvfp4:
+        return f"w4a{act.bits if act else 16} nvfp4"
+    kind = "fp8" if fmt.kind == "float" else "int"
+    scales = {-1: "channel", 0: "tensor"}.get(fmt.group, f"g{fmt.group}")
+    extra = ("" if fmt.symmetric else " asym") + (" static" if act and not act.dynamic else "")
+    return f"w{fmt.bits}a{act.bits if act else 16} {kind} {scales}{extra}"
+
+
 def weight_only(bits: int, group_size: int, symmetric: bool = True) -> Scheme:
     """Integer weights, 16-bit activations. Engines have kernels for groups and rows, none for one scale per matrix."""
     if group_size == 0:

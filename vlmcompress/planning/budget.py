@@ -22,7 +22,7 @@ from vlmcompress.common.tensor_files import Spec
 from vlmcompress.common.text import parse_size, size
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
-from vlmcompress.planning import fit
+from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.quantizers import Search
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
@@ -133,8 +133,7 @@ def budget_of(
     for group in groups:
         weights = source.weights(group)
         problems = {
-            name: list(fit.shape_problems(source, group, method.scheme, exporter, target))
-            for name, method in table.items()
+            name: list(shape_problems(source, group, method.scheme, exporter, target)) for name, method in table.items()
         }
         own = {name: _nbytes(method, weights, exporter) for name, method in table.items() if not problems[name]}
         if not own:

@@ -25,7 +25,7 @@ from typing import Any
 from vlmcompress import targets
 from vlmcompress.common import yaml_files
 from vlmcompress.errors import UserError
-from vlmcompress.planning import plan
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
 from vlmcompress.search.candidate import Candidate, Choice, Factor
 
@@ -173,7 +173,7 @@ def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Ch
 def problem(base: Mapping[str, Any], candidate: Candidate) -> str | None:
     """The reason why the model, the target or the engine does not take a candidate; None where they do."""
     try:
-        problems = plan.survey(resolve({**base, **candidate.keys}).recipe).problems
+        make_plan(resolve({**base, **candidate.keys}).recipe)
     except UserError as error:
         return str(error)
-    return problems[0] if problems else None
+    return None

@@ -20,8 +20,8 @@ from vlmcompress.capacity.visual import Pictures
 from vlmcompress.capacity.weights import Weights
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError
-from vlmcompress.planning import fit
-from vlmcompress.planning.plan import survey
+from vlmcompress.numerics import label
+from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.results import Ratio
 from vlmcompress.search.candidate import Candidate
@@ -104,9 +104,9 @@ class Modelled:
     def _figures(self, candidate: Candidate) -> Figures | None:
         self._model = self._model or open_model(self.setup.model)
         recipe = resolve({**self.setup.base, **candidate.keys}, refuse=bool(candidate.choices)).recipe
-        found = survey(recipe)
+        found = make_plan(recipe, refuse=False)
         scheme = recipe.number_formats
-        row = Weights(recipe.scheme, fit.label(scheme), targets.format_key(scheme), found.bytes_after, scheme)
+        row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), found.bytes_after, scheme)
         try:
             capacity = plan(self._model, self._request(recipe), formats=[row])
         except UserError:

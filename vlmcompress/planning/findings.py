@@ -20,10 +20,10 @@ from vlmcompress.common import folders
 from vlmcompress.common.messages import Finding
 from vlmcompress.common.text import size, smaller
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.planning import fit
-from vlmcompress.planning.attention import cache_finding, tower_finding
+from vlmcompress.numerics import label
 from vlmcompress.planning.calibration_data import looked_at
-from vlmcompress.planning.plan import Plan, survey
+from vlmcompress.planning.kv_cache import cache_finding
+from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
@@ -44,10 +44,10 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     if engine not in ENGINES:
         raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
     target = targets.get(recipe.target) if recipe.target else None
-    found = [Finding("recipe", True, f"scheme {recipe.scheme} ({fit.label(recipe.number_formats)})")]
+    found = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
     found += _engine(recipe, target, engine)
     try:
-        plan = survey(recipe)
+        plan = make_plan(recipe, refuse=False)
     except UserError as error:
         return [*found, Finding("model", False, str(error))]
     found.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
@@ -63,13 +63,20 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     if target and engine == "vllm":
         found.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
         if recipe.vision_attention:
-            found.append(tower_finding(target))
+            found.append(_tower(target))
     if not plan.problems:
         found.append(_size(plan))
         if target and target.memory:
             found.append(_memory(plan, target))
     found += _calibration(plan)
     return [*found, *_output(recipe)]
+
+
+def _tower(target: Target) -> Finding:
+    """Whether vLLM computes a vision tower's attention in FP8 on the target."""
+    needs = target.vision_attention_fp8
+    missing = f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out"
+    return Finding("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing)
 
 
 def _output(recipe: Recipe) -> list[Finding]:
@@ -95,7 +102,7 @@ def _engine(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]
             found.append(_vllm(name, key, target))
             continue
         reason = _OTHERS[engine](key, scheme, target)
-        found.append(Finding(name, reason is None, reason or f"runs {fit.label(scheme)}"))
+        found.append(Finding(name, reason is None, reason or f"runs {label(scheme)}"))
     return found
 
 

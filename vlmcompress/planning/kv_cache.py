@@ -1,9 +1,10 @@
 """Types of the cache of keys and values in vLLM 0.32: what they take, and what speaks for or against them.
 
-Sources: vLLM 0.32 `config/cache.py`, `v1/attention/backends/triton_attn.py` (a scale in float32 for each token and head). vLLM
-0.28 dropped `--calculate-kv-scales` (pull request #49389): scales that a checkpoint brings are the only calibrated ones since.
-Models without normalized queries and keys lose most by 8 bits (verl pull request #4435, Qwen2.5); `fp8_e5m2` gives Qwen2-VL and
-Qwen2.5-VL wrong answers without a word (vLLM issue #41343).
+vLLM made scales of an FP8 cache itself (`--calculate-kv-scales`) until 0.28 (pull request #49389); a checkpoint's are the only
+calibrated ones since. Where queries and keys are normalized (QK norm: Qwen3-VL, Gemma 3) their size is bounded; models without
+lose most by 8 bits (verl pull request #4435, Qwen2.5), and `fp8_e5m2` gives Qwen2-VL and Qwen2.5-VL wrong answers without a
+word (vLLM issue #41343), so what is made of them has to be measured. Other sources: vLLM 0.32 `config/cache.py`,
+`v1/attention/backends/triton_attn.py` (a scale in float32 for each token and head).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from vlmcompress.common.messages import Finding
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.models import Source
+from vlmcompress.recipe import Recipe
 from vlmcompress.targets import Target
 
 
@@ -36,6 +40,11 @@ TYPES = {
 }
 FLAGS = {"bf16": "bfloat16"}
 """Name of a type on vLLM's command line, where it is another."""
+_CALIBRATED = "with scales from the calibration samples; vLLM has made none itself since 0.28"
+_RISK = (
+    ". This model does not normalize queries and keys (no QK norm), and an FP8 cache has broken such models: "
+    "compare the answers with `vlmcompress eval`, and never serve it with fp8_e5m2"
+)
 
 
 def width(name: str) -> Width:
@@ -102,3 +111,24 @@ def remarks(name: str, normalized: bool, target: Target | None, scales: bool) ->
         "--kv-cache fp8 would hold about twice the tokens, with scales that quantize calibrates"
         + ("" if normalized else f"; but {risky}")
     ]
+
+
+def cache_finding(recipe: Recipe, source: Source, target: Target, everywhere: bool) -> Finding:
+    """What vLLM needs for an FP8 KV cache on the target; what there is to gain where the recipe has none.
+
+    Args:
+        everywhere: whether every decoder block has a quantized layer, without which no scales are stored.
+    """
+    title, risk = "vllm: KV cache", "" if normalizes(source.meta_model) else _RISK
+    if recipe.kv_cache:
+        needs = target.kv_fp8_refused or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{_instead(target)}{risk}"
+        return Finding(title, not target.kv_fp8_refused, needs)
+    if target.kv_instead:
+        return Finding(title, True, f"16 bits; to halve it, {target.kv_instead}")
+    if target.kv_fp8_refused or not everywhere:
+        return Finding(title, True, "16 bits")
+    return Finding(title, True, f"16 bits; --kv-cache fp8 halves it {_CALIBRATED}{risk}")
+
+
+def _instead(target: Target) -> str:
+    return f". Better there: {target.kv_instead}" if target.kv_instead else ""

@@ -1,0 +1,247 @@
+"""A recipe beside its model, from config.json and the headers of the weight files: what would be quantized, how, from what.
+
+The survey decides nothing: `planning.checks` says what is wrong with it, and `planning.plan` makes a plan of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vlmcompress import models
+from vlmcompress.allocation import Key
+from vlmcompress.blocks.solve import QuantMethod
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.statistics_folder import Statistics
+from vlmcompress.checkpoint import rotate, sizes
+from vlmcompress.checkpoint.layer_targets import layers_of
+from vlmcompress.common.layer_names import Layers
+from vlmcompress.common.registry import SCHEMES
+from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import scorer_file
+from vlmcompress.models import Group, Source, stream
+from vlmcompress.numerics import Scheme
+from vlmcompress.planning.budget import Budget, budget_of
+from vlmcompress.recipe import Recipe
+
+VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How the budget of a recipe's `bits` was shared out.
+
+    Attributes:
+        methods: (block, group name) -> method of the group.
+        facts: the choice as the manifest describes it.
+    """
+
+    budget: Budget
+    methods: Mapping[Key, QuantMethod]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """A recipe, its model, and what the one would do to the other.
+
+    Attributes:
+        source: the model that is quantized, from its headers; where the recipe rotates it, the rotated one.
+        method: method of the decoder; `assigned`: (block, group name) -> method of the groups that the recipe's scheme itself
+            gives to another scheme.
+        blocks: for each block of the decoder, the groups of layers that are quantized.
+        vision_method: method of the vision tower; `vision_groups`: the groups of layers that get it.
+        schemes: quantized linear layer -> number formats; `layers`: the same for the config block.
+        bytes_before, bytes_written: bytes of all weights, of the original and as written.
+        budget: the budget that the recipe's `bits` leave; `budget_fault`: why it leaves none.
+        allocation: how the budget was shared out, as the manifest has it; None: it was not yet, or there is none.
+        statistics: statistics that the decoder is solved from instead of running it; `statistics_fault`: why it can't be.
+    """
+
+    recipe: Recipe
+    source: Source
+    method: QuantMethod
+    assigned: Mapping[Key, QuantMethod]
+    blocks: list[list[Group]]
+    vision_method: QuantMethod | None
+    vision_groups: list[Group]
+    schemes: Mapping[str, Scheme]
+    layers: Layers
+    bytes_before: int
+    bytes_written: int
+    budget: Budget | None = None
+    budget_fault: str | None = None
+    allocation: dict[str, Any] | None = None
+    statistics: Statistics | None = None
+    statistics_fault: str | None = None
+
+    @property
+    def groups(self) -> list[Group]:
+        """The decoder's groups that are quantized."""
+        return [group for block in self.blocks for group in block]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the widths of groups depend on an allocation that has not been made."""
+        return self.budget is not None and self.allocation is None
+
+
+def survey(
+    recipe: Recipe,
+    *,
+    source: Source | None = None,
+    allocation: Allocation | None = None,
+    widths: Mapping[str, QuantMethod] | None = None,
+) -> Survey:
+    """Look at a recipe and its model.
+
+    Args:
+        source: the recipe's model, if its headers have been read already, or the rotated model.
+        allocation: how the budget of the recipe's `bits` was shared out.
+        widths: widths by name, for a budget of other widths than the recipe's.
+
+    Raises:
+        UserError: the model is quantized already, not whole, or of an unknown family.
+    """
+    if source is None:
+        models.refuse_quantized(
+            recipe.model, models.read_config(recipe.model)
+        )  # its tensors have no place in a plain model
+        source = Source.of(recipe.model)
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.meta_model, source.names)
+    if recipe.reduce:
+        recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
+    bytes_before = sum(spec.nbytes for spec in source.stored.values())
+    source = _outlined(recipe, source)
+    assigned = _assigned(recipe, source)
+    method = QuantMethod(recipe.method, recipe.options, {**assigned, **(allocation.methods if allocation else {})})
+    groups = [group for group in _decoder_groups(recipe, source) if method.of(group).scheme]
+    blocks: list[list[Group]] = [[] for _ in source.blocks]
+    for group in groups:
+        blocks[group.layer].append(group)
+    vision_method = None
+    if recipe.vision != "bf16":
+        vision_module = SCHEMES.get(recipe.vision)
+        vision_method = QuantMethod(vision_module, vision_module.Options())
+    vision_groups = [group for group in vision_candidates(recipe, source) if _divides(source, group)]
+    schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
+    layers = layers_of(
+        schemes, source.meta_model, source.written, source.spec, stored=source.stored, kv_cache=bool(recipe.kv_cache)
+    )
+    kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
+    written = sizes.output_tensors(source.stored, schemes, source.names, recipe.exporter, kv_layers)
+    budget, budget_fault = allocation.budget if allocation else None, None
+    if not allocation and (recipe.bits or widths is not None):
+        try:
+            budget = budget_of(recipe, source, groups, written, widths)
+        except UserError as error:
+            budget_fault = str(error)
+    statistics, statistics_fault = None, None
+    if recipe.calibrate.stats is not None:
+        try:
+            statistics = statistics_folder.read(Path(recipe.calibrate.stats))
+        except UserError as error:
+            statistics_fault = str(error)
+    return Survey(
+        recipe=recipe,
+        source=source,
+        method=method,
+        assigned=assigned,
+        blocks=blocks,
+        vision_method=vision_method,
+        vision_groups=vision_groups,
+        schemes=schemes,
+        layers=layers,
+        bytes_before=bytes_before,
+        bytes_written=sum(spec.nbytes for spec in written.values()),
+        budget=budget,
+        budget_fault=budget_fault,
+        allocation=allocation.facts if allocation else None,
+        statistics=statistics,
+        statistics_fault=statistics_fault,
+    )
+
+
+def rotation_problems(recipe: Recipe, source: Source) -> list[str]:
+    """Reasons why the recipe's rotation would not leave the model's answers as they are. `source`: rotated already, or not."""
+    if recipe.rotate is None:
+        return []
+    if recipe.reduce is not None and recipe.reduce.options.by_channel:
+        return [
+            f"reduce {recipe.reduce}: it ranks visual tokens by single channels, so that with --rotate it would keep "
+            "others; take another, such as divprune, or leave out --rotate"
+        ]
+    try:
+        stream(source.meta_model, source.spec, source.stored)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def skipped(recipe: Recipe, linear: str) -> bool:
+    """Whether a linear layer, by its memory name, is one that the recipe leaves in 16 bits."""
+    return any(re.search(pattern, linear) for pattern in recipe.skip)
+
+
+def vision_candidates(recipe: Recipe, source: Source) -> list[Group]:
+    """The vision tower's groups that the recipe wants quantized, whatever their shapes."""
+    if recipe.vision == "bf16":
+        return []
+    return [
+        group
+        for group in models.vision_linears(source.meta_model, source.spec)
+        if not any(skipped(recipe, linear) for linear in group.linears)
+    ]
+
+
+def _divides(source: Source, group: Group) -> bool:
+    """Whether every layer's sides divide as kernels need it; an engine may fuse the group."""
+    return not any(side % VISION_MULTIPLE for shape in source.shapes(group) for side in shape)
+
+
+def _outlined(recipe: Recipe, source: Source) -> Source:
+    """The model that is quantized, as far as headers tell: with an output head of its own where it is rotated."""
+    if recipe.rotate is None or rotation_problems(recipe, source):
+        return source
+    stored, names = rotate.outline(source)
+    return replace(source, stored=stored, names=names)
+
+
+def _assigned(recipe: Recipe, source: Source) -> dict[Key, QuantMethod]:
+    """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantizers`)."""
+    other = getattr(recipe.method, "other", None)
+    if other is None:
+        return {}
+    assigned: dict[Key, QuantMethod] = {}
+    methods: dict[str, QuantMethod] = {}
+    for group in (group for block in source.blocks for group in block):
+        choice = other(group.name.rpartition(".")[2], group.layer, len(source.blocks), recipe.options)
+        if choice is not None:
+            scheme, options = choice
+            if repr(choice) not in methods:
+                module = SCHEMES.get(scheme)
+                methods[repr(choice)] = QuantMethod(module, module.Options(**options))
+            assigned[group.layer, group.name] = methods[repr(choice)]
+    return assigned
+
+
+def _decoder_groups(recipe: Recipe, source: Source) -> list[Group]:
+    """The decoder's groups without skipped layers. A group with a skipped layer cannot be smoothed any more."""
+    groups = []
+    for group in (group for block in source.blocks for group in block):
+        kept = tuple(linear for linear in group.linears if not skipped(recipe, linear))
+        if len(kept) == len(group.linears):
+            groups.append(group)
+        elif kept:
+            groups.append(replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1))
+    return groups
+
+
+def _schemes(method: QuantMethod, groups: Sequence[Group]) -> dict[str, Scheme]:
+    """Map the linear layers of groups to their number formats."""
+    return {linear: scheme for group in groups for linear in group.linears if (scheme := method.of(group).scheme)}
