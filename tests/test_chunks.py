@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from tests.kit.quant_data import inputs, statistics, weight
-from vlmcompress.blocks import solve
-from vlmcompress.calibration import entropy
+from vlmcompress.calibration import entropy, solve
 from vlmcompress.common import identity, json_files, tensor_files
 from vlmcompress.evaluation import paired
-from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, round_to_nearest
+from vlmcompress.numerics import NVFP4, Format, _fp4, _rounding, rotation, round_to_nearest
 from vlmcompress.quantizers import _descent, _joint_ranges, _ranges, awq, gptq
-from vlmcompress.rotation import rotation
 from vlmcompress.statistics import collect
 from vlmcompress.statistics import inputs as gram_matrices
 from vlmcompress.statistics.collect import Collector

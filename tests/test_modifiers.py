@@ -21,9 +21,9 @@ from transformers import AutoModelForImageTextToText
 
 from tests.kit import tiny
 from vlmcompress import models, modifiers
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_search
 from vlmcompress.calibration.gradient_pass import gradients
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import decoder_blocks

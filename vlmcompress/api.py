@@ -21,10 +21,6 @@ from pathlib import Path
 from vlmcompress import engines, models
 from vlmcompress.common import hub, workers
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.compression.calibrate import KINDS
-from vlmcompress.compression.calibrate import calibrate as _calibrate
-from vlmcompress.compression.inputs import Result
-from vlmcompress.compression.quantize import quantize as _quantize
 from vlmcompress.engines.base import Engine
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
 from vlmcompress.engines.local import Local
@@ -38,6 +34,10 @@ from vlmcompress.models import VLM
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.results import Results
+from vlmcompress.runs.calibrate import KINDS
+from vlmcompress.runs.calibrate import calibrate as _calibrate
+from vlmcompress.runs.inputs import Result
+from vlmcompress.runs.quantize import quantize as _quantize
 from vlmcompress.statistics.inputs import NEEDS
 
 __all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]

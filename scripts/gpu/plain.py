@@ -74,7 +74,7 @@ def block(place: Place) -> dict[str, Any]:
 
     from vlmcompress import models
     from vlmcompress.calibration.observe import Wanted, observe
-    from vlmcompress.compression.inputs import read_inputs
+    from vlmcompress.runs.inputs import read_inputs
     from vlmcompress.statistics.inputs import NEEDS
 
     source = shapes.model(place, SHAPE, "shallow", apart=True)
@@ -124,7 +124,7 @@ def solved(vlm: Any, groups: Any, stats: Any, scheme: str) -> float:
     import torch
 
     from vlmcompress import quantizers
-    from vlmcompress.blocks.solve import QuantMethod, solve_block
+    from vlmcompress.calibration.solve import QuantMethod, solve_block
 
     module = quantizers.REGISTRY.get(scheme)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -170,9 +170,9 @@ def run_stock(vlm, rows: list[dict], method: str, group: int) -> None:
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """Run the part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
-    from vlmcompress.blocks.solve import QuantMethod
-    from vlmcompress.blocks.store import BlockStore
-    from vlmcompress.compression.blocks import compress
+    from vlmcompress.calibration.block_store import BlockStore
+    from vlmcompress.calibration.solve import QuantMethod
+    from vlmcompress.runs.quantize_blocks import compress
 
     module = quantizers.REGISTRY.get(method)
     groups = models.resolve(vlm.model, vlm.spec)
@@ -204,8 +204,8 @@ def run_calibrate(vlm, rows: list[dict], gradients: bool) -> None:
     import torch
 
     from vlmcompress.calibration.gradient_pass import gradients as gradient_pass
-    from vlmcompress.compression.calibrate import collect
     from vlmcompress.models import decoder_blocks
+    from vlmcompress.runs.calibrate import collect
 
     class Nowhere:
         def has(self, _layer: int) -> bool:

@@ -40,11 +40,11 @@ from plant_outliers import drawn, most_visual, plant, write
 
 from vlmcompress import models
 from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.compression import calibrate
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.models import VLM
 from vlmcompress.recipe import resolve
+from vlmcompress.runs import calibrate
+from vlmcompress.runs.quantize import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "methods.json"

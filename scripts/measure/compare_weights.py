@@ -48,11 +48,11 @@ from weight_methods import chosen as chosen_methods
 from eval import english
 from vlmcompress import models
 from vlmcompress.commands._process import quiet_libraries
-from vlmcompress.compression import calibrate
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import Sample, bundled, encode, load_mixed
 from vlmcompress.models import VLM
 from vlmcompress.recipe import resolve
+from vlmcompress.runs import calibrate
+from vlmcompress.runs.quantize import quantize
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "weights.json"
 

@@ -53,10 +53,10 @@ def calibration(folder: Path) -> Path:
 
 def compress(source: Path, data: Path, out: Path, **keys: str) -> str | None:
     """Write one checkpoint and examine it; returns what went wrong, or None."""
-    from vlmcompress.compression.quantize import quantize
     from vlmcompress.diagnosis import files as doctor
     from vlmcompress.errors import UserError
     from vlmcompress.recipe import resolve
+    from vlmcompress.runs.quantize import quantize
 
     try:
         quantize(resolve({"model": str(source), "out": str(out), "calibrate": {"data": str(data)}} | keys).recipe)

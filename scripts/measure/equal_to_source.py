@@ -32,10 +32,10 @@ TOKENS = 16
 
 def ours(source: Path, out: Path) -> str:
     """Write the unquantized checkpoint; return how, in words."""
-    from vlmcompress.compression.quantize import quantize
     from vlmcompress.engines.vllm import plugin
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import parse
+    from vlmcompress.runs.quantize import quantize
 
     (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
     if plugin.refusal(architecture, parse("uniform:1.0")) is None:

@@ -12,14 +12,14 @@ from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.behind_reducer import decoder, reduced
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import encode, load_samples
 from vlmcompress.data.encode import ANSWER, VISION
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import attach
 from vlmcompress.recipe import resolve
 from vlmcompress.recipe.reducer import parse
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
 
 
 @pytest.fixture(scope="module")

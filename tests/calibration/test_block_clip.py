@@ -10,11 +10,9 @@ import torch
 
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_clip, block_inputs
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.registry import SCHEMES
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import encode, load_samples
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
@@ -22,6 +20,8 @@ from vlmcompress.models import decoder_blocks
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.quantizers import qvlm
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
 
 FAMILIES = (
     "llava",

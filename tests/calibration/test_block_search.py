@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.kit.spread import uneven
 from vlmcompress import models
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_search
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
 from vlmcompress.quantizers import awq, mbq

@@ -13,10 +13,10 @@ from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.entropy import cluster_entropy, conditional_entropy
 from vlmcompress.calibration.float_products import float_products
-from vlmcompress.compression.calibrate import calibrate, collect
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.calibrate import calibrate, collect
 
 SAMPLES = 12
 """Enough for more tokens that differ than there are clusters: with fewer, how equal tokens are shared out is chance."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.kit.pictures import picture
 from tests.kit.spread import uneven
 from vlmcompress import models
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import block_search, finalists
 from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.data import Sample, encode
 from vlmcompress.models import decoder_blocks
 from vlmcompress.numerics import fake_quantize, find_params

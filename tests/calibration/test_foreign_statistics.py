@@ -19,11 +19,11 @@ from vlmcompress import cli, models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands import _process as terminal
 from vlmcompress.commands.calibrate import STATISTICS
-from vlmcompress.compression.calibrate import KINDS, calibrate, gram_bytes, needed
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import Recipe, resolve
+from vlmcompress.runs.calibrate import KINDS, calibrate, gram_bytes, needed
+from vlmcompress.runs.quantize import quantize
 from vlmcompress.statistics.collect import Collector
 
 

@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 
 from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
-from vlmcompress.blocks.solve import QuantMethod, apply, solve_block
-from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.block_store import BlockStore
+from vlmcompress.calibration.solve import QuantMethod, apply, solve_block
 from vlmcompress.commands import _process as terminal
-from vlmcompress.compression import inputs
-from vlmcompress.compression.blocks import solve_blocks
-from vlmcompress.compression.calibrate import calibrate, collect
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import encode, load_samples
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
+from vlmcompress.runs import inputs
+from vlmcompress.runs.calibrate import calibrate, collect
+from vlmcompress.runs.quantize import quantize
+from vlmcompress.runs.quantize_blocks import solve_blocks
 from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import GroupStats
 

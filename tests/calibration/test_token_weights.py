@@ -9,8 +9,8 @@ import torch
 
 from tests.kit.pictures import picture
 from vlmcompress import quantizers
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.token_weights import token_weights
 from vlmcompress.data import Sample, encode
 from vlmcompress.models import VLM, decoder_blocks, decoder_layers

@@ -17,13 +17,13 @@ from tests.kit.engine import asked
 from vlmcompress import models
 from vlmcompress.calibration import tower_attention
 from vlmcompress.checkpoint import vision_scales
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import encode, load_samples
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.engines.vllm.serve import flags, remarks
 from vlmcompress.errors import UserError
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 ABLE = ("qwen2-5-vl", "qwen3-vl")
 
@@ -119,7 +119,7 @@ def test_the_checkpoint_has_the_file(source, data, tmp_path, scheme):
 
 
 def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path):
-    from vlmcompress.compression.calibrate import calibrate
+    from vlmcompress.runs.calibrate import calibrate
 
     base = {"model": str(source), "scheme": "awq", "calibrate": {"data": str(data)}}
     calibrate(resolve(base | {"out": str(tmp_path / "stats")}).recipe)

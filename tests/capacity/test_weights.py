@@ -12,10 +12,10 @@ from vlmcompress.capacity import model, weights
 from vlmcompress.capacity.model import open_model
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common.registry import SCHEMES
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.errors import UserError
 from vlmcompress.models import tensor_headers
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 pytestmark = pytest.mark.representatives
 

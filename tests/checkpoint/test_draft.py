@@ -18,11 +18,11 @@ from tests.kit.engine import asked
 from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.checkpoint.convert import convert
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis.files import diagnose
 from vlmcompress.errors import UserError
 from vlmcompress.planning.findings import findings
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 KEY = "mtp_num_hidden_layers"
 SCHEMES = {"awq": "w4-symmetric", "gptq": "w4-symmetric", "gptq-v2": "w4-symmetric", "modelopt": "fp8"}

@@ -15,10 +15,10 @@ from tests.kit import calibration_rows, tiny
 from tests.kit.inputs import encode
 from tests.kit.next_steps import follow
 from vlmcompress import cli
-from vlmcompress.compression import learn_reducer
 from vlmcompress.data import load_samples
 from vlmcompress.hf_hooks import attach, attach_carried, scorer_file
 from vlmcompress.models import load
+from vlmcompress.runs import learn_reducer
 
 FEW = ("--steps", 12, "--every", 4, "--batch", 4, "--hidden", 8, "--lr", 0.01)
 

@@ -14,13 +14,13 @@ from tests.kit.next_steps import follow
 from tests.kit.recovering import divergence
 from vlmcompress import cli
 from vlmcompress.calibration import distillation
-from vlmcompress.compression.recover import Asked, recover
 from vlmcompress.data import encode, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import attach, scorer_file
 from vlmcompress.models import load
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.reducers import learned
+from vlmcompress.runs.recover import Asked, recover
 
 FEW = ("--steps", 4, "--every", 2, "--batch", 2)
 

@@ -11,13 +11,13 @@ from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.commands import calibrate as verb
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.inputs import read_inputs
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import data_hash, load_mixed, load_samples
 from vlmcompress.errors import UserError
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.inputs import read_inputs
+from vlmcompress.runs.quantize import quantize
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
 from vlmcompress.checkpoint import manifest
 from vlmcompress.commands import _process as terminal
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
 from vlmcompress.report.charts import heatmap
+from vlmcompress.runs.quantize import quantize
 
 A, B = "model.language_model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"
 

@@ -16,12 +16,12 @@ from vlmcompress.calibration import statistics_folder
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.convert import convert
 from vlmcompress.commands import _process as terminal
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis.measured_errors import measure
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
 
 NEEDS = ("gram", "absmax", "absmean")
 

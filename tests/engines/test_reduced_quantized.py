@@ -17,12 +17,12 @@ import pytest
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.engines.vllm import conformance, plugin
 from vlmcompress.engines.vllm.conformance import _questions
 from vlmcompress.engines.vllm.conformance._reference import Reference
 from vlmcompress.recipe import resolve
 from vlmcompress.recipe.reducer import parse
+from vlmcompress.runs.quantize import quantize
 
 pytestmark = pytest.mark.engine
 SCHEMES = {"fp8": {}, "int8": {}, "awq": {"group_size": 32}, "gptq": {"group_size": 64}}

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tests.kit import rtn
 from tests.kit.engine import asked
 from tests.kit.tiny import build
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.engines.vllm import serve, speculation
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}

@@ -22,8 +22,8 @@ from pathlib import Path
 from tests.kit.places import ROOT
 
 OURS = (
-    *("vlmcompress.commands.quantize", "vlmcompress.commands.calibrate", "vlmcompress.compression.quantize"),
-    *("vlmcompress.compression.recover", "vlmcompress.compression.learn_reducer"),
+    *("vlmcompress.commands.quantize", "vlmcompress.commands.calibrate", "vlmcompress.runs.quantize"),
+    *("vlmcompress.runs.recover", "vlmcompress.runs.learn_reducer"),
     *(
         "vlmcompress.evaluation.ask",
         "transformers.models.auto.modeling_auto",

@@ -11,7 +11,7 @@ from vlmcompress.calibration import distillation
 from vlmcompress.data import encode, load_samples
 from vlmcompress.hf_hooks import attach_carried
 from vlmcompress.models import load
-from vlmcompress.recovery import objective
+from vlmcompress.runs import objective
 
 
 def divergence(source, folder, data, seed=0) -> float:

@@ -13,9 +13,9 @@ from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
 from vlmcompress import cli, models
 from vlmcompress.checkpoint import manifest
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.engines.vllm.conformance import _names
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 SPELLINGS = ["hub", "transformers", "memory"]

@@ -13,10 +13,10 @@ from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common.tensor_files import read_tensor
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis.files import diagnose
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 MIXTURES = ("qwen3-vl-moe", "qwen3-5-moe")
 

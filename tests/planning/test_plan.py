@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tests.kit import tiny
 from vlmcompress.checkpoint import sizes as estimate
 from vlmcompress.common.tensor_files import Spec
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
@@ -26,6 +25,7 @@ from vlmcompress.planning.findings import findings
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 
 @pytest.fixture(scope="module")

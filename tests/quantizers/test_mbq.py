@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kit.quant_data import MBQ, WIDTH, collected, inputs, losses, tokens, weight
-from vlmcompress.blocks.solve import QuantMethod
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.numerics import fake_quantize, find_params, round_to_nearest
 from vlmcompress.quantizers import mbq, smooth, solve
 from vlmcompress.statistics.balance import Sensitivity

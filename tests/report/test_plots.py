@@ -19,13 +19,13 @@ from PIL import ImageFont
 
 from tests.kit.made_results import comparison, make_results
 from vlmcompress.commands import sweep as verb
-from vlmcompress.compression.sweep import Point, Sweep
 from vlmcompress.report import page, search_page
 from vlmcompress.report.charts import curves, pareto
 from vlmcompress.report.charts.front import front
 from vlmcompress.report.charts.labels import Box, Name, place, width
 from vlmcompress.report.charts.plot import HALF, PAGE, PHONE, Frame
 from vlmcompress.report.charts.tradeoff import LOOKS, tradeoff
+from vlmcompress.runs.sweep import Point, Sweep
 from vlmcompress.search.outcome import mark
 
 ROOT = Path(__file__).parents[2]

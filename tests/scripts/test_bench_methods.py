@@ -11,12 +11,12 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import Sample, bundled, encode, load_samples
 from vlmcompress.engines import get
 from vlmcompress.engines.base import Request, Settings
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.quantize import quantize
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import methods_table

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from tests.kit import tiny
 from tests.kit.pictures import file_of, picture, refused
 from vlmcompress import cli, models
-from vlmcompress.blocks.solve import QuantMethod, solve_block
-from vlmcompress.blocks.store import BlockStore
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.block_store import BlockStore
 from vlmcompress.calibration.gradient_pass import gradients
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.quantize import quantize
+from vlmcompress.calibration.solve import QuantMethod, solve_block
 from vlmcompress.data import encode, load_samples
 from vlmcompress.models import decoder_blocks
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
 from vlmcompress.statistics.gradients import Gradient, Gradients, sensitivities
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, models
 from vlmcompress.commands import _process as terminal
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.quantize import quantize
 from vlmcompress.data import bundled, encode, load_samples
 from vlmcompress.recipe import resolve
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
 from vlmcompress.statistics import kv_range
 from vlmcompress.statistics.balance import MODALITIES
 from vlmcompress.statistics.kv_range import BINS, KVRange

@@ -1,1 +1,1 @@
-"""Passes over a model that observe the inputs of its layers, and the folder of statistics that they write."""
+"""Capture the inputs of a model's decoder blocks, keep their statistics, and solve what each block becomes from them."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.block_inputs import Batch, record
 from vlmcompress.calibration.entropy import PAIRED, conditional_entropy
 from vlmcompress.calibration.observe import Wanted, observe
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import fake_quantize, find_params

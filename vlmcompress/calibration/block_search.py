@@ -28,8 +28,8 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.sequential import run_oneshot
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.models import VLM, Group

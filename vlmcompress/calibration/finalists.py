@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models, quantizers
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration.block_inputs import Batch
 from vlmcompress.calibration.float_products import widened
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common import distributed
 from vlmcompress.models import VLM, Group
 from vlmcompress.quantizers import awq

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.blocks.solve import QuantMethod
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.models import VLM, Group
 from vlmcompress.numerics import round_to_nearest

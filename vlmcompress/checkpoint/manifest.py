@@ -68,7 +68,7 @@ def build(
         allocation: how a budget of bits was shared out; None: one scheme for all groups.
         visual_tokens: tokens of a prompt with one typical image, before and after the reducer; None: there is no reducer,
             or its number of tokens is not known.
-        recovery: how the model was trained (`compression.recover`); None: it was not.
+        recovery: how the model was trained (`runs.recover`); None: it was not.
     """
     return {
         "schema_version": SCHEMA_VERSION,

@@ -29,7 +29,7 @@ from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size
 from vlmcompress.models import Source, Stream, Values, stream, untied
-from vlmcompress.rotation.rotation import Kind, Rotation
+from vlmcompress.numerics.rotation import Kind, Rotation
 
 RECORD = ".rotation.json"
 _HEADS = 1 << 12

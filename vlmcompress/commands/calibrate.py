@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Outcome:
     _refuse_foreign(given)
     recipe = resolve(given | {"scheme": "none"}).recipe
     asked: dict[str, Any] = {"needs": _needs(args.needs)} if args.needs else {}
-    from vlmcompress.compression.calibrate import calibrate, needed
+    from vlmcompress.runs.calibrate import calibrate, needed
 
     if args.readers:
         asked = {"needs": needed(args.readers.split(","))}

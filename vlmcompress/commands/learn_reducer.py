@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Outcome:
     keep = choose("learned", {"keep": yaml_files.parse(args.keep, "--keep")}, f"--keep {args.keep}").options.keep
     given = _flags.given(args)
     _refuse_foreign(given)
-    from vlmcompress.compression.learn_reducer import Asked, learn_reducer
+    from vlmcompress.runs.learn_reducer import Asked, learn_reducer
 
     values = {name: getattr(args, name) for name in DEFAULTS if name != "keep"}
     asked = Asked(keep, **values)  # type: ignore[arg-type]

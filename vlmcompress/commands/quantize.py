@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> Outcome:
         return _planned(resolved, given, args.recipe, args.overwrite)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")
-    from vlmcompress.compression.quantize import quantize
+    from vlmcompress.runs.quantize import quantize
 
     with closing(ProgressBar()) as progress:
         done = quantize(resolved.recipe, resume=args.resume, overwrite=args.overwrite, progress=progress)
@@ -81,8 +81,8 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, ove
         folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not plan.recipe.rotate:
         from vlmcompress.common.progress import silent
-        from vlmcompress.compression import allocate
         from vlmcompress.recipe import resolve
+        from vlmcompress.runs import allocate
 
         whole = resolve(given, file).recipe  # bits are shared out by the weights themselves
         plan = allocate.planned(make_plan(whole), progress=silent)

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> Outcome:
     given = _flags.given(args)
     _refuse_foreign(given)
     teacher = _teacher(args.teacher, names, given)
-    from vlmcompress.compression.recover import Asked, recover
-    from vlmcompress.compression.recover_scales import recover_scales
+    from vlmcompress.runs.recover import Asked, recover
+    from vlmcompress.runs.recover_scales import recover_scales
 
     asked = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
     given["calibrate"] = {"samples": asked.samples} | given.get("calibrate", {})

@@ -18,7 +18,7 @@ from vlmcompress.common.text import parse_size, size, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
-    from vlmcompress.compression.sweep import Point, Sweep
+    from vlmcompress.runs.sweep import Point, Sweep
 
 GROUP = "compress"
 PLACE = 24
@@ -61,8 +61,8 @@ def options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Score the settings, choose one, write what is asked for."""
     _check(args)
-    from vlmcompress.compression import sweep
     from vlmcompress.recipe import resolve
+    from vlmcompress.runs import sweep
 
     given = _flags.given(args)
     if foreign := [key for key in given if key in ("scheme", "options", "bits")]:

@@ -34,10 +34,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Learn the thresholds and write them."""
     from vlmcompress import hf_hooks, models
-    from vlmcompress.compression.inputs import read_inputs
     from vlmcompress.hf_hooks import learning, threshold_file
     from vlmcompress.recipe import resolve
     from vlmcompress.recipe.reducer import parse
+    from vlmcompress.runs.inputs import read_inputs
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():

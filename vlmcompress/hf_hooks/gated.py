@@ -1,4 +1,4 @@
-"""Attach a scorer in training: all tokens stay, and attention weighs each by its gate (`recovery.gating`).
+"""Attach a scorer in training: all tokens stay, and attention weighs each by its gate (`hf_hooks.gating`).
 
 Hiding a token from attention is the same as dropping it, as kept tokens keep their positions, where the decoder is of attention
 alone. So the scorer is trained on what will be served.
@@ -17,10 +17,10 @@ from transformers import AttentionInterface
 
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks._attach import Attachment
+from vlmcompress.hf_hooks.gating import attend
 from vlmcompress.hf_hooks.slots import Slots
 from vlmcompress.hf_hooks.units import Unit
 from vlmcompress.models import VLM
-from vlmcompress.recovery.gating import attend
 from vlmcompress.reducers import REGISTRY, Grid
 
 Gate = Callable[[Tensor, Grid], Tensor]

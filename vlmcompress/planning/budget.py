@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmcompress import targets
 from vlmcompress.allocation import Key
-from vlmcompress.blocks.solve import QuantMethod
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.common.text import parse_size, size

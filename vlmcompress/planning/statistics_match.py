@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from vlmcompress.blocks.solve import QuantMethod
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics, short, weights_hash
 from vlmcompress.common import identity
 from vlmcompress.data import data_hash, load_samples

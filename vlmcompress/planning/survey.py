@@ -13,8 +13,8 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.allocation import Key
-from vlmcompress.blocks.solve import QuantMethod
 from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
 from vlmcompress.checkpoint import rotate, sizes
 from vlmcompress.checkpoint.layer_targets import layers_of

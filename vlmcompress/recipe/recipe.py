@@ -82,8 +82,8 @@ class Recipe(_Frozen):
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
         vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
-        rotate: the kind of orthogonal matrix (`vlmcompress.rotation`) by which the decoder's hidden states are rotated before
-            anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
+        rotate: the kind of orthogonal matrix (`vlmcompress.numerics.rotation`) by which the decoder's hidden states are rotated
+            before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
         trust_remote_code: run Python code that the model's folder brings along.

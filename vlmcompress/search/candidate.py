@@ -16,7 +16,7 @@ AS_IT_IS = "as it is"
 class Choice:
     """One way to change a model: `name` for people, and the recipe `keys` that ask for it.
 
-    `recover`: whether the model is trained behind its reducer first (`compression.recover`).
+    `recover`: whether the model is trained behind its reducer first (`runs.recover`).
     """
 
     name: str

@@ -14,13 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import engines
-from vlmcompress.blocks.solve import QuantMethod
+from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.compression.calibrate import calibrate
-from vlmcompress.compression.quantize import quantize
-from vlmcompress.compression.recover import Asked as Recovery
-from vlmcompress.compression.recover import recover
 from vlmcompress.engines.base import Settings
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.accuracy import FIRST_TOKENS
@@ -28,6 +24,10 @@ from vlmcompress.evaluation.ask import Asked, ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.results import sides
+from vlmcompress.runs.calibrate import calibrate
+from vlmcompress.runs.quantize import quantize
+from vlmcompress.runs.recover import Asked as Recovery
+from vlmcompress.runs.recover import recover
 from vlmcompress.search.candidate import Candidate, digest
 from vlmcompress.statistics.inputs import NEEDS
 

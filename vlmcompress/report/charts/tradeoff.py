@@ -12,7 +12,7 @@ from vlmcompress.report.charts.plot import PAGE, Dot, Frame, Plot, mark
 from vlmcompress.report.charts.svg import element, linear, logarithmic
 
 if TYPE_CHECKING:
-    from vlmcompress.compression.sweep import Point
+    from vlmcompress.runs.sweep import Point
 
 LOOKS = {  # colour and shape of each scheme: readers who do not tell the colours apart have the shapes
     "rtn": ("#8a8a8a", "circle"),

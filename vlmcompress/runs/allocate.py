@@ -1,0 +1,221 @@
+"""Spend the budget that a recipe's `bits` gives: choose a method for each group of layers, from a plan and statistics.
+
+Errors are predicted by `calibration.predict`; a rule of `vlmcompress.allocation` chooses the width of each group.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress.allocation import Candidate, Key
+from vlmcompress.calibration import statistics_folder
+from vlmcompress.calibration.predict import ROWS, Predictor
+from vlmcompress.calibration.solve import QuantMethod
+from vlmcompress.calibration.statistics_folder import Statistics
+from vlmcompress.common import folders, tensor_files
+from vlmcompress.common.block_files import BlockFiles
+from vlmcompress.common.messages import note
+from vlmcompress.common.progress import Progress
+from vlmcompress.common.registry import RULES
+from vlmcompress.errors import UserError
+from vlmcompress.models import Group, Source
+from vlmcompress.planning import statistics_match
+from vlmcompress.planning.plan import Plan, make_plan
+from vlmcompress.planning.survey import Allocation
+from vlmcompress.runs.calibrate import calibrate
+
+Read = Callable[[str], Tensor]
+"""A function from a linear layer's memory name to its weight `[out, in]`."""
+
+
+def planned(work: Plan, *, resume: bool = False, progress: Progress) -> Plan:
+    """Share out the plan's budget, from its statistics or from some that are first collected beside OUT.
+
+    Args:
+        work: a plan that has `budget`.
+        resume: go on collecting where an interrupted run stopped.
+    """
+    statistics = work.statistics or _collected(work, resume, progress)
+    others, facts = decide(work, statistics, reader(work.source), progress)
+    assert work.budget is not None
+    return make_plan(work.recipe, source=work.source, allocation=Allocation(work.budget, others, facts))
+
+
+def hand_over(out: Path, store: BlockFiles) -> None:
+    """Give a store the gradients of statistics that were collected for an allocation, so that no second pass collects them."""
+
+    folder = _folder(out)
+    known = (
+        statistics_folder.read(folder).facts.get("gradients") if (folder / statistics_folder.NAME).is_file() else None
+    )
+    if known and store.noted("gradients") is None:
+        store.note("gradients", known)
+
+
+def clean(out: Path) -> None:
+    """Remove the statistics that were collected for an allocation."""
+    shutil.rmtree(_folder(out), ignore_errors=True)
+
+
+def decide(
+    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS
+) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
+    """Choose a method for each group, and describe the choice for the manifest.
+
+    Args:
+        work: a plan that has `budget`.
+        statistics: statistics of the model, with Gram matrices.
+        read: reads the weight of a linear layer.
+        progress: called with (label, done, total).
+        rows: number of rows of a group that errors are predicted on.
+    """
+    given, bits = work.budget, work.recipe.bits
+    assert given is not None and bits is not None
+    rule = RULES.get(bits.by)
+    if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
+        remedy = statistics_match.remedy(statistics, lacking)
+        raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
+    if bits.by == "error" and "gradients" not in statistics.facts:
+        note(blind(statistics))
+    errors = predicted(work, statistics, read, progress, rows)
+    order = {key: list(own) for key, own in given.sizes.items()}
+    candidates = {
+        key: [Candidate(given.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
+    }
+    try:
+        chosen = rule.decide(candidates, given.nbytes, statistics.facts)
+    except ValueError as error:
+        raise UserError(f"bits.by {bits.by}: {error}") from error
+    picked = {key: order[key][index] for key, index in chosen.items()}
+    unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
+    groups = [group for block in work.blocks for group in block]
+    others = {(group.layer, group.name): given.widths[picked[group.layer, group.unit]] for group in groups}
+    return others, _facts(work, picked, errors, unit)
+
+
+def blind(statistics: Statistics) -> str:
+    """Say for people what statistics without gradients make of an allocation, why they have none, and what to do."""
+    if statistics.facts["calibration"]["tokens"]["answer"]:
+        why = f"statistics {statistics.folder} hold no gradients"
+        do = f"{statistics_match.remedy(statistics, ['gradient'])}, or take one width for all"
+    else:
+        why, do = "no calibration sample has an answer", "give samples with answers"
+    return (
+        f"{why}, so bits are shared out by relative output errors, which on a real language model lost to one width for all; "
+        f"{do}"
+    )
+
+
+def predicted(
+    work: Plan, statistics: Statistics, read: Read, progress: Progress, rows: int = ROWS, balance: Any = None
+) -> dict[Key, dict[str, float]]:
+    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow.
+
+    Args:
+        balance: balance that weighs the modalities where there are no gradients to do so; None: the recipe's.
+    """
+    assert work.budget is not None
+    balance = balance or work.recipe.options.balance or "off"
+    found: dict[Key, dict[str, float]] = {}
+    for layer, groups in enumerate(work.blocks):
+        stats = statistics.load(layer)[0] if groups else {}
+        for group in groups:
+            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, read, balance, rows)
+            sums = found.setdefault((layer, group.unit), {})
+            for name, method in sorted(work.budget.widths.items(), key=_balance):  # as predictors want it
+                if name in work.budget.sizes[layer, group.unit]:
+                    error = scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
+                    sums[name] = sums.get(name, 0.0) + error
+        progress("predicting", layer + 1, len(work.blocks))
+    return found
+
+
+def predictor_of(
+    group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any, rows: int
+) -> tuple[Predictor, float]:
+    """The predictor of a group's errors, and the factor that makes them nats per answer token, where gradients are known.
+
+    The gradients are of the mean loss of a sample's k answer tokens; the Fisher information of a mean is 1/k of theirs, k^2 of
+    which the squares hold only once: hence k = answers / samples. Another 1 / samples makes the sum over all a mean.
+    """
+    weights = [read(name) for name in group.linears]
+    gradients = statistics.facts.get("gradients")
+    if gradients is None:
+        return Predictor(weights, stats, balance="off" if balance in ("auto", "mbq") else balance, rows=rows), 1.0
+    squares = [gradients["blocks"][group.layer][name]["square"] for name in group.linears]
+    scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
+    return Predictor(weights, stats, squares, rows=rows, scale_dtype=weights[0].dtype), scale
+
+
+def smooths(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether the op before a group can take a smoothing scale, as `calibration.solve` decides it."""
+    if group.smooth is None:
+        return False
+    return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)
+
+
+def reader(source: Source) -> Read:
+    """Make a function that reads weights from the checkpoint's files."""
+    return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
+
+
+def _facts(work: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
+    given, bits = work.budget, work.recipe.bits
+    assert given is not None and bits is not None
+    nbytes = sum(given.sizes[key][name] for key, name in picked.items())
+    everywhere = [name for name in given.widths if all(name in own for own in given.sizes.values())]
+    uniform = {
+        name: {
+            "bits": round(given.bits(sum(own[name] for own in given.sizes.values())), 4),
+            "predicted": sum(own[name] for own in errors.values()),
+        }
+        for name in everywhere
+    }
+    return {
+        **bits.model_dump(exclude_none=True, mode="json"),
+        "among": list(given.widths),
+        "bits": round(given.bits(nbytes), 4),
+        "bytes": nbytes,
+        "unit": unit,
+        "predicted": sum(errors[key][name] for key, name in picked.items()),
+        "uniform": uniform,
+        "groups": [
+            {"block": key[0], "group": key[1], "width": picked[key], "predicted": dict(errors[key])}
+            for key in sorted(picked)
+        ],
+    }
+
+
+def _balance(width: tuple[str, QuantMethod]) -> str:
+    """What widths are sorted by: those without a balance first."""
+    return str(width[1].options.balance or "")
+
+
+def _folder(out: Path) -> Path:
+    return folders.beside(out, "statistics")
+
+
+def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
+    """Collect the statistics that an allocation needs, in a hidden sibling of OUT."""
+
+    recipe = work.recipe
+    assert recipe.out is not None and recipe.bits is not None and work.budget is not None
+    folder = _folder(recipe.out)
+    if resume and (folder / statistics_folder.NAME).is_file():
+        found = statistics_folder.read(folder)
+        if not statistics_match.problems(found, recipe, work.method, work.blocks):
+            statistics_match.verify(found, recipe)
+            return found
+    methods = [work.method, *work.budget.widths.values()]
+    needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs.statistics for method in methods))
+    own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
+    with torch.inference_mode(False):
+        read = work.source.path if recipe.rotate else None
+        calibrate(own, needs=needs, likes={"gradient"}, read=read, resume=resume, overwrite=True, progress=progress)
+    return statistics_folder.read(folder)

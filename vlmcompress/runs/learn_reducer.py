@@ -1,0 +1,305 @@
+"""Train the scorer of the reducer `learned` on calibration images, by what the model says with all visual tokens.
+
+The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
+recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`hf_hooks.gating`). The
+held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
+are taken. Workers of a team (`common.distributed`) share out the samples, and the first one writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.calibration import distillation
+from vlmcompress.common import distributed, folders, hub, identity
+from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, timed_phases
+from vlmcompress.data import Sample, data_hash
+from vlmcompress.data.encode import Encoded
+from vlmcompress.errors import UserError
+from vlmcompress.hf_hooks import gating, refusal, scorer_file
+from vlmcompress.hf_hooks.gated import Gate, Gated
+from vlmcompress.models import VLM
+from vlmcompress.planning.calibration_data import data_source
+from vlmcompress.recipe import Recipe
+from vlmcompress.reducers import REGISTRY, Grid, Signals, learned, reduce, too_small
+from vlmcompress.runs import objective, teacher_cache
+from vlmcompress.runs.recovery_files import RecoveryFiles
+from vlmcompress.runs.teacher_cache import LEAST_HELD_OUT, Data
+from vlmcompress.runs.train_loop import Course, Settings, train
+
+MEASURED = 64
+"""Samples that mean and spread of the channels are measured on."""
+TEMPERATURES = (0.5, 0.3)
+"""Of the soft selection, at the first and at the last step, in units of the spread of an image's worths."""
+NOISE = 0.3
+"""Standard deviation of what is added to worths where training chooses, in the same units."""
+SPREAD, MOST = 2.25, 0.9
+"""Shares are drawn between a `SPREAD`th of `keep` and so many times it, at most `MOST`, evenly in their logarithm: trained
+at one share alone, a scorer orders tokens well at that threshold only."""
+PATIENCE, DIVERGED = 6, 4.0
+COMPARED = ("uniform", "coverage")
+"""Reducers that the outcome names beside it, as they need no training."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a scorer is trained: the flags of the verb. UserError for a value that is not right."""
+
+    keep: float = 0.25
+    steps: int = 600
+    batch: int = 16
+    lr: float = 1e-3
+    every: int = 50
+    hidden: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep < 1:
+            raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
+        for name in ("steps", "batch", "every", "hidden"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; it should be at least 1")
+        if self.hidden > scorer_file.MOST_HIDDEN:
+            raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
+        if not 0 < self.lr < 1:
+            raise UserError(f"--lr is {self.lr:g}; it should be above 0 and below 1, such as 1e-3")
+
+    @property
+    def samples(self) -> int:
+        """As many samples as are seen once each, with those that are held out."""
+        seen = self.steps * self.batch
+        return seen + max(LEAST_HELD_OUT, -(-seen // 9))
+
+
+def learn_reducer(
+    recipe: Recipe, asked: Asked, *, resume: bool = False, overwrite: bool = False, progress: Progress = silent
+) -> dict[str, Any]:
+    """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts that it holds.
+
+    Args:
+        recipe: resolved recipe of scheme `none`; its model, data and seed are used.
+        asked: how it is trained.
+        resume: go on after an interrupted run with the same settings.
+        overwrite: replace an existing file.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: bad input, or nothing was learnt; nothing was written.
+    """
+    out = recipe.out
+    assert out is not None, "a scorer has a file"
+    with timed_phases(), folders.claimed(out, functools.partial(_refuse, recipe, out, overwrite)):
+        source = data_source(recipe, recipe.model, "learn-reducer")
+        assert source is not None
+        with phase("loading"):
+            samples = teacher_cache.read(source, recipe)
+            settings = _settings(recipe, asked, samples)
+        with distributed.process_group():
+            taught = teacher_cache.lesson(
+                recipe, recipe.model, source, samples, settings, resume=resume, progress=progress
+            )
+            vlm, files, data = taught.vlm, taught.files, taught.data
+            vlm.model.requires_grad_(False)
+            with phase("training"), torch.inference_mode(False):
+                batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+                course, best, others = _Training(vlm, asked, recipe.seed, files, batches, data.held_out).run(progress)
+            distributed.raise_any(None if best else _nothing(course))
+        facts = _facts(recipe, asked, vlm, course, data, taught.origin, others)
+        if distributed.is_main():
+            scorer_file.save(out, best, facts)
+            files.remove()
+        return facts | {"timing": phase_seconds()}
+
+
+class _Training:
+    """A run: the model with gates on its visual tokens, and the scorer's tensors."""
+
+    def __init__(
+        self, vlm: VLM, asked: Asked, seed: int, files: RecoveryFiles, batches: Encoded, held_out: int
+    ) -> None:
+        self.vlm, self.asked, self.seed, self.files, self.batches = vlm, asked, seed, files, batches
+        self.first = len(batches) - held_out
+        self.gated = Gated(vlm)
+        self.step = 0
+        self.weights: dict[str, Tensor] = {}
+
+    def run(self, progress: Progress) -> tuple[Course, dict[str, Tensor], dict[str, float]]:
+        """Train; return how it went, the best tensors, and the held-out divergence behind the reducers `COMPARED`."""
+        asked = self.asked
+        with self.gated:
+            mean, spread = self._spread()
+            start = learned.initial(mean, spread, asked.hidden, self.seed)
+            self.weights = {name: value.to(self.vlm.model.device) for name, value in start.items()}
+            trained = {
+                name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
+            }
+            others = {name: self._measured(_chosen_by(name, asked.keep)) for name in COMPARED}
+            course, best = train(
+                trained,
+                self.first,
+                Settings(asked.steps, asked.batch, asked.lr, asked.every, self.seed, PATIENCE, DIVERGED),
+                backward=self._backward,
+                held_out=lambda: self._measured(self._hard),
+                changed=self._changed,
+                store=self.files,
+                progress=lambda label, done, total: progress("training the scorer", done, total),
+            )
+        fixed = {name: self.weights[name] for name in learned.FIXED} if best else {}
+        return course, best | fixed, others
+
+    def _changed(self, step: int) -> None:
+        self.step = step
+
+    def _loss(self, index: int, gate: Gate) -> Tensor:
+        self.gated.gate = gate
+        return objective.divergence(self.files.targets(index), distillation.gated_logits(self.vlm, self.batches[index]))
+
+    def _backward(self, index: int, factor: float) -> float:
+        """Add a sample's gradient, with a share and noise that its number, the step and the seed decide."""
+        # Of whole numbers Python's hash is the same in every process: only those of texts and bytes are salted.
+        random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
+        first, last = TEMPERATURES
+        temperature = first * (last / first) ** (self.step / self.asked.steps)
+        power = 2 * float(torch.rand((), generator=random)) - 1
+        share = min(MOST, self.asked.keep * SPREAD**power)
+
+        def soft(features: Tensor, grid: Grid) -> Tensor:
+            values = gating.standard(learned.worth(self.weights, features, grid))
+            noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
+            best, cover = self._chosen(values.detach() + noise, features, grid, share)
+            return gating.gates(values, best, temperature).index_fill(0, cover, 1.0)
+
+        with torch.enable_grad():
+            found = self._loss(index, soft)
+            if found.requires_grad:  # a sample of text alone has no gates
+                (found * factor).backward()
+        return float(found.detach())
+
+    def _hard(self, features: Tensor, grid: Grid) -> Tensor:
+        values = learned.worth(self.weights, features, grid)
+        kept = torch.cat(self._chosen(values, features, grid, self.asked.keep))
+        return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+
+    def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
+        """The tokens that are kept for their worth, and those that cover the image beside them."""
+        options = learned.Options(keep=keep)
+        return learned.choose(values, features, learned.budget(grid, options), options.cover)
+
+    @torch.no_grad()
+    def _measured(self, gate: Gate) -> float:
+        """The mean divergence of the held-out samples that have images, in nats."""
+        shown = list(self._shown(distributed.shard(range(self.first, len(self.batches)))))
+        return distributed.all_sum_float(
+            sum(float(self._loss(index, gate)) for index in shown)
+        ) / distributed.all_sum_float(len(shown))
+
+    @torch.no_grad()
+    def _spread(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the visual tokens of some samples, `[d]` each."""
+        rows: list[Tensor] = []
+        grids: set[Grid] = set()
+
+        def look(features: Tensor, grid: Grid) -> Tensor:
+            rows.append(features.float().cpu())
+            grids.add(grid)
+            return features.new_ones(len(features), dtype=torch.float32)
+
+        for index in itertools.islice(self._shown(range(self.first)), MEASURED):
+            self.gated.gate = look
+            distillation.gated_logits(self.vlm, self.batches[index])
+        if all(too_small(learned, grid, learned.Options(keep=self.asked.keep)) for grid in grids):
+            most = max(map(math.prod, grids))
+            raise UserError(
+                f"--keep {self.asked.keep:g} of these images, of at most {most} tokens, is no token, so they would be kept "
+                f"whole; give at least {1 / most:.2g}"
+            )
+        every = torch.cat(rows)
+        return every.mean(0), every.std(0, correction=0)
+
+    def _shown(self, indices: Iterable[int]) -> Iterator[int]:
+        """Those of the samples that have images."""
+        return (index for index in indices if "pixel_values" in self.batches[index])
+
+
+def _chosen_by(name: str, keep: float) -> Callable[[Tensor, Grid], Tensor]:
+    """Gates of what another reducer keeps."""
+    method = REGISTRY.get(name)
+
+    def gate(features: Tensor, grid: Grid) -> Tensor:
+        kept = reduce(method, Signals(grid, features=features), method.Options(keep=keep)).anchor
+        return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
+
+    return gate
+
+
+def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out} is to be a file of a scorer; give it a name that ends in .safetensors")
+    folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; give another name for the scorer's file")
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} is there already; choose another name, or add --overwrite")
+    if out.exists() and not scorer_file.is_scorer(out):
+        raise UserError(f"{out} is no scorer, so it is not ours to overwrite; choose another name")
+    if reason := refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
+        raise UserError(reason)
+
+
+def _settings(recipe: Recipe, asked: Asked, samples: list[Sample]) -> dict[str, Any]:
+    """All that decides a run, by names for messages."""
+    return {
+        **{f"--{name}": value for name, value in asdict(asked).items()},
+        "--seed": recipe.seed,
+        "calibrate.max_length": recipe.calibrate.max_length,
+        "samples with the hash": data_hash(samples),
+        "a model with the files": str(identity.source_identity(recipe.model)),
+        "versions": str(identity.versions()),
+    }
+
+
+def _nothing(course: Course) -> str:
+    why = f" ({course.ended})" if course.ended else ""
+    return (
+        f"nothing was learnt: no measurement was better than an untrained scorer{why}; give more data, or a lower --lr"
+    )
+
+
+def _facts(
+    recipe: Recipe,
+    asked: Asked,
+    vlm: VLM,
+    course: Course,
+    data: Data,
+    origin: dict[str, Any],
+    others: dict[str, float],
+) -> dict[str, Any]:
+    """What the file says of itself."""
+    return {
+        "model_type": vlm.model.config.model_type,
+        "source": hub.facts(recipe.model)["source"],
+        "width": vlm.model.config.get_text_config().hidden_size,
+        "hidden": asked.hidden,
+        "keep": asked.keep,
+        "training": asdict(asked) | {"seed": recipe.seed},
+        "samples": {
+            "source": origin["source"],
+            "trained_on": len(data.samples) - data.held_out,
+            "held_out": data.held_out,
+            "answers_of_the_teacher": data.written,
+        },
+        "held_out_kl": {"untrained": course.first, "learned": course.best, **others, "unit": "nats per answer token"},
+        "steps": course.step,
+        "best_step": course.best_step,
+        "ended": course.ended,
+        "created_by": identity.versions(),
+    }

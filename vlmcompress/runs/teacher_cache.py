@@ -1,0 +1,212 @@
+"""The samples of a training run: read, given the teacher's answers where they have none, and shown to the teacher.
+
+Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vlmcompress import models
+from vlmcompress.calibration import distillation
+from vlmcompress.calibration.devices import accelerator
+from vlmcompress.common import distributed, hub
+from vlmcompress.common.messages import note
+from vlmcompress.common.progress import Progress, phase
+from vlmcompress.data import Sample, load_samples, provenance
+from vlmcompress.data.encode import Encoded, encode_prompt
+from vlmcompress.data.provenance import notes
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.recipe import Recipe
+from vlmcompress.runs import objective
+from vlmcompress.runs.recovery_files import PART, RecoveryFiles
+
+FEWEST = 16
+"""Samples that a recovery needs."""
+HELD_OUT, LEAST_HELD_OUT = 0.1, 8
+"""Share of the samples that are held out, and the fewest."""
+ANSWER_TOKENS = 32
+"""Most tokens of an answer that the teacher writes where the data have none."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples that all have answers.
+
+    Attributes:
+        source: where they came from, for messages.
+        samples: those to train on, then the held-out ones.
+        held_out: how many of the last are not trained on.
+        written: how many answers the teacher wrote, as the data had none.
+    """
+
+    source: str | Path
+    samples: list[Sample]
+    held_out: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A teacher, the files of the run, and the samples that it was shown; `origin` describes these for the manifest."""
+
+    vlm: VLM
+    files: RecoveryFiles
+    data: Data
+    origin: dict[str, Any]
+
+
+def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+    """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
+
+    Questions about one image stay on one side, as what was learnt about an image would tell nothing about others. So that they
+    do, some more may be held out, but never over half of all.
+    """
+    groups = _by_images(samples)
+    wanted, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
+    for group in reversed(groups):
+        if len(chosen) < wanted and len(chosen) + len(group) <= max(wanted, len(samples) // 2):
+            chosen.update(group)
+    trained = [sample for number, sample in enumerate(samples) if number not in chosen]
+    return trained + [samples[number] for number in sorted(chosen)], len(chosen)
+
+
+def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
+    """Numbers of samples in groups that share no image, in the order of each group's last sample (union-find)."""
+    leader, first = list(range(len(samples))), dict[str, int]()
+
+    def root(number: int) -> int:
+        while leader[number] != number:
+            leader[number] = number = leader[leader[number]]
+        return number
+
+    for number, sample in enumerate(samples):
+        for image in sample.images:
+            seen = first.setdefault(hashlib.sha256(image.tobytes()).hexdigest(), number)
+            leader[root(number)] = root(seen)
+    groups: dict[int, list[int]] = {}
+    for number in range(len(samples)):
+        groups.setdefault(root(number), []).append(number)
+    return sorted(groups.values(), key=lambda group: group[-1])
+
+
+def read(source: str | Path, recipe: Recipe) -> list[Sample]:
+    """Read the samples that a recipe asks for. UserError: too few of them have images.
+
+    Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
+    """
+    samples = load_samples(hub.local(source, "dataset"), samples=recipe.calibrate.samples, seed=recipe.seed)
+    _enough(samples, source)
+    return samples
+
+
+def lesson(
+    recipe: Recipe,
+    teacher: Path,
+    source: str | Path,
+    samples: Sequence[Sample],
+    settings: Mapping[str, Any],
+    *,
+    resume: bool,
+    progress: Progress,
+) -> Lesson:
+    """Load the model of the folder `teacher`, and keep what it says to the samples in files beside `recipe.out`.
+
+    `settings`: all that decides the run, by names for messages; a run that goes on has to have the same.
+    """
+    assert recipe.out is not None, "what is trained has an output"
+    with phase("loading"), distributed.shared_errors():
+        files = RecoveryFiles(recipe.out, settings, resume)
+        vlm = models.load(teacher, trust_remote_code=recipe.trust_remote_code)
+        if device := accelerator():
+            vlm.model.to(device)  # type: ignore[arg-type]
+    with phase("teacher"):
+        data = _answered(vlm, samples, source, files, progress)
+        return Lesson(vlm, files, data, _taught(vlm, data, recipe, files, progress))
+
+
+def _answered(
+    vlm: VLM, samples: Sequence[Sample], source: str | Path, files: RecoveryFiles, progress: Progress
+) -> Data:
+    """Give each sample an answer, the teacher's own where it has none; one to which the teacher says nothing is left out."""
+    known = files.answers()
+    lacking = [sample for sample in samples if not (sample.answer or "").strip()]
+    turn = PART * distributed.world_size()
+    for start in range(0, len(lacking), turn):
+        with distributed.shared_errors():
+            for number, sample in enumerate(distributed.shard(lacking[start : start + turn]), start=1):
+                if sample.id not in known:
+                    known[sample.id] = distillation.greedy_answer(vlm, encode_prompt(sample, vlm), ANSWER_TOKENS)
+                progress("writing answers", min(start + number * distributed.world_size(), len(lacking)), len(lacking))
+            files.note_answers(known)
+    known = distributed.merge_dicts(known)
+    asked = {sample.id for sample in lacking}
+    every = [replace(one, answer=known[one.id]) if one.id in asked else one for one in samples]
+    kept = [sample for sample in every if (sample.answer or "").strip()]
+    if dropped := len(every) - len(kept):
+        note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
+    _enough(kept, source)
+    data = Data(source, *apart(kept), sum(sample.id in asked for sample in kept))
+    _shown(data)
+    return data
+
+
+def _taught(vlm: VLM, data: Data, recipe: Recipe, files: RecoveryFiles, progress: Progress) -> dict[str, Any]:
+    """Keep what the teacher says to all samples, and return the manifest's description of the data."""
+    batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
+    parts = range(-(-len(batches) // PART))
+    for start in range(0, len(parts), distributed.world_size()):
+        with distributed.shared_errors():
+            for part in distributed.shard(parts[start : start + distributed.world_size()]):
+                if not files.has_part(part):
+                    files.save_part(part, _said(vlm, data, batches, part, progress))
+    more = {"seed": recipe.seed, "processor": vlm.processor}
+    origin = provenance(data.samples, batches, hub.local(data.source, "dataset"), **more)
+    for line in notes(origin):
+        note(line)
+    return origin
+
+
+def _said(vlm: VLM, data: Data, batches: Encoded, part: int, progress: Progress) -> dict[int, dict[str, Tensor]]:
+    """What is kept of the teacher for the samples of a part, by their numbers."""
+    found = {}
+    for index in range(part * PART, min((part + 1) * PART, len(batches))):
+        if not distillation.answer_tokens(batches[index])[1]:
+            raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
+        found[index] = objective.targets(distillation.teacher_logits(vlm, batches[index]))
+        if found[index]["logs"].isnan().any():
+            raise UserError(
+                f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
+                "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
+            )
+        progress("asking the teacher", index + 1, len(batches))
+    return found
+
+
+def _enough(samples: Sequence[Sample], source: str | Path) -> None:
+    shown = sum(bool(sample.images) for sample in samples)
+    if not shown:
+        raise UserError(f"{source} has no images; training needs questions about images")
+    if shown < FEWEST:
+        raise UserError(
+            f"{source} gives {shown} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
+            "held out, and hundreds to be of use"
+        )
+
+
+def _shown(data: Data) -> None:
+    """Raise UserError where all samples with images are on one side: trained on, or held out."""
+    cut = len(data.samples) - data.held_out
+    for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
+        if not any(sample.images for sample in samples):
+            raise UserError(
+                f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
+                "or another --seed, which decides who is held out"
+            )

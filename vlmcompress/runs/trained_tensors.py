@@ -1,0 +1,161 @@
+"""The tensors that a recovery trains, in float32, and their way into the model and back.
+
+A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
+gets it rounded. Linear layers of the language model have adapters (`runs.lora`) and stay as they are until these are
+merged. Scales of quantized layers (`runs.coded_linear`) have the logarithm of what they are multiplied by for a master.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.errors import UserError
+from vlmcompress.models import VLM
+from vlmcompress.runs import coded_linear, lora
+
+PARTS = {
+    "projector": "projector",
+    "norms": "norms of the language model",
+    "lora": "adapters of the language model",
+    "tower": "vision tower",
+    "scales": "scales of quantized layers",
+}
+"""What can be trained -> in words."""
+
+
+class Trained:
+    """The tensors that are trained of a model.
+
+    Args:
+        vlm: the model, on the device that it is trained on.
+        parts: names of `PARTS`.
+        rank: of the adapters.
+        seed: of the adapters' first values.
+        stored: names of the parameters that its checkpoint has; others stay as they are.
+
+    Raises:
+        UserError: the model has nothing of a part.
+    """
+
+    def __init__(self, vlm: VLM, parts: Collection[str], rank: int, seed: int, stored: Collection[str]) -> None:
+        self.model = vlm.model
+        self.counts: dict[str, int] = {}
+        self.masters: dict[str, Tensor] = {}
+        self.adapters: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}  # scales as they were, float32
+        for part in PARTS:
+            if part not in parts:
+                continue
+            if part == "lora":
+                found = self._adapters(vlm, rank, seed, stored)
+                self.adapters = found
+            else:
+                names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
+                found = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
+                if part == "scales":
+                    self.before = found
+                    found = {name: torch.zeros_like(scale) for name, scale in found.items()}
+                self.masters |= found
+            if not found:
+                raise UserError(f"--train {part}: the model has no {PARTS[part]} to train; leave it out")
+            self.counts[part] = sum(tensor.numel() for tensor in found.values())
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+
+    def _adapters(self, vlm: VLM, rank: int, seed: int, stored: Collection[str]) -> dict[str, Tensor]:
+        groups = models.resolve(vlm.model, vlm.spec)
+        linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
+        shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
+        made = lora.create(shapes, rank, seed)  # type: ignore[arg-type]
+        return {name: tensor.to(vlm.model.device) for name, tensor in made.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by the name of the parameter, or of the adapter's matrix."""
+        return self.masters | self.adapters
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within the context the model computes with them, and a backward pass adds their gradients."""
+        with contextlib.ExitStack() as stack:
+            for name, master in self.masters.items():
+                parameter = self.model.get_parameter(name).requires_grad_()
+                stack.callback(parameter.requires_grad_, False)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(name, master)).remove)
+            stack.enter_context(lora.attached(self.model, self.adapters))
+            yield
+
+    @torch.no_grad()
+    def changed(self) -> None:
+        """Give the model the present values of the masters, rounded to its type."""
+        for name, master in self.masters.items():
+            self.model.get_parameter(name).copy_(self._value(name, master))
+
+    def _value(self, name: str, master: Tensor) -> Tensor:
+        """What a parameter is for a value of its master, float32."""
+        return self.before[name] * master.exp() if name in self.before else master
+
+    def _handing(self, name: str, master: Tensor) -> Callable[[Tensor], None]:
+        """A hook that moves a parameter's gradient to its master."""
+
+        def hand(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            own = parameter.grad.float()
+            if name in self.before:
+                own = own * self._value(name, master.detach())
+            master.grad = own if master.grad is None else master.grad + own
+            parameter.grad = None
+
+        return hand
+
+    @torch.no_grad()
+    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What parameters of the model are with some values of `tensors`: name -> tensor of its type, on its device."""
+        found = {}
+        for name in self.masters:
+            parameter = self.model.get_parameter(name)
+            value = self._value(name, values[name].to(parameter.device))
+            found[name] = value.to(parameter.dtype)
+        for layer in lora.layers(self.adapters):
+            weight = self.model.get_parameter(f"{layer}.weight")
+            down, up = (values[f"{layer}.{end}"].to(weight.device) for end in (lora.DOWN, lora.UP))
+            found[f"{layer}.weight"] = lora.merged(weight, down, up)
+        return found
+
+
+def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set parameters of a model."""
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+def _names(vlm: VLM, part: str) -> list[str]:
+    """Names of the parameters of a part, adapters apart."""
+    spec = vlm.spec
+    projector = (*spec.projector, *spec.newlines)
+    names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
+    coded = [name for name in names if name.endswith(f".{coded_linear.SCALE}")]
+    if part == "scales":
+        return coded
+    names = [name for name in names if name not in set(coded)]
+    if part == "norms":
+        text = spec.layers.rpartition(".")[0]
+        return [name for name in names if _below(name, (text,)) and _of_norm(vlm.model, name)]
+    if part == "projector":
+        return [name for name in names if _below(name, projector)]
+    return [name for name in names if _below(name, spec.vision) and not _below(name, projector)]
+
+
+def _below(name: str, roots: Collection[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _of_norm(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a norm's."""
+    return "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()

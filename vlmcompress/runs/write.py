@@ -1,0 +1,182 @@
+"""Write the checkpoint of a run: the decoder's weights from the store, the vision tower, the config, the manifest."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vlmcompress import models
+from vlmcompress.calibration.block_store import BlockStore, StoredWeights
+from vlmcompress.calibration.solve import BlockResult, solve_block, warnings
+from vlmcompress.checkpoint import manifest, vision_scales
+from vlmcompress.checkpoint.write import write
+from vlmcompress.common.progress import Progress
+from vlmcompress.common.text import size
+from vlmcompress.data.provenance import unseen
+from vlmcompress.hf_hooks import resizing, scorer_file
+from vlmcompress.models import VLM, Source
+from vlmcompress.planning.plan import Plan
+from vlmcompress.planning.reducer import visual_tokens
+from vlmcompress.recipe import Recipe
+from vlmcompress.reducers import TokenCounter
+from vlmcompress.runs import fit_reducer
+from vlmcompress.statistics import kv_range
+
+
+def write_checkpoint(
+    work: Plan,
+    recipe: Recipe,
+    vlm: VLM,
+    store: BlockStore,
+    origin: dict[str, Any] | None,
+    counter: TokenCounter | None,
+    attention: Mapping[str, Any] | None = None,
+    *,
+    trained: Mapping[str, Tensor] | None = None,
+    recovery: Mapping[str, Any] | None = None,
+    overwrite: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write the recipe's `out` and return its manifest.
+
+    Args:
+        work: the plan that was carried out; `recipe`: its recipe, with all numbers that the reducer and `resize` learnt.
+        vlm: the whole model; its norms are divided by their smoothing scales already.
+        store: results of the decoder's blocks.
+        origin: the manifest's description of the calibration data; None for no calibration.
+        counter: computes how many tokens an image keeps, for a reducer that must be told the number.
+        attention: scales of the vision tower's attention (`calibration.tower_attention`); None: none are wanted.
+        trained: parameters that were trained (memory name) -> value in the type that the source has; None: none were.
+        recovery: the manifest's description of that training; None: there was none.
+    """
+    setting, beside = _setting(recipe, work.source), _beside(recipe, attention)
+    if recipe.reduce:  # as the checkpoint has it
+        recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})
+    source = work.source
+    assert recipe.out is not None
+    results = [store.load(layer, weights=False) for layer, groups in enumerate(work.blocks) if groups]
+    language = StoredWeights(store, work.blocks, work.method)
+    quantized = ChainMap(_quantize_vision(vlm.model, work, progress), language)  # type: ignore[arg-type]  # neither is written to
+    kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
+    smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
+    return write(
+        source.path,
+        recipe.out,
+        original=recipe.model,
+        quantized=quantized,
+        names=source.names,
+        written=source.written,
+        exporter=recipe.exporter,
+        layers=work.layers,
+        manifest=_manifest(work, recipe, vlm, results, origin, recovery),
+        changed={**_changed_parameters(vlm.model, smoothed, quantized), **(trained or {})},
+        kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
+        reducer=recipe.reduce,
+        counter=counter,
+        beside=beside | (resizing.files(recipe.model, setting) if setting else {}),
+        settings=setting.config if setting else {},
+        shard_size=recipe.shard_size,
+        overwrite=overwrite,
+        progress=lambda done, total: progress("writing", done, total),
+    )
+
+
+def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
+    """The setting by which the processor is to make images smaller; None where they stay as they are."""
+    if recipe.resize is None:
+        return None
+    processor = models.load_processor(recipe.model, recipe.trust_remote_code)
+    return resizing.chosen(source.spec, processor, recipe.resize)
+
+
+def _beside(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
+    """Further files: scales of the tower's attention, and the scorer of a reducer that goes by one."""
+    found: dict[str, Mapping[str, Any] | bytes] = {vision_scales.NAME: attention} if attention else {}
+    reduce = recipe.reduce
+    return found | ({scorer_file.CARRIED: scorer_file.content(reduce)} if reduce and reduce.options.scorer else {})
+
+
+def _manifest(
+    work: Plan,
+    recipe: Recipe,
+    vlm: VLM,
+    results: Sequence[BlockResult],
+    origin: Mapping[str, Any] | None,
+    recovery: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest without sizes and hashes. `results`: of the decoder's blocks; others as in `write_checkpoint`."""
+    tokens = visual_tokens(recipe, example=True) if recipe.resize else work.visual_tokens
+    kv_ranges = {name: ranges for result in results for name, ranges in result.kv_ranges.items()}
+    unseen = [] if recovery else fit_reducer.warnings(recipe.reduce, origin)
+    return manifest.build(
+        vlm.path,
+        family=vlm.spec.family,
+        recipe=recipe.plain(),
+        calibration=origin,
+        errors={name: error for result in results for name, error in result.errors.items()},
+        maxima={name: owners for result in results for name, owners in result.maxima.items()},
+        kv_cache={name: kv_range.report(ranges) for name, ranges in kv_ranges.items()},
+        warnings=[*_of_plan(work, origin), *unseen, *warnings(results)],
+        allocation=work.allocation,
+        visual_tokens=tokens.example if tokens else None,
+        recovery=recovery,
+    )
+
+
+def _of_plan(work: Plan, origin: Mapping[str, Any] | None) -> list[str]:
+    """What the plan's model and recipe are to be warned of, a line each. `origin`: of the data that were read, if any."""
+    data = _unread(work) if origin is None else unseen(origin)
+    return [*_untied(work), *data, *_changed(work.source)]
+
+
+def _changed(source: Source) -> list[str]:
+    """Lines about what is wrong with the source and put right in what is written."""
+    found = [f"put right here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    return [*found, *models.draft_dropped(source.spec, source.config, source.stored)]
+
+
+def _untied(work: Plan) -> list[str]:
+    """A line about an output head that a rotation made a matrix of its own."""
+    if not work.recipe.rotate:
+        return []
+    now = work.source.stored
+    more = sum(spec.nbytes for spec in now.values()) - models.stored_bytes(work.recipe.model)
+    what = "the output head shared the embedding's weights and is a matrix of its own now"
+    return [f"rotate: {what}, {size(more)} more"] if more > 0 else []
+
+
+def _unread(work: Plan) -> list[str]:
+    """A line about calibration data that are named and serve nothing."""
+    data = work.recipe.calibrate.data
+    if data is None or work.reads_data or work.statistics:
+        return []
+    why = "no layer of the language model is quantized, and nothing is learnt from them"
+    return [f"the calibration data {Path(data).name} were not read: {why}"]
+
+
+def _changed_parameters(model: nn.Module, ops: set[str], quantized: Collection[str]) -> dict[str, Tensor]:
+    """Parameters that smoothing changed and that are stored in 16 bits: weights of norms and of layers that stay as they
+    are, biases of quantized ones."""
+    return {
+        name: parameter.detach().contiguous()
+        for op in sorted(ops)
+        for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
+        if name.removesuffix(".weight") not in quantized
+    }
+
+
+def _quantize_vision(model: nn.Module, work: Plan, progress: Progress) -> dict[str, tuple]:
+    """Round the vision tower's linear layers to nearest; the engine scales their inputs token by token."""
+    if work.vision_method is None:
+        return {}
+    found: dict[str, tuple] = {}
+    for done, group in enumerate(work.vision_groups, start=1):
+        weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
+        result = solve_block([group], weights, {}, work.vision_method, next(iter(weights.values())).dtype)
+        found |= {name: (weight, work.vision_method.scheme, None) for name, weight in result.weights.items()}
+        progress("quantizing the vision tower", done, len(work.vision_groups))
+    return found
