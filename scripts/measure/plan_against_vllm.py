@@ -22,12 +22,12 @@ from pathlib import Path
 
 import transformers as T
 
-from vlmcompress.capacity import cache, decoder, engine, speculation
-from vlmcompress.capacity.model import open_model
 from vlmcompress.commands._process import import_transformers
 from vlmcompress.common.text import table
 from vlmcompress.engines.vllm import environment, interpreter
 from vlmcompress.models import quiet
+from vlmcompress.planning import cache_pool, served_model, weight_bytes
+from vlmcompress.planning.served_model import open_model
 from vlmcompress.targets import get
 
 LENGTH, BATCHED = 1536, 1024
@@ -123,12 +123,12 @@ def ours(shape: Shape, path: Path, space: int) -> tuple[int, str]:
 
     with torch.device("meta"):
         model = T.AutoModelForImageTextToText.from_config(T.AutoConfig.from_pretrained(path))
-    usual = engine.defaults(get("cpu"))
-    described, drafts = decoder.describe(model), shape.speculative[1] if shape.speculative else 0
+    usual = cache_pool.defaults(get("cpu"))
+    described, drafts = served_model.describe(model), shape.speculative[1] if shape.speculative else 0
     if shape.speculative:
-        described = speculation.of(open_model(path), *shape.speculative).added(described)
+        described = weight_bytes.speculation_of(open_model(path), *shape.speculative).added(described)
     layers = described.layers(1, KEYS[shape.cache], drafts=drafts)
-    pool = cache.pool(layers, usual.block, usual.kernel, drafts=drafts)
+    pool = cache_pool.pool(layers, usual.block, usual.kernel, drafts=drafts)
     flight = usual.batches * BATCHED
     return pool.capacity(space, LENGTH, flight), f"{float(pool.requests(space, LENGTH, flight)):.2f}"
 
@@ -169,7 +169,7 @@ def compare(names: list[str], gib: int, say: Callable[[str], None] = print) -> d
     shapes = {name: SHAPES[name] for name in names}
     with tempfile.TemporaryDirectory() as work:
         paths = {name: folder(shape, Path(work, str(index))) for index, (name, shape) in enumerate(shapes.items())}
-        planned = {name: ours(shape, paths[name], gib * engine.GIB) for name, shape in shapes.items()}
+        planned = {name: ours(shape, paths[name], gib * cache_pool.GIB) for name, shape in shapes.items()}
         logged = theirs(shapes, paths, gib)
     rows = {name: {"plan": planned[name], "vllm": logged[name]} for name in names}
     lines = [

@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> Outcome:
 def _devices(recipe: Recipe, tp: int) -> Finding:
     """Whether the model can be split over devices in the recipe's format, as vLLM does it."""
     from vlmcompress import models
-    from vlmcompress.capacity import decoder
     from vlmcompress.common.messages import Finding
     from vlmcompress.errors import UserError
+    from vlmcompress.planning import served_model
 
     if tp < 1:
         raise UserError(f"--tp {tp} is no number of devices; give 1 or more")
     try:
-        described = decoder.describe(models.build_meta_model(recipe.model))
+        described = served_model.describe(models.build_meta_model(recipe.model))
     except UserError as error:
         return Finding("devices", False, str(error))
-    problem = decoder.tp_refusal(described, tp) or decoder.group_problem(described, tp, recipe.number_formats)
+    problem = served_model.tp_refusal(described, tp) or served_model.group_problem(described, tp, recipe.number_formats)
     return Finding("devices", problem is None, problem or f"the decoder can be split over {tp}")

@@ -17,8 +17,8 @@ from vlmcompress.common.text import figures, parse_size, size, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
-    from vlmcompress.capacity.model import Model
-    from vlmcompress.capacity.plan import Capacity, Row
+    from vlmcompress.planning.capacity import Capacity, Row
+    from vlmcompress.planning.served_model import Model
 
 GROUP = "look first"
 PLACE = 10
@@ -76,15 +76,15 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.plot and not Path(args.plot).parent.is_dir():
         raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
     _process.import_transformers()
-    from vlmcompress.capacity.model import open_model
-    from vlmcompress.capacity.plan import Request, plan
-    from vlmcompress.capacity.visual import Pictures
+    from vlmcompress.planning.capacity import Request, plan_capacity
+    from vlmcompress.planning.served_model import open_model
+    from vlmcompress.planning.visual_count import Pictures
     from vlmcompress.recipe.reducer import parse
 
     reducer = parse(args.reduce) if args.reduce else None
     request = Request(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
     model = open_model(Path(hub.local(args.model, weights="headers")))
-    capacity = plan(model, request)
+    capacity = plan_capacity(model, request)
     data, text = as_data(capacity), plan_text(capacity)
     if args.sizes or args.plot:
         data["sizes"] = rows = _by_size(model, sizes, capacity)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a `capacity.plan.Request` but its reducer, checked; `pictures` are images and video."""
     from vlmcompress import targets
-    from vlmcompress.capacity import speculation
+    from vlmcompress.planning import weight_bytes
 
     counts = {"--tp": 1, "--text-tokens": 0, "--out-tokens": 1, "--images-per-request": 0}
     for flag, least in counts.items():
@@ -120,7 +120,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "target_name": args.target,
         "tp": args.tp,
         "kv_cache": args.kv_cache,
-        "speculative": speculation.parse(args.speculative) if args.speculative else None,
+        "speculative": weight_bytes.parse_speculation(args.speculative) if args.speculative else None,
         "memory": memory,
         "reserve": reserve,
         "space": space,
@@ -139,15 +139,15 @@ def _video(text: str | None) -> tuple[int, int, int] | None:
 
 def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
     """A row for each image size: what a request takes, and how many the recommended format serves at once."""
-    from vlmcompress.capacity.plan import plan
-    from vlmcompress.capacity.visual import Pictures
+    from vlmcompress.planning.capacity import plan_capacity
+    from vlmcompress.planning.visual_count import Pictures
 
     request, best = capacity.request, capacity.best
     number = max(len(request.pictures.images), 1)
     rows = []
     for image in sizes:
         pictures = Pictures((image,) * number, request.pictures.video)
-        resized = plan(model, dataclasses.replace(request, pictures=pictures), rows=False)
+        resized = plan_capacity(model, dataclasses.replace(request, pictures=pictures), rows=False)
         loads = {}
         for name, load in resized.loads.items():
             space = best.space if best else None
@@ -186,8 +186,8 @@ def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
 
 def plan_text(capacity: Capacity) -> str:
     """The request, the memory, the formats, and what to do."""
-    from vlmcompress.capacity import advice
-    from vlmcompress.capacity.plan import verdict
+    from vlmcompress.planning import advice
+    from vlmcompress.planning.capacity import verdict
 
     request = capacity.request
     where = request.target.title if request.target else "any machine"
@@ -302,8 +302,8 @@ def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
 
 def as_data(capacity: Capacity) -> dict[str, Any]:
     """Everything, as JSON data; bytes and seconds."""
-    from vlmcompress.capacity import advice
-    from vlmcompress.capacity.plan import verdict
+    from vlmcompress.planning import advice
+    from vlmcompress.planning.capacity import verdict
     from vlmcompress.planning.findings import MEMORY_SHARE
 
     request, best, drafting = capacity.request, capacity.best, capacity.speculation

@@ -1,1 +1,1 @@
-"""Plans: what a recipe will do to a model, worked out from headers alone, and every reason why it cannot."""
+"""Plans from headers alone: what a recipe will do to a model, every reason why it cannot, and what serving the result takes."""

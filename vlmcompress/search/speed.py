@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from vlmcompress import targets
 from vlmcompress.bench import runs
-from vlmcompress.capacity import weights
-from vlmcompress.capacity.model import Model, open_model
-from vlmcompress.capacity.plan import Capacity, Request, plan
-from vlmcompress.capacity.visual import Pictures
-from vlmcompress.capacity.weights import Weights
 from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import label
+from vlmcompress.planning import weight_bytes
+from vlmcompress.planning.capacity import Capacity, Request, plan_capacity
 from vlmcompress.planning.plan import make_plan
+from vlmcompress.planning.served_model import Model, open_model
+from vlmcompress.planning.visual_count import Pictures
+from vlmcompress.planning.weight_bytes import Weights
 from vlmcompress.recipe import Recipe, resolve
 from vlmcompress.results import Ratio
 from vlmcompress.search.candidate import Candidate
@@ -108,13 +108,13 @@ class Modelled:
         scheme = recipe.number_formats
         row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), found.bytes_after, scheme)
         try:
-            capacity = plan(self._model, self._request(recipe), formats=[row])
+            capacity = plan_capacity(self._model, self._request(recipe), formats=[row])
         except UserError:
             return None
         if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
             return None
         served, load = capacity.rows[0].served.get(capacity.served), capacity.loads[capacity.served]
-        loaded = weights.loaded_bytes(row, self._model.stored)
+        loaded = weight_bytes.loaded_bytes(row, self._model.stored)
         times = _seconds(capacity, self.load.out) if served and served.requests >= 1 else (None, None)
         return Figures(loaded, USERS * load.filled, *times)
 

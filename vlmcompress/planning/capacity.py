@@ -15,20 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlmcompress.capacity import arithmetic, cache, decoder, engine, speculation, weights
-from vlmcompress.capacity.cache import Pool
-from vlmcompress.capacity.engine import Defaults
-from vlmcompress.capacity.model import Model
-from vlmcompress.capacity.speculation import Speculation
-from vlmcompress.capacity.visual import Counted, Pictures, Rule, kept, per_block
-from vlmcompress.capacity.weights import Weights
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.common.text import size
 from vlmcompress.engines.vllm.plugin import refusal as unserved
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks.support import refusal
-from vlmcompress.planning import kv_cache
+from vlmcompress.planning import cache_pool, kv_cache, roofline, served_model, weight_bytes
+from vlmcompress.planning.cache_pool import Defaults, Pool
 from vlmcompress.planning.findings import MEMORY_SHARE
+from vlmcompress.planning.served_model import Model
+from vlmcompress.planning.visual_count import Counted, Pictures, Rule, kept, per_block
+from vlmcompress.planning.weight_bytes import Speculation, Weights
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.targets import Target
 
@@ -142,14 +139,16 @@ class Capacity:
         return min(fitting, key=lambda row: row.device, default=None)
 
 
-def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weights] | None = None) -> Capacity:
+def plan_capacity(
+    model: Model, asked: Request, rows: bool = True, formats: Sequence[Weights] | None = None
+) -> Capacity:
     """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
 
     Args:
         rows: False: loads alone, without formats. `formats`: those to have rows for; None: all that schemes give.
     """
     described = model.decoder
-    if problem := decoder.tp_refusal(described, asked.tp):
+    if problem := served_model.tp_refusal(described, asked.tp):
         raise UserError(problem)
     notes: list[str] = []
     if model.spec is None and model.pictures and (asked.pictures.images or asked.pictures.video):
@@ -159,13 +158,13 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
         notes.append(f"the checkpoint carries {carried.reducer.label}")
     counted, left = _count(model, asked, notes)
     memory = asked.memory or (asked.target.memory * 1e9 if asked.target and asked.target.memory else None)
-    usual = engine.defaults(asked.target, memory)
+    usual = cache_pool.defaults(asked.target, memory)
     kind = kv_cache.width(asked.kv_cache)
-    drafting = speculation.of(model, *asked.speculative) if asked.speculative else None
+    drafting = weight_bytes.speculation_of(model, *asked.speculative) if asked.speculative else None
     drafts = drafting.tokens if drafting else 0
     own = described.layers(asked.tp, kind.number, kind.scale, drafts)
     layers = drafting.added(described).layers(asked.tp, kind.number, kind.scale, drafts) if drafting else own
-    pool = cache.pool(layers, usual.block, usual.kernel, drafts=drafts)
+    pool = cache_pool.pool(layers, usual.block, usual.kernel, drafts=drafts)
     visual = {"all": counted.tokens} | ({str(asked.reduce): left} if asked.reduce and left is not None else {})
     loads = {name: _load(pool, layers, tokens, asked, usual) for name, tokens in visual.items()}
     _check_context(described.context, loads)
@@ -176,7 +175,7 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
     deep = 1 + len(wide.get("deepstack_visual_indexes") or [])
     pictures = bool(asked.pictures.images or asked.pictures.video)
     encoder = (
-        engine.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
+        cache_pool.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
     )
     reserve = asked.reserve if asked.reserve is not None else _reserve(model, usual, counted, asked)
     scales = kv_cache.has_scales(model.config)
@@ -199,7 +198,7 @@ def plan(model: Model, asked: Request, rows: bool = True, formats: Sequence[Weig
     )
     if not rows:
         return found
-    every = [_split(one, described, asked.tp) for one in formats or weights.formats(model, asked.target_name)]
+    every = [_split(one, described, asked.tp) for one in formats or weight_bytes.formats(model, asked.target_name)]
     return replace(found, rows=tuple(_row(found, counted, one) for one in every))
 
 
@@ -228,10 +227,10 @@ def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int
     return counted, left
 
 
-def _load(pool: Pool, layers: list[cache.Layer], visual: int, asked: Request, usual: Defaults) -> Load:
+def _load(pool: Pool, layers: list[cache_pool.Layer], visual: int, asked: Request, usual: Defaults) -> Load:
     context = visual + asked.text + asked.out
     flight = usual.in_flight(context)
-    filled = cache.tokens_bytes(layers, context)
+    filled = cache_pool.tokens_bytes(layers, context)
     return Load(
         visual, asked.text, asked.out, filled, pool.blocks(context, flight), pool.request_bytes(context, flight)
     )
@@ -260,9 +259,9 @@ def _reserve(model: Model, usual: Defaults, counted: Counted, asked: Request) ->
     return FIXED + max(activations, seen) + 8 * usual.sequences * int(getattr(text, "vocab_size", 0))
 
 
-def _split(row: Weights, described: decoder.Decoder, tp: int) -> Weights:
+def _split(row: Weights, described: served_model.Decoder, tp: int) -> Weights:
     """A format that is refused where its experts cannot be split."""
-    problem = None if row.refused else decoder.group_problem(described, tp, row.scheme)
+    problem = None if row.refused else served_model.group_problem(described, tp, row.scheme)
     return replace(row, refused=problem, stored=None) if problem else row
 
 
@@ -271,10 +270,12 @@ def _row(found: Capacity, counted: Counted, row: Weights) -> Row:
     asked, model = found.request, found.model
     if row.stored is None:
         return Row(row, 0, None)
-    heads = min((block.kv_heads for block in model.decoder.blocks if isinstance(block, decoder.Attention)), default=1)
+    heads = min(
+        (block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)), default=1
+    )
     head = found.speculation.bytes if found.speculation else 0
-    loaded = weights.loaded_bytes(row, model.stored) - speculation.stored_bytes(model) + head
-    device = weights.device_bytes(loaded, model.stored, asked.tp, heads)
+    loaded = weight_bytes.loaded_bytes(row, model.stored) - weight_bytes.draft_bytes(model) + head
+    device = weight_bytes.device_bytes(loaded, model.stored, asked.tp, heads)
     space = asked.space
     if space is None and found.memory is not None:
         space = int(MEMORY_SHARE * found.memory) - device - found.encoder - found.reserve
@@ -292,20 +293,20 @@ def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space:
     target = asked.target
     if target is None or not enough:
         return Served(float(requests), None, None, None)
-    known = row.key != weights.QUANTIZED
-    kind = arithmetic.arithmetic_type(row.scheme)
+    known = row.key != weight_bytes.QUANTIZED
+    kind = roofline.arithmetic_type(row.scheme)
     visual = per_block(counted, load.visual, asked.reduce, len(model.decoder.blocks))
-    done = arithmetic.work(model, visual, load.text, counted.patches, counted.tokens)
+    done = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
     head = found.speculation.bytes if found.speculation else 0
-    about = arithmetic.read(model, loaded - head)
+    about = roofline.read(model, loaded - head)
     per_token = done.linear / max(load.visual + load.text, 1)
     many = max(1, min(math.floor(requests), found.defaults.sequences))
     copies = (
         load.filled - found.head_token_bytes * load.context
     ) * asked.tp  # what all devices read of one sequence's cache
     steps = [
-        arithmetic.decode_seconds(
-            arithmetic.step_bytes(about, model, n, copies),
+        roofline.decode_seconds(
+            roofline.step_bytes(about, model, n, copies),
             n * per_token,
             target.bandwidth,
             target.rates.get(kind) if known else None,
@@ -313,7 +314,7 @@ def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space:
         )
         for n in (1, many)
     ]
-    prefill = arithmetic.prefill_seconds(done, target.rates, kind, asked.tp) if known else None
+    prefill = roofline.prefill_seconds(done, target.rates, kind, asked.tp) if known else None
     return Served(float(requests), prefill, *steps)
 
 

@@ -9,11 +9,11 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from vlmcompress.capacity import arithmetic
-from vlmcompress.capacity.arithmetic import Read, Work
-from vlmcompress.capacity.model import open_model
 from vlmcompress.hf_hooks import cost
 from vlmcompress.numerics import ActFormat, Format, Scheme
+from vlmcompress.planning import roofline
+from vlmcompress.planning.roofline import Read, Work
+from vlmcompress.planning.served_model import open_model
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl", "gemma3", "internvl"])
@@ -22,7 +22,7 @@ def test_the_decoders_work_is_that_of_tokens(name, checkpoint):
     found = open_model(path)
     expected = cost.plan(path, [(64, 64)], "what?", []).full
     visual = [expected.visual] * len(found.decoder.blocks)
-    done = arithmetic.work(found, visual, expected.prompt - expected.visual, [], expected.visual)
+    done = roofline.work(found, visual, expected.prompt - expected.visual, [], expected.visual)
     head = found.meta_model.get_output_embeddings().weight.numel()
     assert done.linear - head + done.attention == expected.multiply_adds
 
@@ -48,7 +48,7 @@ def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
                 block.attn.qkv(hidden), block.attn.proj(hidden), block.mlp(hidden)
             inner.visual.merger(hidden)
     counted = counter.get_total_flops() // 2
-    ours = arithmetic.tower(found, patches, tokens)
+    ours = roofline.tower(found, patches, tokens)
     if name == "qwen2-vl":
         ours -= len(inner.visual.blocks) * 2 * patches[0] ** 2 * hidden.shape[1]  # attention, which was not run
     assert ours == pytest.approx(
@@ -80,11 +80,11 @@ def test_a_token_meets_some_experts_alone(tmp_path):
     assert (found.decoder.experts, found.decoder.active) == (8, 2) and found.spec is not None
     attention = 64 * (64 + 2 * 32) + 64 * 64
     expert = 3 * 64 * 32
-    assert [block.entries for block in arithmetic.blocks(found)] == [attention + 64 * 8 + 2 * expert] * 2
+    assert [block.entries for block in roofline.blocks(found)] == [attention + 64 * 8 + 2 * expert] * 2
     total = sum(spec.nbytes for spec in found.stored.values())
-    about = arithmetic.read(found, total)
+    about = roofline.read(found, total)
     assert about.routed == pytest.approx(2 * 2 * 8 * expert)
-    assert arithmetic.step_bytes(about, found, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
+    assert roofline.step_bytes(about, found, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
 
 
 def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
@@ -95,24 +95,24 @@ def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
         sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
     )
     head = found.meta_model.lm_head.weight.numel()
-    about = arithmetic.read(found, total)
+    about = roofline.read(found, total)
     assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
 
 
 def test_bounds_by_hand():
     done, rates = Work(linear=3 * 10**12, attention=10**12, tower=10**12), {"bf16": 1000.0, "fp8": 2000.0}
-    assert arithmetic.prefill_seconds(done, rates, "bf16", 1) == pytest.approx(0.010)
-    assert arithmetic.prefill_seconds(done, rates, "fp8", 2) == pytest.approx((0.003 + 0.004) / 2)
-    assert arithmetic.prefill_seconds(done, {}, "bf16", 1) is None
-    assert arithmetic.decode_seconds(8e9, 0, 4000, 1000, 2) == pytest.approx(0.001)
-    assert arithmetic.decode_seconds(1, 5e12, 4000, 1000, 1) == pytest.approx(0.010)
-    assert arithmetic.decode_seconds(8e9, 1, None, 1000, 1) is None
+    assert roofline.prefill_seconds(done, rates, "bf16", 1) == pytest.approx(0.010)
+    assert roofline.prefill_seconds(done, rates, "fp8", 2) == pytest.approx((0.003 + 0.004) / 2)
+    assert roofline.prefill_seconds(done, {}, "bf16", 1) is None
+    assert roofline.decode_seconds(8e9, 0, 4000, 1000, 2) == pytest.approx(0.001)
+    assert roofline.decode_seconds(1, 5e12, 4000, 1000, 1) == pytest.approx(0.010)
+    assert roofline.decode_seconds(8e9, 1, None, 1000, 1) is None
     assert dataclasses.asdict(Read(1.0, 2.0)) == {"always": 1.0, "routed": 2.0}
 
 
 def test_types_of_arithmetic():
     w4, a8, f8 = Format("int", 4, 128), ActFormat("int", 8, True), ActFormat("float", 8, True)
-    assert arithmetic.arithmetic_type(None) == "bf16"
-    assert arithmetic.arithmetic_type(Scheme(w4, None)) == "bf16"
-    assert arithmetic.arithmetic_type(Scheme(Format("int", 8, -1), a8)) == "int8"
-    assert arithmetic.arithmetic_type(Scheme(Format("float", 8, -1), f8)) == "fp8"
+    assert roofline.arithmetic_type(None) == "bf16"
+    assert roofline.arithmetic_type(Scheme(w4, None)) == "bf16"
+    assert roofline.arithmetic_type(Scheme(Format("int", 8, -1), a8)) == "int8"
+    assert roofline.arithmetic_type(Scheme(Format("float", 8, -1), f8)) == "fp8"

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from tests.kit.families import can_process
-from vlmcompress.capacity.model import open_model
-from vlmcompress.capacity.visual import Pictures, Rule, kept
 from vlmcompress.errors import UserError
 from vlmcompress.hf_hooks import cost
 from vlmcompress.models import load_processor
+from vlmcompress.planning.served_model import open_model
+from vlmcompress.planning.visual_count import Pictures, Rule, kept
 from vlmcompress.recipe.reducer import parse
 
 SIZES = [(64, 64), (200, 90), (90, 260)]

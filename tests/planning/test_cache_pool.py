@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from vlmcompress.capacity.cache import Group, Layer, Pool, pool, tokens_bytes
-from vlmcompress.capacity.decoder import Attention, Decoder, State, tp_choices, tp_problem
+from vlmcompress.planning.cache_pool import Group, Layer, Pool, pool, tokens_bytes
+from vlmcompress.planning.served_model import Attention, Decoder, State, tp_choices, tp_problem
 
 
 def decoder(*blocks: Attention | State | None) -> Decoder:

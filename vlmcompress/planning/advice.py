@@ -6,10 +6,10 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from vlmcompress.capacity.plan import Capacity, Row
-from vlmcompress.capacity.weights import QUANTIZED
 from vlmcompress.common import hub
 from vlmcompress.planning import kv_cache
+from vlmcompress.planning.capacity import Capacity, Row
+from vlmcompress.planning.weight_bytes import QUANTIZED
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from typing import Any
 from torch import nn
 
 from vlmcompress import models
-from vlmcompress.capacity.decoder import Attention, State
-from vlmcompress.capacity.model import Model
 from vlmcompress.hf_hooks.cost import Block
 from vlmcompress.numerics import Scheme
+from vlmcompress.planning.served_model import Attention, Model, State
 
 _TOWER = re.compile(r"(^|\.)(visual|vision\w*|multi_modal_projector|image_newline|connector|embed_vision)(\.|$)")
 _EXPERTS = re.compile(r"\.experts(\.|$)")

@@ -8,12 +8,12 @@ import shutil
 import pytest
 
 from vlmcompress import targets
-from vlmcompress.capacity import model, weights
-from vlmcompress.capacity.model import open_model
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.models import tensor_headers
+from vlmcompress.planning import served_model, weight_bytes
+from vlmcompress.planning.served_model import open_model
 from vlmcompress.recipe import resolve
 from vlmcompress.runs.quantize import quantize
 
@@ -21,19 +21,22 @@ pytestmark = pytest.mark.representatives
 
 
 def bytes_on_disk(folder) -> int:
-    return weights.stored_bytes(
-        {name: model.Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in tensor_headers(folder).items()}
+    return weight_bytes.stored_bytes(
+        {
+            name: served_model.Spec(entry["dtype"], tuple(entry["shape"]))
+            for name, entry in tensor_headers(folder).items()
+        }
     )
 
 
 def test_every_family_awq(family, checkpoint, quantized):
     """The fixture's AWQ checkpoint of each family, and that checkpoint planned in its turn."""
-    rows = {row.name: row for row in weights.formats(open_model(checkpoint(family)), None)}
+    rows = {row.name: row for row in weight_bytes.formats(open_model(checkpoint(family)), None)}
     written = quantized(family, "awq")
     assert rows["awq"].stored == bytes_on_disk(written)
     assert rows["bf16"].stored == bytes_on_disk(checkpoint(family))
-    (alone,) = weights.formats(open_model(written), "h100")
-    assert alone.stored == rows["awq"].stored and alone.key == weights.QUANTIZED
+    (alone,) = weight_bytes.formats(open_model(written), "h100")
+    assert alone.stored == rows["awq"].stored and alone.key == weight_bytes.QUANTIZED
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "w8a16", "rtn"])
@@ -46,7 +49,7 @@ def test_other_formats(scheme, checkpoint, samples, tmp_path):
         "calibrate": {"data": str(samples), "samples": 4},
     }
     quantize(resolve(given).recipe)
-    row = next(row for row in weights.formats(open_model(source), None) if scheme in (row.name, *row.others))
+    row = next(row for row in weight_bytes.formats(open_model(source), None) if scheme in (row.name, *row.others))
     assert row.stored == bytes_on_disk(tmp_path / "out")
     assert row.stored == json.loads((tmp_path / "out" / MANIFEST).read_text())["size"]["weights_after"]
 
@@ -56,19 +59,19 @@ def test_a_config_alone_says_the_same(family, checkpoint, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(checkpoint(family) / "config.json", bare)
-    full, outline = (weights.formats(open_model(path), "h100") for path in (checkpoint(family), bare))
+    full, outline = (weight_bytes.formats(open_model(path), "h100") for path in (checkpoint(family), bare))
     assert [(row.name, row.stored) for row in full] == [(row.name, row.stored) for row in outline]
 
 
 def test_every_scheme_has_a_row(checkpoint):
-    rows = weights.formats(open_model(checkpoint("llava")), None)
+    rows = weight_bytes.formats(open_model(checkpoint("llava")), None)
     named = {name for row in rows for name in (row.name, *row.others)}
     assert named - {"bf16"} == set(SCHEMES.names()) - {"none"}
     assert len({row.label for row in rows}) == len(rows)
 
 
 def test_what_a_target_does_not_run_is_refused_by_name(checkpoint):
-    rows = {row.name: row for row in weights.formats(open_model(checkpoint("llava")), "a100")}
+    rows = {row.name: row for row in weight_bytes.formats(open_model(checkpoint("llava")), "a100")}
     assert rows["fp8"].refused == targets.get("a100").refusal("w8a8-fp")
     assert rows["fp8"].stored is None and rows["gptq-plus"].stored and "awq" in rows["gptq-plus"].others
 
@@ -76,16 +79,16 @@ def test_what_a_target_does_not_run_is_refused_by_name(checkpoint):
 def test_parts_of_devices_sum_up(checkpoint):
     """Two devices hold each matrix once and everything else twice; keys and values are copied where heads run out."""
     source = open_model(checkpoint("qwen2-5-vl"))  # two heads of keys
-    total = weights.stored_bytes(source.stored)
-    assert weights.device_bytes(total, source.stored, 1, 2) == total
+    total = weight_bytes.stored_bytes(source.stored)
+    assert weight_bytes.device_bytes(total, source.stored, 1, 2) == total
     others = sum(
         s.nbytes for n, s in source.stored.items() if not n.endswith("weight") or "norm" in n or n == "proj.weight"
     )
     others += sum(s.nbytes for n, s in source.stored.items() if n.endswith(("patch_embed.proj.weight", "ln_q.weight")))
-    two = weights.device_bytes(total, source.stored, 2, 2)
+    two = weight_bytes.device_bytes(total, source.stored, 2, 2)
     assert 2 * two == pytest.approx(total + others, abs=2)
     keys = sum(s.nbytes for n, s in source.stored.items() if n.endswith(("k_proj.weight", "v_proj.weight")))
-    four = weights.device_bytes(total, source.stored, 4, 2)
+    four = weight_bytes.device_bytes(total, source.stored, 4, 2)
     assert 4 * four == pytest.approx(total + 3 * others + keys, abs=4)
 
 

@@ -6,6 +6,11 @@ makes of a model is asked of `planning.plan`, scheme by scheme, so a scheme that
 Of several devices each has its part of every matrix of the decoder, the tower, the embedding and the head. What is no matrix
 (norms, biases, the kernel that cuts an image into patches) all of them have, and embeddings of positions; keys and values
 have a copy on several devices where these are more than their heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
+
+Speculative decoding adds to both: a head of the checkpoint (`mtp`) has weights, and its decoder blocks' keys and values are in
+the cache of each token. Whoever drafts, a recurrent block keeps a state more for each drafted token, and as many inputs more of
+its convolution, to go back to. Sources: vLLM 0.32 `models/qwen3_5_mtp.py`, `v1/kv_cache_interface.py` (`MambaSpec`),
+`layers/mamba/mamba_utils.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vlmcompress import targets
-from vlmcompress.capacity.model import Model
+from vlmcompress import models, targets
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
+from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import Source
 from vlmcompress.numerics import Scheme, label
 from vlmcompress.planning.plan import make_plan
+from vlmcompress.planning.served_model import Attention, Decoder, Model
 from vlmcompress.recipe import resolve
 
 QUANTIZED = "quantized"
@@ -110,3 +116,53 @@ def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int
     keys = sum(spec.nbytes for name, spec in stored.items() if ".k_proj.weight" in name or ".v_proj.weight" in name)
     share = keys / max(total - whole, 1)
     return math.ceil(whole + matrices * (1 - share) / tp + matrices * share * copies / tp)
+
+
+METHODS = {"mtp": 1, "ngram": 4, "suffix": 4}  # and how many tokens they draft at once unless told otherwise
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding: its method, the tokens drafted at once, bytes of a head's weights, and the head's blocks."""
+
+    method: str
+    tokens: int
+    bytes: int = 0
+    blocks: tuple[Attention, ...] = ()
+
+    def __str__(self) -> str:
+        """Write it as `--speculative` has it."""
+        return f"{self.method}:{self.tokens}"
+
+    def added(self, decoder: Decoder) -> Decoder:
+        """The decoder with the head's blocks behind its own, which cache as those do."""
+        return replace(decoder, blocks=(*decoder.blocks, *self.blocks))
+
+
+def parse_speculation(text: str) -> tuple[str, int]:
+    """Read `METHOD` or `METHOD:TOKENS`. Raises `UserError`."""
+    method, _, count = text.partition(":")
+    if method not in METHODS:
+        raise UserError(f"--speculative {text[:40]}: no method '{method[:20]}'{did_you_mean(method, METHODS)}")
+    if count and not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) <= 100):
+        raise UserError(f"--speculative {text[:40]}: tokens drafted at once should be a number from 1 to 100")
+    return method, int(count or METHODS[method])
+
+
+def speculation_of(model: Model, method: str, tokens: int) -> Speculation:
+    """What a method takes of a model. Raises `UserError` for `mtp` where the model has no head."""
+    if method != "mtp":
+        return Speculation(method, tokens)
+    attention: Any = next((block for block in model.decoder.blocks if isinstance(block, Attention)), None)
+    count = models.draft_blocks(model.spec, model.config) if model.spec else 0
+    if not model.spec or not count or attention is None:
+        raise UserError("--speculative mtp: the model has no head that drafts tokens; use ngram or suffix")
+    if lost := models.draft_lost(model.spec, model.config, model.stored):
+        raise UserError(f"--speculative mtp: {lost}")
+    return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
+
+
+def draft_bytes(model: Model) -> int:
+    """Bytes of a head's tensors, which are in the model's files and loaded only to draft with them."""
+    names = models.draft_tensors(model.spec, model.stored) if model.spec else []
+    return sum(model.stored[name].nbytes for name in names)
