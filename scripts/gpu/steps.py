@@ -88,8 +88,8 @@ STEPS: tuple[Step, ...] = (
         ("torch",),
     ),
     Step(
-        "transformers-only", "calibrating without vLLM: time, memory, host synchronizations", "gpu.plain",
-        [Part("calibrate", 0.8, {"what": "calibrate"}), Part("block", 0.7, {"what": "block"})], QUANTIZES,
+        "transformers-only", "calibrating without vLLM: time and memory", "gpu.plain",
+        [Part("calibrate", 0.8)], QUANTIZES,
     ),
     _each_shape("kernels", "vLLM loads every scheme and runs the kernels that targets/ names", "gpu.kernels", 1.5),
     Step(

@@ -17,7 +17,7 @@ def render(parts: Parts) -> str:
     ran = {name: part for name, part in parts.items() if part["status"] != "skipped"}
     if not ran:
         return EMPTY
-    sections = [_machine(ran), _steps(parts), _quantized(ran), _kernels(ran), _served(ran), _waits(ran), _faults(ran)]
+    sections = [_machine(ran), _steps(parts), _quantized(ran), _kernels(ran), _served(ran), _faults(ran)]
     return "\n\n".join(text for text in sections if text)
 
 
@@ -107,18 +107,6 @@ def _served(ran: Parts) -> str:
                 f"{figures['requests_per_second']:.2f} | {figures['load_ttft_p50_ms']:.0f} ms | "
                 f"{figures['load_ttft_p99_ms']:.0f} ms | {figures['fits']:.1f} |"
             )
-    return "\n".join(lines)
-
-
-def _waits(ran: Parts) -> str:
-    lines = []
-    figures = _result(ran, "transformers-only/block")
-    if figures:
-        ratio = figures["observe_seconds"] / figures["forward_seconds"]
-        lines.append(f"* Observing all blocks takes {ratio:.1f} times a plain forward pass, one sample at a time.")
-        for key, what in (("block", "Observing one block"), ("forward", "A plain forward pass")):
-            if watched := figures.get(key):
-                lines.append(f"* {what}: {watched['waits_per_sample']:g} {watched['counted']} for each sample.")
     return "\n".join(lines)
 
 

@@ -122,51 +122,6 @@ def _tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0}, unk_token="x")), pad_token="x")
 
 
-def run_stock(vlm, rows: list[dict], method: str, group: int) -> None:
-    """Run llm-compressor's own GPTQ or AWQ (mappings scoped to the language model), W4A16, in groups."""
-    import torch
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
-    from llmcompressor.pipelines.cache import IntermediatesCache
-    from torch.utils.data import DataLoader
-
-    from vlmcompress.exporters import compressed_tensors
-    from vlmcompress.numerics import weight_only
-
-    def groups(symmetric: bool) -> dict:
-        scheme = weight_only(4, group, symmetric)
-        return compressed_tensors.quantization_config([(scheme, ["Linear"])], ignore=[])["config_groups"]
-
-    ignore = ["lm_head", "re:.*visual.*"]
-    if method == "stock-gptq":
-        recipe = [GPTQModifier(config_groups=groups(True), ignore=ignore)]
-    else:
-        if not torch.cuda.is_available():
-            IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None
-        root = r"re:.*language_model\.layers\.\d+\."
-        pairs = [
-            ("input_layernorm$", ["self_attn.q_proj$", "self_attn.k_proj$", "self_attn.v_proj$"]),
-            ("post_attention_layernorm$", ["mlp.gate_proj$", "mlp.up_proj$"]),
-            ("mlp.up_proj$", ["mlp.down_proj$"]),
-        ]
-        mappings = [AWQMapping(root + op, [root + linear for linear in linears]) for op, linears in pairs]
-        recipe = [
-            AWQModifier(mappings=mappings),
-            QuantizationModifier(config_groups=groups(False), ignore=ignore),
-        ]
-    oneshot(
-        model=vlm.model,
-        processor=vlm.processor,
-        recipe=recipe,
-        dataset=DataLoader([{k: v for k, v in row.items() if k != "modality"} for row in rows], batch_size=None),
-        num_calibration_samples=len(rows),
-        sequential_targets=["Qwen2_5_VLDecoderLayer"],
-        pipeline="sequential",
-    )
-
-
 def run_ours(vlm, rows: list[dict], method: str, options: dict) -> None:
     """Run the part of `vlmcompress quantize` between loading and writing."""
     from vlmcompress import models, quantizers
@@ -244,7 +199,10 @@ def measure(contender: str, folder: Path, count: int, tokens: int, group: int) -
     elif contender.startswith("calibrate"):
         run_calibrate(vlm, rows, contender == "calibrate-gradients")
     elif contender.startswith("stock"):
-        run_stock(vlm, rows, contender, group)
+        from stock_methods import run_stock
+
+        method = contender.removeprefix("stock-")
+        run_stock(vlm, rows, method, group_size=group, symmetric=method == "gptq")
     elif contender == "gradients":
         from vlmcompress.calibration.gradient_pass import gradients
 

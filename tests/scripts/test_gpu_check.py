@@ -17,7 +17,7 @@ from tests.kit.places import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu import __main__ as check
-from gpu import agreement, driver, kernels, machine, part, probe, record, steps, syncs, table
+from gpu import agreement, driver, kernels, machine, part, probe, record, steps, table
 
 DOOR = ROOT / "scripts" / "gpu_check"
 PARTS = '''
@@ -243,8 +243,6 @@ def test_the_table_shows_what_was_found() -> None:
         "quantize-qwen2.5-vl-7b/awq": {"status": "passed", "seconds": 80, "result": quantized},
         "kernels/qwen2.5-vl-7b": {"status": "failed", "seconds": 60, "error": ["awq: runs in Marlin"], "result": kernel},
         "serve/awq": {"status": "passed", "seconds": 60, "result": served},
-        "transformers-only/block": {"status": "passed", "seconds": 9, "result": {
-            "observe_seconds": 3.0, "forward_seconds": 1.5, "block": {"waits_per_sample": 51.5, "counted": "calls"}}},
         "kv-cache/fp8": {"status": "skipped", "seconds": 0, "reason": "no"},
     }  # fmt: skip
     text = table.render(parts)
@@ -253,7 +251,6 @@ def test_the_table_shows_what_was_found() -> None:
     assert "| awq | Machete, else Humming | MacheteLinearKernel, MarlinLinearKernel | – |" in text
     assert "| int8 | refused | refused | – |" in text
     assert "| awq, full | 1024 | 40 ms | 9.50 | 80 ms | 99 ms | 64.0 |" in text
-    assert "2.0 times a plain forward pass" in text and "* Observing one block: 51.5 calls for each sample." in text
     assert "* **kernels/qwen2.5-vl-7b** failed: awq: runs in Marlin" in text
     assert re.search(r"^\| kv-cache \|.*\| 0\.0 \| 1 skipped \|$", text, re.MULTILINE)
     assert re.search(r"^\| kernels \|.*\| 1\.0 \| 1 \*\*failed\*\*, 1 not run \|$", text, re.MULTILINE)
@@ -340,28 +337,6 @@ def test_first_tokens_are_compared_by_token() -> None:
     assert agreement.apart([{"0": -1.0, "2": -3.0}], [[-1.5, 0.0, -3.25]]) == pytest.approx(0.375)
     assert agreement.between([{"0": -1.0, "2": -3.0}], [{"2": -2.0, "5": 0.0}]) == pytest.approx(1.0)
     assert agreement.between([{"0": -1.0}], [{"2": -2.0}]) == float("inf")
-
-
-def test_waits_are_counted() -> None:
-    """Three numbers read and two sizes that depend on data, in two samples; what is behind `stop` does not count."""
-    import torch
-
-    watch, x = syncs.Watch(), torch.arange(4.0)
-    x.sum().item()
-    watch.start()
-    for _ in range(3):
-        x.sum().item()
-    for _ in range(2):
-        x.nonzero()
-    watch.stop()
-    x.sum().item()
-    waits = watch.found(2)
-    if torch.cuda.is_available():
-        assert waits is not None and waits["counted"].startswith("synchronizing")
-        return
-    assert waits is not None and waits["waits"] == {"aten::_local_scalar_dense": 3, "aten::nonzero": 2}
-    assert waits["waits_per_sample"] == 2.5
-    assert syncs.Watch().found(1) is None
 
 
 def test_the_last_lines_of_a_log() -> None:

@@ -7,7 +7,7 @@ and nothing of any image: the choice is made before pixels are looked at.
 
 One token stays of an image that is left out, at the position of its first one, since engines refuse an image without any.
 It is the embedding of a full stop, which changed the demo models' answers least of what was tried: 119 and 120 of 120 were
-those without any token, the worst divergence 0.002 (`scripts/measure/stand_in.py`; zeros, and the image's own mark, 0.13).
+those without any token, the worst divergence 0.002 (`stand_in.py` of commit 5ff363c; zeros, and the image's own mark, 0.13).
 Names and marks around it stay, too.
 """
 
