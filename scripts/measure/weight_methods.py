@@ -61,9 +61,8 @@ class Row:
             and (self.options.get("balance") in ("auto", "mbq") or "bits" in self.recipe)
         )
 
-    def given(self, name: str) -> dict[str, Any]:
-        """The recipe in the format of this name."""
-        grid = FORMATS[name]
+    def recipe_in(self, grid: Grid | None) -> dict[str, Any]:
+        """The recipe in a number format."""
         return {"scheme": self.scheme, "options": (grid.options if grid else {}) | self.options} | self.recipe
 
 

@@ -69,8 +69,8 @@ def test_rows_are_recipes(method: str, tmp_path: Path) -> None:
         return
     for form in row.formats:
         keys = {"model": str(DEMOS / "demo-llava"), "out": str(tmp_path / "out")}
-        recipe = resolve(keys | row.given(form)).recipe
         grid = weight_methods.FORMATS[form]
+        recipe = resolve(keys | row.recipe_in(grid)).recipe
         assert grid is None or recipe.options.bits == grid.bits
         assert row.data_free != bool(recipe.method.needs(recipe.options).statistics)
 
