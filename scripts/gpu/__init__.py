@@ -4,7 +4,7 @@
     driver      runs parts, each a process of its own   record       the file of results
     part        the inside of such a process            table        the docs' table
     shapes      random models, data, checkpoints        probe        one checkpoint asked in vLLM, in a process of its own
-    agreement   vLLM's first tokens and transformers'
+    answers     what checkpoints answer, against transformers or 16 bits
 
 The rest are the steps themselves. `steps`, `driver`, `machine`, `record` and `table` import the standard library only,
 so that any Python starts a check and says what is missing.

@@ -1,7 +1,7 @@
 """The inside of a part's process: `python -m gpu.part MODULE ARGUMENTS OUT WORK full|tiny`.
 
-Calls the module's `run` and writes `{"status", "result" | "reason" | "error"}` to OUT. Standard input is a lifeline: when it
-closes, the check is gone, and this process ends with all that it started.
+Calls the module's `run` (or FUNCTION, of MODULE:FUNCTION) and writes `{"status", "result" | "reason" | "error"}` to OUT.
+Standard input is a lifeline: when it closes, the check is gone, and this process ends with all that it started.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def last_lines(text: str, most: int = LINES) -> list[str]:
 def outcome(module: str, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a part, whatever happens in it."""
     try:
-        return {"status": "passed", "result": importlib.import_module(module).run(place, **arguments)}
+        name, _, function = module.partition(":")
+        result = getattr(importlib.import_module(name), function or "run")(place, **arguments)
+        return {"status": "passed", "result": result}
     except Skipped as skipped:
         return {"status": "skipped", "reason": " ".join(str(skipped).split())[:300]}
     except Failed as failed:

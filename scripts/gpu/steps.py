@@ -45,7 +45,7 @@ class Step:
 
     Attributes:
         proves: one line for `--list`.
-        module: the module whose `run(place, **arguments)` a part calls; it returns the result as plain data.
+        module: the module whose `run(place, **arguments)` a part calls, or that of MODULE:FUNCTION; it returns plain data.
         needs: packages that the Python which runs it must have.
         gpu: whether it needs a GPU; not asked with `--tiny`.
         counted: whether its minutes count towards the 40.
@@ -93,13 +93,13 @@ STEPS: tuple[Step, ...] = (
     ),
     _each_shape("kernels", "vLLM loads every scheme and runs the kernels that targets/ names", "gpu.kernels", 1.5),
     Step(
-        "humming", "2- and 3-bit layers run in Humming and answer as in transformers", "gpu.narrow",
+        "humming", "2- and 3-bit layers run in Humming and answer as in transformers", "gpu.answers:narrow",
         [Part(f"{bits}-bit", 0.7, {"bits": bits}) for bits in (2, 3)], ENGINE,
     ),
     Step(
-        "kv-cache", "an FP8 KV cache answers as BF16 and holds twice as much", "gpu.kv_cache", [Part("fp8", 1)], ENGINE,
+        "kv-cache", "an FP8 KV cache answers as BF16 and holds twice as much", "gpu.answers:kv_cache", [Part("fp8", 1)], ENGINE,
     ),
-    _each_shape("parity", "a reduced model answers in vLLM as in transformers (doctor)", "gpu.parity", 1.5),
+    _each_shape("parity", "a reduced model answers in vLLM as in transformers (doctor)", "gpu.answers:parity", 1.5),
     _quantize("qwen2.5-vl-7b", {"": 1.2, "fp8": 0.9, "w8a16": 0.9, "rtn": 0.9}),
     _quantize("qwen3-vl-8b", {"": 0.6, "fp8": 0.4, "w8a16": 0.4, "rtn": 0.4}),
     Step(

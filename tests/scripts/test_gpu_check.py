@@ -17,7 +17,7 @@ from tests.kit.places import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu import __main__ as check
-from gpu import agreement, driver, kernels, machine, part, probe, record, steps, table
+from gpu import answers, driver, kernels, machine, part, probe, record, steps, table
 
 DOOR = ROOT / "scripts" / "gpu_check"
 PARTS = '''
@@ -334,9 +334,9 @@ def test_a_gpu_has_a_target() -> None:
 
 
 def test_first_tokens_are_compared_by_token() -> None:
-    assert agreement.apart([{"0": -1.0, "2": -3.0}], [[-1.5, 0.0, -3.25]]) == pytest.approx(0.375)
-    assert agreement.between([{"0": -1.0, "2": -3.0}], [{"2": -2.0, "5": 0.0}]) == pytest.approx(1.0)
-    assert agreement.between([{"0": -1.0}], [{"2": -2.0}]) == float("inf")
+    assert answers.apart([{"0": -1.0, "2": -3.0}], [[-1.5, 0.0, -3.25]]) == pytest.approx(0.375)
+    assert answers.between([{"0": -1.0, "2": -3.0}], [{"2": -2.0, "5": 0.0}]) == pytest.approx(1.0)
+    assert answers.between([{"0": -1.0}], [{"2": -2.0}]) == float("inf")
 
 
 def test_the_last_lines_of_a_log() -> None:

@@ -1,0 +1,207 @@
+"""One model under test, quantized by one method after another: what `compare_weights.py` and `bench_methods.py` share.
+
+A bench has the model's folder (plain, or with planted outliers), the samples that calibrate it, and what it says in 16 bits
+on English texts and on questions about images; `quantized` makes a model by a method, and `Bench.measure` compares it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Set
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import teacher_forcing
+import text_probe
+import torch
+from plant_outliers import drawn, most_visual, plant, write
+from weight_methods import Grid, Row
+
+from eval import english
+from vlmcompress import models
+from vlmcompress.compression import calibrate
+from vlmcompress.compression.quantize import quantize
+from vlmcompress.data import Sample, bundled, encode, load_mixed, load_samples
+from vlmcompress.models import VLM
+from vlmcompress.recipe import resolve
+
+VARIANTS = ("plain", "all", "vision")  # as it is; 12 channels a norm times 16, drawn or the most visual ones
+
+
+class Bench:
+    """A model under test: its folder, texts and questions, and what it says in 16 bits."""
+
+    def __init__(self, source: Path, args: argparse.Namespace):
+        self.args, self.name, self.work = args, f"{source.name}-{args.variant}", args.work
+        self.folder = source if args.variant == "plain" else planted(source, args.variant, args.work)
+        self.world = bundled(source, "calibration")
+        self.questions: list[Sample] = chosen(source, args.split, args.questions) if self.world else []
+        self.plain = models.load(self.folder)
+        self.english = text_probe.speaks(self.plain)
+
+    @cached_property
+    def texts(self) -> text_probe.Reference | None:
+        """The model in 16 bits on English; None where it knows none."""
+        if not self.english:
+            return None
+        path = self.work / "reference" / f"{self.name}-{self.args.split}-{self.args.paragraphs}-texts.pt"
+        texts = english.paragraphs(self.args.split)[: self.args.paragraphs]
+
+        def make() -> text_probe.Reference:
+            vlm = models.load(self.folder)
+            return text_probe.reference(vlm, text_probe.tokenized(vlm, texts))
+
+        return teacher_forcing.cached(path, make)
+
+    @cached_property
+    def reference_answers(self) -> tuple[list[teacher_forcing.Rows], tuple[torch.Tensor, ...]] | None:
+        """The world's questions as inputs of the language model, and what it says to them in 16 bits."""
+        if not self.questions:
+            return None
+        path = self.work / "reference" / f"{self.name}-{self.args.split}-{self.args.questions}-questions.pt"
+
+        def make() -> tuple[list[teacher_forcing.Rows], tuple[torch.Tensor, ...]]:
+            vlm = models.load(self.folder)
+            rows = teacher_forcing.pack(teacher_forcing.encode_questions(vlm, self.questions))
+            return rows, teacher_forcing.predictions(vlm, rows)
+
+        return teacher_forcing.cached(path, make)
+
+    def sources(self) -> dict[str, str]:
+        """The recipe's `data`, and `text` beside images."""
+        if not self.english:
+            return {"data": str(self.world)}
+        path = self.work / "english.jsonl"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(
+                "".join(json.dumps(text_probe.turns(text)) + "\n" for text in english.paragraphs("calibration"))
+            )
+        return {"data": str(self.world), "text": str(path)} if self.world else {"data": str(path)}
+
+    def recipe_keys(self, out: Path, seed: int) -> dict[str, Any]:
+        """The keys of a recipe that all methods share."""
+        samples: dict[str, Any] = {**self.sources(), "samples": self.args.samples}
+        return {"model": str(self.folder), "out": str(out), "seed": seed, "calibrate": samples}
+
+    def statistics(self, seed: int, needs: Set[str]) -> Path:
+        """Collect, once, statistics of the model in 16 bits; `.seconds` beside them says how long that took."""
+        extra = "".join(f"-{kind}" for kind in ("gradient", "entropy") if kind in needs)
+        out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}{extra}"
+        if not (out / "statistics.json").exists():
+            start = time.process_time()
+            keys = self.recipe_keys(out, seed) | {"scheme": "gptq"}
+            calibrate.calibrate(resolve(keys).recipe, needs=needs, resume=True)
+            out.with_name(f"{out.name}.seconds").write_text(str(time.process_time() - start))
+        return out
+
+    def samples(self, seed: int) -> list[dict[str, torch.Tensor]]:
+        """The calibration samples, encoded."""
+        sources = self.sources()
+        samples, texts = load_mixed(sources["data"], sources.get("text"), samples=self.args.samples, seed=seed)
+        return encode([*samples, *texts], self.plain)
+
+    def measure(self, vlm: VLM) -> dict[str, torch.Tensor]:
+        """Measure a quantized model: `text/NAME [texts]` and `answers/NAME [questions]`."""
+        values_by_name: dict[str, torch.Tensor] = {}
+        if self.texts is not None:
+            values_by_name |= {f"text/{name}": values for name, values in text_probe.compare(vlm, self.texts).items()}
+        if self.reference_answers is not None:
+            rows, (original, label, question) = self.reference_answers
+            if not _same_inputs(vlm, self.plain):  # e.g. a rotated one: it reads other embeddings
+                rows = teacher_forcing.pack(teacher_forcing.encode_questions(vlm, self.questions))
+            logits, *_ = teacher_forcing.predictions(vlm, rows)
+            measures = teacher_forcing.measure(original, logits, label, question)
+            values_by_name |= {f"answers/{name}": values for name, values in measures.items()}
+        return values_by_name
+
+
+def _same_inputs(quantized: VLM, other: VLM) -> bool:
+    """Whether what enters the language model is the same in both."""
+    spec, parts = quantized.spec, (quantized.model.get_input_embeddings(), other.model.get_input_embeddings())
+    pairs = [tuple(part.weight for part in parts)]
+    for name in (*spec.vision, *spec.projector):
+        mine, others = (dict(vlm.model.get_submodule(name).named_parameters()) for vlm in (quantized, other))
+        pairs += [(mine[key], others[key]) for key in others if key in mine]
+    return all(torch.equal(a.float(), b.float()) for a, b in pairs)
+
+
+def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[str]) -> tuple[VLM, dict[str, Any]]:
+    """Quantize the model by a method, and say how long that took.
+
+    Args:
+        grid: the number format; None: that of the row's own options.
+        needs: the statistics that a row of kind `stats` is solved from.
+    """
+    if row.kind in ("stock", "autoround"):
+        return _others(bench, grid, row, seed)
+    out = bench.work / "checkpoint"
+    keys = bench.recipe_keys(out, seed) | row.recipe_in(grid)
+    facts: dict[str, Any] = {}
+    if row.data_free:
+        keys.pop("calibrate")
+    elif row.kind == "stats":
+        stats = bench.statistics(seed, needs)
+        keys["calibrate"] = {"stats": str(stats)}
+        facts["statistics_seconds"] = round(float(stats.with_name(f"{stats.name}.seconds").read_text()), 1)
+    start = time.process_time()
+    manifest = quantize(resolve(keys).recipe, overwrite=True).manifest
+    facts |= {"seconds": round(time.process_time() - start, 1), "phases": manifest.get("timing")}
+    facts |= {"bytes": manifest["size"]["weights_after"], "bytes_before": manifest["size"]["weights_before"]}
+    vlm = teacher_forcing.load_quantized(out, bench.plain)
+    shutil.rmtree(out)
+    return vlm, facts
+
+
+def _others(bench: Bench, grid: Grid | None, row: Row, seed: int) -> tuple[VLM, dict[str, Any]]:
+    """Quantize the model by someone else's package, in place: in float32, as CPUs multiply BF16 four times as slowly."""
+    vlm, options = models.load(bench.folder), grid.options if grid else {}
+    vlm.model.float()
+    start = time.process_time()
+    if row.kind == "stock":
+        from stock_methods import run_stock
+
+        run_stock(vlm, bench.samples(seed), row.scheme, **options)
+    else:
+        from auto_round_contender import run_auto_round
+
+        kept = bench.work / "autoround" / re.sub(r"[^\w.]+", "-", f"{bench.name} {grid} {row.options} {seed}")
+        return vlm, run_auto_round(vlm, bench.samples(seed), kept, seed=seed, **options, **row.options)
+    return vlm, {"seconds": round(time.process_time() - start, 1)}
+
+
+def chosen(model: Path, split: str, per_family: int | None) -> list[Sample]:
+    """Choose the first `per_family` questions of each family of a split."""
+    samples = load_samples(bundled(model, split), samples=None, seed=0, check_images=False)
+    counts: dict[str, int] = {}
+    kept = []
+    for sample in samples:
+        counts[sample.family] = 1 + counts.get(sample.family, 0)
+        if per_family is None or counts[sample.family] <= per_family:
+            kept.append(sample)
+    return kept
+
+
+def planted(source: Path, variant: str, work: Path) -> Path:
+    """The checkpoint with planted outliers, written once, as `plant_outliers.py` writes it."""
+    out = work / "models" / f"{source.name}-{variant}"
+    if not out.exists():
+        vlm = models.load(source)
+        facts: dict[str, Any] = {"source": source.name, "where": variant, "factor": 16, "channels": 12}
+        if variant == "all":
+            channels, facts["seed"] = drawn(vlm, 12, 0), 0
+        else:
+            batches = encode(load_samples(bundled(source, "calibration"), samples=64, seed=0), vlm)
+            channels, share = most_visual(vlm, batches, 12)
+            facts["visual_share"] = round(share, 3)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write(vlm, plant(vlm, channels, 16), out, facts)
+    return out
