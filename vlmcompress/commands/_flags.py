@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from vlmcompress.common.registry import SCHEMES, TARGETS
@@ -96,6 +96,40 @@ RECIPE_KEYS = {
 }
 
 
+def model(parser: argparse.ArgumentParser) -> None:
+    """The model that a verb works on."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+
+
+def target(parser: argparse.ArgumentParser, about: str = "machine to serve on; see vlmcompress list targets") -> None:
+    """The flag of the machine to serve on; `about`: its help."""
+    parser.add_argument("--target", type=TARGETS.name, default=argparse.SUPPRESS, help=about)
+
+
+def settings(parser: argparse.ArgumentParser, about: str) -> None:
+    """The flag that gives values to recipe keys; `about`: which."""
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[], help=about)
+
+
+def resumable(parser: argparse.ArgumentParser, out: str, whole: str = "one is") -> None:
+    """The flags of long runs that write `out`."""
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} whole")
+
+
+def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: str) -> None:
+    """The flags of a training run; `lr`: the default learning rate as the help shows it."""
+    for flag, letter, about in (("steps", "N", "most steps"), ("batch", "B", "samples a step")):
+        parser.add_argument(
+            f"--{flag}", type=int, metavar=letter, default=defaults[flag], help=f"{about}; default: {defaults[flag]}"
+        )
+    parser.add_argument("--lr", type=float, default=float(lr), help=f"highest learning rate; default: {lr}")
+    every = defaults["every"]
+    parser.add_argument(
+        "--every", type=int, metavar="N", default=every, help=f"steps between measurements; default: {every}"
+    )
+
+
 def common(parser: argparse.ArgumentParser) -> None:
     """The flags of every verb."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -117,9 +151,7 @@ def recipe(parser: Parser) -> None:
         "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
     )
     parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
-    parser.add_argument(
-        "--target", type=TARGETS.name, default=none, help="machine to serve on; see vlmcompress list targets"
-    )
+    target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
     parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
@@ -130,9 +162,7 @@ def recipe(parser: Parser) -> None:
     parser.add_argument(
         "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
     )
-    parser.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", default=[], help="any recipe key, e.g. options.symmetric=true"
-    )
+    settings(parser, "any recipe key, e.g. options.symmetric=true")
 
 
 def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
@@ -212,8 +242,8 @@ def judging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The recipe values that flags gave, nested. What was not given is absent; what is falsy was given."""
+def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe values that flags give, nested. Flags that are not given are omitted; falsy values are kept."""
     from vlmcompress.recipe.layers import assign
 
     values: dict[str, Any] = {}
@@ -228,6 +258,19 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     for setting in args.set:
         assign(values, setting)
     return values
+
+
+def refuse_foreign(values: Mapping[str, Any], verb: str, keys: Sequence[str]) -> None:
+    """Raise `UserError` for recipe values that a verb without a scheme has no use for.
+
+    Args:
+        values: from `recipe_values`.
+        keys: the recipe keys of the verb. A folder of statistics is for none of these verbs.
+    """
+    foreign = [key for key in values if key not in keys]
+    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
+    if foreign:
+        raise UserError(f"--set {foreign[0]}: no such key of {verb}{did_you_mean(foreign[0], keys)}")
 
 
 def parse_size(text: str, flag: str, most: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlmcompress.common.text import table
+from vlmcompress.common.text import duration, table
 
 Outcome = tuple[int, Any, str]
 """Exit code, data for `--json`, text for people."""
@@ -15,8 +15,8 @@ Outcome = tuple[int, Any, str]
 OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
-class Looked(Protocol):
-    """Something that was looked at: a finding of `check`, a check of `doctor`."""
+class Finding(Protocol):
+    """A finding of `check`, or a check of `doctor`."""
 
     @property
     def name(self) -> str: ...
@@ -26,8 +26,8 @@ class Looked(Protocol):
     def detail(self) -> str: ...
 
 
-def looked_text(title: str, findings: Sequence[Looked]) -> str:
-    """A title, a line for each thing that was looked at, and how many of them are problems."""
+def findings_text(title: str, findings: Sequence[Finding]) -> str:
+    """A title, a line for each finding, and how many of them are problems."""
     bad = sum(not finding.ok for finding in findings)
     rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
     verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
@@ -43,7 +43,21 @@ def phases_text(timing: Mapping[str, float], seconds: float) -> list[str]:
     ]
 
 
-def evaluation(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
+def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, remarks: Sequence[str] = ()) -> str:
+    """The text of a run that wrote something.
+
+    Args:
+        done: the run's data for `--json`, with `out`, `seconds`, `timing` and `next`.
+        lines: about what was written.
+        verbose: add the time that each phase took.
+        remarks: lines before the commands that come next.
+    """
+    phases = phases_text(done["timing"], done["seconds"]) if verbose else []
+    commands = ["Next:", *(f"  {command}" for command in done["next"])]
+    return "\n".join([f"Wrote {done['out']} in {duration(done['seconds'])}.", *lines, *phases, *remarks, *commands])
+
+
+def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
     """`vlmcompress eval` of a candidate against its baseline; with `--data FILE` unless one is a demo model with questions.
 
     Args:
@@ -55,7 +69,7 @@ def evaluation(candidate: str | Path, baseline: str | Path, flags: str = "") -> 
     return f"vlmcompress eval {shlex.quote(str(candidate))} --baseline {shlex.quote(str(baseline))}{flags}{data}"
 
 
-def calibration(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
+def calibration_flag(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
     """The flag that gives a further `quantize` of a model its data; empty where it needs none, else begins with a space.
 
     Args:

@@ -23,7 +23,7 @@ MOST = 1000
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
+    _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
     parser.add_argument("--images", metavar="FOLDER", required=True, help="images of what the model is to see")
     parser.add_argument(
@@ -34,7 +34,7 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"most images to use; default: {MOST}")
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
-    search.judged(parser)
+    search.objective_flags(parser)
     parser.epilog = (
         "There are no right answers here: the original's own answers to short prompts are the reference. A quarter of\n"
         "the images calibrates, a quarter searches, and on the other half, at least 36 at the default floor, the winner's\n"
@@ -51,20 +51,20 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--most is {args.most}; it should be at least 1")
     args.max_drop = round(1 - args.min_agreement, 9)
     prompts = _prompts(args.prompts)
-    asked = search.request(args)
+    request = search.request(args)
     from vlmcompress.search import own_answers
     from vlmcompress.search.whole import QUESTIONS, setup_of
 
     parts = own_answers.split(args.images, args.most, args.max_drop)
-    setup = setup_of(asked)
-    with claimed(asked.out):
+    setup = setup_of(request)
+    with claimed(request.out):
         with closing(ProgressBar()) as progress:
-            files = own_answers.written(parts, prompts, asked.out / QUESTIONS, setup, progress)
+            files = own_answers.written(parts, prompts, request.out / QUESTIONS, setup, progress)
         calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
-        base = {**asked.base, "calibrate": calibrate}
+        base = {**request.base, "calibrate": calibrate}
         data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
-        asked = dataclasses.replace(asked, base=base, data=data, confirm=confirm, small=True)
-        return search.searched(asked, args, reference="the original's own answers")
+        request = dataclasses.replace(request, base=base, data=data, confirm=confirm, small=True)
+        return search.search_outcome(request, args, reference="the original's own answers")
 
 
 def _prompts(file: str | None) -> tuple[str, ...]:

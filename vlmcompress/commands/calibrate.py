@@ -12,21 +12,21 @@ from typing import Any
 
 from vlmcompress.commands import _flags
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import OK, Outcome, phases_text
+from vlmcompress.commands._outcome import OK, Outcome, written_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.common.text import duration, size, table
+from vlmcompress.common.text import size, table
 from vlmcompress.errors import UserError, did_you_mean
 
 GROUP = "compress"
 PLACE = 23
+KEYS = ("model", "out", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
 STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
 
 
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
-    none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
+    _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
     _flags.data(parser)
     _flags.kv_cache(parser, "fp8: collect ranges of keys and values, too")
@@ -45,11 +45,8 @@ def options(parser: Parser) -> None:
         help="collect these, of gram (the large one), absmax, absmean, entropy, and gradient (a backward pass over the "
         "answers); default: gram,absmax,absmean, all that a scheme reads without options",
     )
-    parser.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", default=[], help="calibrate.max_length or trust_remote_code"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
-    parser.add_argument("--overwrite", action="store_true", help="replace STATS once the new ones are whole")
+    _flags.settings(parser, "calibrate.max_length or trust_remote_code")
+    _flags.resumable(parser, "STATS", "ones are")
     parser.epilog = (
         "Statistics are of the unquantized model (prefix float) and serve every scheme: for each group of layers and each\n"
         "modality (text, vision, answer) the Gram matrix X^T X, absolute maxima, means and counts. quantize without --stats\n"
@@ -61,17 +58,17 @@ def run(args: argparse.Namespace) -> Outcome:
     """Collect the statistics and say what they are of."""
     from vlmcompress.recipe import resolve
 
-    given = _flags.given(args)
-    _refuse_foreign(given)
-    recipe = resolve(given | {"scheme": "none"}).recipe
-    asked: dict[str, Any] = {"needs": _needs(args.needs)} if args.needs else {}
+    values = _flags.recipe_values(args)
+    _flags.refuse_foreign(values, "calibrate", KEYS)
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    needs: dict[str, Any] = {"needs": _needs(args.needs)} if args.needs else {}
     from vlmcompress.runs.calibrate import calibrate, needed
 
     if args.readers:
-        asked = {"needs": needed(args.readers.split(","))}
+        needs = {"needs": needed(args.readers.split(","))}
 
     with closing(ProgressBar()) as progress:
-        done = calibrate(recipe, **asked, resume=args.resume, overwrite=args.overwrite, progress=progress)
+        done = calibrate(recipe, **needs, resume=args.resume, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     data = result(done.out, hub.shown(recipe.model), done.manifest, time.monotonic() - args.began)
@@ -85,15 +82,6 @@ def _needs(text: str) -> frozenset[str]:
         if name not in STATISTICS:
             raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
     return frozenset(names)
-
-
-def _refuse_foreign(values: dict[str, Any]) -> None:
-    """Raise `UserError` for recipe keys that mean nothing to a calibration."""
-    known = ("model", "out", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
-    foreign = [key for key in values if key not in known]
-    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
-    if foreign:
-        raise UserError(f"--set {foreign[0]}: no such key of calibrate{did_you_mean(foreign[0], known)}")
 
 
 def result(out: Path, model: str, facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -137,9 +125,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     ]
     if stages := _stages(data):
         rows.append(("behind", f"{' + '.join(stages)}, whose dropped tokens are not counted"))
-    spent = phases_text(done["timing"], done["seconds"]) if verbose else []
-    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), *spent, "Next:"]
-    return "\n".join([*lines, *(f"  {command}" for command in done["next"])])
+    return written_text(done, [table(rows)], verbose)
 
 
 def _stages(calibration: Mapping[str, Any]) -> list[str]:

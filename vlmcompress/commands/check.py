@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome, looked_text
+from vlmcompress.commands._outcome import BAD_INPUT, OK, Outcome, findings_text
 from vlmcompress.common import hub
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> Outcome:
     """Look at everything that speaks for or against the recipe. 2 when something is against it."""
     from vlmcompress.recipe import resolve
 
-    recipe = resolve(_flags.given(args), args.recipe, refuse=False, weights="headers").recipe
+    recipe = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers").recipe
     _process.import_transformers()
     from vlmcompress.planning.findings import findings
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> Outcome:
     fine = all(finding.ok for finding in found)
     title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
-    return OK if fine else BAD_INPUT, data, looked_text(title, found)
+    return OK if fine else BAD_INPUT, data, findings_text(title, found)
 
 
 def _devices(recipe: Recipe, tp: int) -> Finding:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vlmcompress.commands import _process
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import BAD_INPUT, GATE, OK, Outcome, looked_text
+from vlmcompress.commands._outcome import BAD_INPUT, GATE, OK, Outcome, findings_text
 from vlmcompress.common import hub
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.errors import UserError
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Outcome:
         checks = _asked(args)
     fine = all(check.ok for check in checks)
     data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
-    return OK if fine else BAD_INPUT if args.engine is None else GATE, data, looked_text(args.out, checks)
+    return OK if fine else BAD_INPUT if args.engine is None else GATE, data, findings_text(args.out, checks)
 
 
 def _asked(args: argparse.Namespace) -> list[Any]:

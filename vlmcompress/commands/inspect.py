@@ -19,7 +19,7 @@ PLACE = 13
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
-    parser.add_argument("model", metavar="MODEL", help=_flags.MODEL)
+    _flags.model(parser)
     parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
     parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
     _flags.reducers(parser, required=True)

@@ -12,12 +12,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.commands import _flags, _outcome, _process
+from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import OK, Outcome, phases_text
+from vlmcompress.commands._outcome import OK, Outcome, evaluation_command, written_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.common.text import duration, percentage, size, smaller, table
+from vlmcompress.common.text import percentage, size, smaller, table
 from vlmcompress.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,15 +32,14 @@ def options(parser: Parser) -> None:
     """Add the verb's flags."""
     _flags.recipe(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
+    _flags.resumable(parser, "OUT")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint; with `--dry-run`, show the plan."""
     from vlmcompress.recipe import resolve
 
-    given = _flags.given(args)
+    given = _flags.recipe_values(args)
     resolved = resolve(given, args.recipe, weights="headers" if args.dry_run else "values")
     if args.dry_run:
         return _planned(resolved, given, args.recipe, args.overwrite)
@@ -159,7 +158,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     served = recipe.get("engine", "vllm") == "vllm"
-    compare = _outcome.evaluation(out, model, "" if served else " --engine hf")
+    compare = evaluation_command(out, model, "" if served else " --engine hf")
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {
         "ok": True,
@@ -203,10 +202,9 @@ def kv_cache(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     """What was written, in words. `done`: what `result` returns; `verbose`: with the time that each phase took."""
-    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}."]
     before, after = done["weights_before"], done["weights_after"]
     changed = f"{size(before)} -> {size(after)} ({smaller(before, after)})"
-    lines.append(f"  weights   {f'{size(after)}, as they were' if before == after else changed}")
+    lines = [f"  weights   {f'{size(after)}, as they were' if before == after else changed}"]
     if done["reduce"] or done["resize"]:
         from vlmcompress.planning.reducer import tokens_text
         from vlmcompress.recipe.reducer import read
@@ -228,10 +226,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
             f"scales for {done['kv_cache']['attentions']} layers; calibrated on text tokens alone they would clip up to"
         )
         lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
-    if verbose:
-        lines += phases_text(done["timing"], done["seconds"])
-    lines += ["Next:", *(f"  {command}" for command in done["next"])]
-    return "\n".join(lines)
+    return written_text(done, lines, verbose)
 
 
 def _ratio(plan: Plan) -> str:

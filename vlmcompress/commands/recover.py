@@ -6,6 +6,7 @@ With `--train scales` the model is a quantized one, and what is won back is what
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 import time
@@ -14,30 +15,29 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.commands import _flags, _outcome
+from vlmcompress.commands import _flags
 from vlmcompress.commands._flags import Parser
-from vlmcompress.commands._outcome import OK, Outcome, phases_text
+from vlmcompress.commands._outcome import OK, Outcome, calibration_flag, evaluation_command, written_text
 from vlmcompress.common import distributed, hub
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.common.text import duration, table
+from vlmcompress.common.text import table
 from vlmcompress.errors import UserError, did_you_mean
 
 GROUP = "compress"
 PLACE = 25
+KEYS = ("model", "out", "reduce", "resize", "calibrate", "trust_remote_code", "seed", "engine", "shard_size")
 PARTS = ("projector", "norms", "lora", "tower", "scales")  # `recovery_parts.PARTS`, which would bring torch along
 DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
-    none = argparse.SUPPRESS
     parser.add_argument(
         "model",
         metavar="MODEL",
-        default=none,
         help="folder of the original, in 16 bits or more, or of what --train scales is to train",
     )
-    parser.add_argument("-o", "--out", default=none, required=True, help="folder to write")
+    parser.add_argument("-o", "--out", required=True, help="folder to write")
     _flags.reducer(parser, "what the model is to run behind, and the checkpoint carries")
     _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
     parser.add_argument(
@@ -49,21 +49,9 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument("--teacher", metavar="ORIGINAL", help="with --train scales: the model that MODEL was made of")
     parser.add_argument("--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="of the adapters; default: 8")
-    parser.add_argument("--steps", type=int, metavar="N", default=DEFAULTS["steps"], help="most steps; default: 300")
-    parser.add_argument("--batch", type=int, metavar="B", default=DEFAULTS["batch"], help="samples a step; default: 4")
-    parser.add_argument("--lr", type=float, default=DEFAULTS["lr"], help="highest learning rate; default: 2e-4")
-    parser.add_argument(
-        "--every", type=int, metavar="N", default=DEFAULTS["every"], help="steps between measurements; default: 25"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        metavar="KEY=VALUE",
-        default=[],
-        help="calibrate.max_length, engine, shard_size or trust_remote_code",
-    )
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is whole")
+    _flags.training(parser, DEFAULTS, lr="2e-4")
+    _flags.settings(parser, "calibrate.max_length, engine, shard_size or trust_remote_code")
+    _flags.resumable(parser, "OUT")
     parser.epilog = (
         "The objective is the divergence KL(original || reduced model) at answer tokens; where DATA have no answers, the\n"
         "original's own are taken. A tenth of DATA, 8 samples at least, is held out. The state with the lowest divergence\n"
@@ -83,18 +71,19 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
     from vlmcompress.recipe import resolve
 
-    given = _flags.given(args)
-    _refuse_foreign(given)
-    teacher = _teacher(args.teacher, names, given)
+    values = _flags.recipe_values(args)
+    _refuse_foreign(values)
+    teacher = _teacher(args.teacher, names, values)
     from vlmcompress.runs.recover import Asked, recover
     from vlmcompress.runs.recover_scales import recover_scales
 
-    asked = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
-    given["calibrate"] = {"samples": asked.samples} | given.get("calibrate", {})
-    recipe = resolve(given | {"scheme": "none"}).recipe
+    training = Asked(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
+    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
+    recipe = resolve(values | {"scheme": "none"}).recipe
     with closing(ProgressBar()) as progress:
-        more = {"resume": args.resume, "overwrite": args.overwrite, "progress": progress}
-        done = recover_scales(recipe, asked, teacher, **more) if teacher else recover(recipe, asked, **more)
+        run_options = {"resume": args.resume, "overwrite": args.overwrite, "progress": progress}
+        train = functools.partial(recover_scales, teacher=teacher) if teacher else recover
+        done = train(recipe, training, **run_options)
     if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:
@@ -104,17 +93,17 @@ def run(args: argparse.Namespace) -> Outcome:
     return OK, data, text(data, args.verbose)
 
 
-def _teacher(named: str | None, parts: Sequence[str], given: Mapping[str, Any]) -> Path | None:
+def _teacher(name: str | None, parts: Sequence[str], values: Mapping[str, Any]) -> Path | None:
     """The folder of the teacher of a quantized model; None: the model is its own."""
     if "scales" not in parts:
-        if named is not None:
+        if name is not None:
             raise UserError("--teacher goes with --train scales; without, the model is its own teacher: leave it out")
         return None
-    if named is None:
+    if name is None:
         raise UserError("--train scales needs --teacher ORIGINAL, the model in 16 bits that MODEL was made of")
-    if given.get("reduce") or given.get("resize"):
+    if values.get("reduce") or values.get("resize"):
         raise UserError("--train scales trains behind the reducer that MODEL carries; leave out --reduce")
-    return hub.local(named)
+    return hub.local(name)
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
@@ -122,11 +111,7 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
     for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
         if key in values.get("calibrate", {}):
             raise UserError(f"{flag} is for calibration; recover trains on images with questions alone, leave it out")
-    known = ("model", "out", "reduce", "resize", "calibrate", "trust_remote_code", "seed", "engine", "shard_size")
-    foreign = [key for key in values if key not in known]
-    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
-    if foreign:
-        raise UserError(f"--set {foreign[0]}: no such key of recover{did_you_mean(foreign[0], known)}")
+    _flags.refuse_foreign(values, "recover", KEYS)
 
 
 def result(
@@ -134,8 +119,8 @@ def result(
 ) -> dict[str, Any]:
     """What was trained and written, as data for `--json`. `model`: the one that was the teacher; `calib`: the user's data."""
     recovery, recipe = manifest["recovery"], manifest["recipe"]
-    folder, data = shlex.quote(str(out)), _outcome.calibration(out, calib, model)
-    flags = "".join(f" --reduce {shlex.quote(one)}" for one in _reducers(recipe))
+    folder, data = shlex.quote(str(out)), calibration_flag(out, calib, model)
+    flags = "".join(f" --reduce {shlex.quote(reducer)}" for reducer in _reducers(recipe))
     engine = "" if recipe.get("engine", "vllm") == "vllm" else " --engine hf"
     return {
         "ok": True,
@@ -148,7 +133,7 @@ def result(
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
         "next": [
-            _outcome.evaluation(out, model, engine),
+            evaluation_command(out, model, engine),
             *([] if _of_scales(recovery) else [f"vlmcompress quantize {folder}{flags} --scheme SCHEME{data} -o OUT"]),
         ],
     }
@@ -173,19 +158,17 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
     written = samples["answers_of_the_teacher"]
     answers = f", {written} answers by the original itself" if written else ""
     steps = f"{recovery['steps']} of at most {recovery['settings']['steps']}"
-    kept = f", step {recovery['best_step']} is kept" if recovery["changed"] else ""
+    best = f", step {recovery['best_step']} is kept" if recovery["changed"] else ""
     rows = [
         ("held-out KL", f"{_nats(kl['before'])} -> {_nats(kl['after'])} nats an answer token, {_change(recovery)}"),
         ("trained", f"{parts} numbers"),
-        ("steps", steps + kept + (f"; {recovery['ended']}" if recovery["ended"] else "")),
+        ("steps", steps + best + (f"; {recovery['ended']}" if recovery["ended"] else "")),
         ("data", f"{samples['trained_on']} samples of '{data['source']}', {samples['held_out']} held out{answers}"),
     ]
-    spent = phases_text(done["timing"], done["seconds"]) if verbose else []
-    lines = [f"Wrote {done['out']} in {duration(done['seconds'])}.", table(rows), *spent]
-    if not recovery["changed"]:
-        wrote = "those that were there, which were" if _of_scales(recovery) else "the original weights, which were"
-        lines.append(f"Nothing was better than {wrote} written{'' if _of_scales(recovery) else ' with the reducer'}.")
-    return "\n".join([*lines, "Next:", *(f"  {command}" for command in done["next"])])
+    kept = "the original weights, which were written with the reducer"
+    kept = "those that were there, which were written" if _of_scales(recovery) else kept
+    remarks = [] if recovery["changed"] else [f"Nothing was better than {kept}."]
+    return written_text(done, [table(rows)], verbose, remarks)
 
 
 def _nats(value: float) -> str:

@@ -15,7 +15,6 @@ from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.common import hub
 from vlmcompress.common.folders import claimed
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.common.registry import TARGETS
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ CONFIRMATION = "confirmation"
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", default=none, help=_flags.MODEL)
+    _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
     _flags.data(parser)
     parser.add_argument(
@@ -44,7 +43,7 @@ def options(parser: Parser) -> None:
         "--suite", aliases=["--tasks"], metavar="NAME|FILE", help="how they are scored; see vlmcompress list suites"
     )
     parser.add_argument("--confirm", metavar="TEST", help="other questions, which only the winner is asked, once")
-    judged(parser)
+    objective_flags(parser)
     parser.add_argument("--max-drop", type=float, default=0.01, metavar="SHARE", help="the floor; default: 0.01")
     parser.add_argument(
         "--space", metavar="FILE", help="what to try, in recipe keys; default: all that the target runs"
@@ -53,14 +52,9 @@ def options(parser: Parser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="most questions of VALIDATION to ask; default: all")
 
 
-def judged(parser: Parser) -> None:
+def objective_flags(parser: Parser) -> None:
     """Add the flags of the objective, and of how the search is run, which `auto` has, too."""
-    parser.add_argument(
-        "--target",
-        type=TARGETS.name,
-        default=argparse.SUPPRESS,
-        help="machine to serve on; see vlmcompress list targets",
-    )
+    _flags.target(parser)
     parser.add_argument(
         "--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost; default: throughput"
     )
@@ -98,7 +92,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     asked = request(args)
     with claimed(asked.out):
-        return searched(asked, args)
+        return search_outcome(asked, args)
 
 
 def request(args: argparse.Namespace) -> Request:
@@ -108,7 +102,7 @@ def request(args: argparse.Namespace) -> Request:
 
     check(args)
     width, _, height = args.image_size.partition("x")
-    base = _flags.given(args)
+    base = _flags.recipe_values(args)
     out = Path(base.pop("out"))
     return Request(
         base=base,
@@ -156,7 +150,7 @@ def seconds(text: str) -> float:
     return 3600.0 * hours + 60.0 * minutes + rest
 
 
-def searched(asked: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
+def search_outcome(asked: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
     """Run a search, confirm its winner, and write what was found. `reference`: what answers are held to."""
     from vlmcompress.report import search_page
     from vlmcompress.report.search_text import text

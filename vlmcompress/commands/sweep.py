@@ -13,7 +13,6 @@ from vlmcompress.commands import _flags
 from vlmcompress.commands._flags import Parser
 from vlmcompress.commands._outcome import OK, Outcome
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.common.registry import TARGETS
 from vlmcompress.common.text import parse_size, size, table
 from vlmcompress.errors import UserError
 
@@ -29,10 +28,8 @@ PLOTS = (".html", ".svg")
 def options(parser: Parser) -> None:
     """Add the verb's flags."""
     parser.add_argument("stats", metavar="STATS", help="what calibrate wrote")
-    parser.add_argument("model", metavar="MODEL", help=_flags.MODEL)
-    parser.add_argument(
-        "--target", type=TARGETS.name, default=argparse.SUPPRESS, help="leave out what this machine does not run"
-    )
+    _flags.model(parser)
+    _flags.target(parser, "leave out what this machine does not run")
     parser.add_argument(
         "--max-bits",
         aliases=["--budget"],
@@ -44,13 +41,7 @@ def options(parser: Parser) -> None:
     parser.add_argument("--save", metavar="FILE", help="write the chosen setting as a recipe; .yaml")
     parser.add_argument("--plot", metavar="FILE", help="write predicted error against size; .html or .svg")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of each group of layers to look at; default: 16")
-    parser.add_argument(
-        "--set",
-        action="append",
-        metavar="KEY=VALUE",
-        default=[],
-        help="recipe keys that hold for all: skip, kv_cache, vision",
-    )
+    _flags.settings(parser, "recipe keys that hold for all: skip, kv_cache, vision")
     parser.epilog = (
         "Without --max-bits or --max-size the setting of least predicted error is chosen. Where the statistics hold\n"
         "gradients, errors are the loss's, to second order; they rank settings, and small ones may be far from what a large\n"
@@ -64,7 +55,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
     from vlmcompress.runs import sweep
 
-    given = _flags.given(args)
+    given = _flags.recipe_values(args)
     if foreign := [key for key in given if key in ("scheme", "options", "bits")]:
         raise UserError(f"--set {foreign[0]}: a sweep tries these itself; leave it out")
     if given.get("rotate"):

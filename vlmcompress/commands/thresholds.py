@@ -18,7 +18,7 @@ PLACE = 27
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     none = argparse.SUPPRESS
-    parser.add_argument("model", metavar="MODEL", help=_flags.MODEL)
+    _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
     parser.add_argument("--keep", metavar="SHARE", default="1/3", help="of the tokens, on average; default: 1/3")
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out {out}: thresholds go to a file; name it FILE.json")
     reducer = parse(f"{threshold_file.METHOD}:{args.keep}")
-    given = {key: value for key, value in _flags.given(args).items() if key != "out"}
-    recipe = resolve(given | {"scheme": "none"}).recipe
+    values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
+    recipe = resolve(values | {"scheme": "none"}).recipe
     if reason := hf_hooks.refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)

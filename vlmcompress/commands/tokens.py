@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.hf_hooks import cost
     from vlmcompress.recipe.reducer import compared
 
-    sizes = [_size(text) for text in args.image_size]
+    sizes = [_flags.parse_size(text, "--image-size", most=9) for text in args.image_size]
     resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
     found = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
@@ -57,13 +56,6 @@ def run(args: argparse.Namespace) -> Outcome:
     for image, size in zip(data["images"], args.image_size, strict=True):
         image["size"] = size
     return OK, data, _text(found, args.image_size)
-
-
-def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d*)[x×X*]([1-9]\d*)", text)
-    if not found or len(text) > 20:
-        raise UserError(f"--image-size {text[:40]} is not a size; write it WIDTHxHEIGHT, like 1024x768")
-    return int(found[1]), int(found[2])
 
 
 def _text(found: Planned, sizes: list[str]) -> str:
