@@ -124,13 +124,13 @@ def evaluate(
     Raises:
         UserError: a checkpoint, suite or data is missing, or the engine fails.
     """
-    asked = _reducing(engine, reduce, candidate) if reduce else _engine(engine)
+    tested = _reducing(engine, reduce, candidate) if reduce else _engine(engine)
     if speculative is not None:
-        asked = _speculating(asked, speculative, candidate)
+        tested = _speculating(tested, speculative, candidate)
     before = _engine(baseline_engine or engine)
-    _check_spread(ray, asked, before)
-    how = accuracy.Ask(
-        engine=asked,
+    _check_spread(ray, tested, before)
+    options = accuracy.Ask(
+        engine=tested,
         baseline_engine=before,
         limit=limit,
         seed=seed,
@@ -138,12 +138,12 @@ def evaluate(
         journal=Path(journal) if journal else None,
         progress=progress,
     )
-    own = Path(data) if data else None
+    data_path = Path(data) if data else None
     if ray is None:
-        return accuracy.evaluate(candidate, baseline, suites, own, how)
+        return accuracy.evaluate(candidate, baseline, suites, data_path, options)
     with closing(workers.of(ray)) as cluster:
-        how = dataclasses.replace(how, engine=Spread(asked, cluster), baseline_engine=Spread(before, cluster))
-        return accuracy.evaluate(candidate, baseline, suites, own, how)
+        options = dataclasses.replace(options, engine=Spread(tested, cluster), baseline_engine=Spread(before, cluster))
+        return accuracy.evaluate(candidate, baseline, suites, data_path, options)
 
 
 def load(path: str | Path, *, trust_remote_code: bool = False) -> VLM:
@@ -168,9 +168,9 @@ def _engine(engine: str | Engine) -> Engine:
     return engines.get(engine) if isinstance(engine, str) else engine
 
 
-def _check_spread(ray: str | None, *asked: Engine) -> None:
+def _check_spread(ray: str | None, *sides: Engine) -> None:
     """Raise UserError where a cluster is to share questions to a server, which is one for all."""
-    served = [engine.name for engine in asked if not engine.local]
+    served = [engine.name for engine in sides if not engine.local]
     if ray is not None and served:
         raise UserError(f"--ray starts engines on the nodes of a cluster, and {served[0]} runs already; leave one out")
 

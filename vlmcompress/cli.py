@@ -44,12 +44,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UserError: the call is not one that the command line understands.
     """
-    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    verb = next((word for word in arguments if not word.startswith("-")), None)
     extra: list[str] = []
-    if "--" in arguments and wanted is not None and wanted in VERBS and getattr(VERBS.get(wanted), "PASSES_ON", False):
+    if "--" in arguments and verb is not None and verb in VERBS and getattr(VERBS.get(verb), "PASSES_ON", False):
         cut = arguments.index("--")
         arguments, extra = arguments[:cut], arguments[cut + 1 :]
-    parser, verbs = _parser(wanted)
+    parser, verbs = _parser(verb)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -59,13 +59,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def _parser(wanted: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """The grammar with the flags of the verb that is wanted, or a line for each without one; also the parser of each verb."""
+def _parser(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """The grammar with the flags of the chosen verb, or a line for each without one; also the parser of each verb."""
     about = "Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost."
     parser = Parser(
         prog="vlmcompress",
         usage="vlmcompress [-h] [--version] VERB ...",
-        description=about if wanted else f"{about}\n{_verbs_text()}",
+        description=about if chosen else f"{about}\n{_verbs_text()}",
         epilog="Exit codes: 0 done, 1 a quality gate failed, 2 bad input, 3 internal error, 4 a gate can't tell, "
         "130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP.",
     )
@@ -75,7 +75,7 @@ def _parser(wanted: str | None) -> tuple[Parser, dict[str, Parser]]:
     )
     for name in VERBS:
         verb = verbs.add_parser(name)
-        if name == wanted:
+        if name == chosen:
             verb.description = f"{VERBS.summary(name)}."
             _flags.common(verb)
             VERBS.get(name).options(verb)
@@ -102,11 +102,11 @@ def _verbs_text() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one call and return its exit code."""
     began = time.monotonic()  # before the libraries are imported, which can take most of a short run
-    given = sys.argv[1:] if argv is None else argv
-    as_json, debug = "--json" in given, "--debug" in given
+    words = sys.argv[1:] if argv is None else argv
+    as_json, debug = "--json" in words, "--debug" in words
     args = argparse.Namespace()
     try:
-        args = parse(given)
+        args = parse(words)
         args.began = began
         if not args.verbose:
             process.quiet_libraries()

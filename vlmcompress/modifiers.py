@@ -62,9 +62,11 @@ class MBQModifier(BlockSearch):
         if self.mappings is None:
             self.mappings = mappings_of(groups)
         if self.rho is None:
-            known = _sensitivities(vlm, state)
-            found = {(name, known[group.layer, group.name].rho) for group in groups for name in group.linears}
-            self.rho = {name: rho for name, rho in sorted(found) if rho is not None}
+            sensitivities = _sensitivities(vlm, state)
+            balances = {
+                (name, sensitivities[group.layer, group.name].rho) for group in groups for name in group.linears
+            }
+            self.rho = {name: rho for name, rho in sorted(balances) if rho is not None}
         return super().on_initialize(state, **kwargs)
 
 
@@ -91,9 +93,11 @@ class BalancedGPTQModifier(GPTQModifier):
             raise UserError("GPTQ would see inputs from before they are smoothed; run oneshot twice, smoothing first")
         if self.balance in BY_GRADIENT:
             vlm = _vlm(state.model)
-            known = _sensitivities(vlm, state)
+            sensitivities = _sensitivities(vlm, state)
             groups = [group for block in decoder_blocks(vlm.model, vlm.spec) for group in block]
-            self._sensitivity = {name: known[group.layer, group.name] for group in groups for name in group.linears}
+            self._sensitivity = {
+                name: sensitivities[group.layer, group.name] for group in groups for name in group.linears
+            }
         return super().on_initialize(state, **kwargs)
 
     def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Any) -> None:
@@ -118,12 +122,13 @@ class BalancedGPTQModifier(GPTQModifier):
             self._count = {name: codes.count(code) for code, name in enumerate(MODALITIES, start=1)}
         if module not in self._weights:
             try:
-                found = shares(self.balance, self._count, self._sensitivity.get(self._module_names[module]))
+                modality_weights = shares(self.balance, self._count, self._sensitivity.get(self._module_names[module]))
             except ValueError as error:
                 raise UserError(f"{self._module_names[module]}: {error}") from error
             total = sum(self._count.values())
-            pooled = {m: 1.0 for m in MODALITIES}
-            weights = pooled if found is None else {m: p * total / self._count[m] for m, p in found.items()}
+            weights = {m: 1.0 for m in MODALITIES}
+            if modality_weights is not None:
+                weights = {m: share * total / self._count[m] for m, share in modality_weights.items()}
             self._weights[module] = torch.tensor([0.0, *(weights.get(m, 0.0) for m in MODALITIES)])
         return self._weights[module]
 

@@ -84,10 +84,10 @@ def test_fewer_than_asked_are_all_used_and_said(tmp_path):
     path = parquet(tmp_path / "a.parquet", rows(3))
     found = load_samples(path, samples=5, seed=0)
     assert sorted(ids(found)) == ["r0", "r1", "r2"]
-    facts = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, asked=5)
+    facts = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, requested=5)
     assert (facts["samples"], facts["asked"]) == (3, 5)
     assert notes(facts) == ["a.parquet has 3 samples, 5 were asked for; all are used"]
-    enough = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, asked=3)
+    enough = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, requested=3)
     assert "asked" not in enough and "prompts" not in enough and notes(enough) == []
 
 

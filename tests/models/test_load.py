@@ -91,7 +91,7 @@ def test_an_architecture_of_another_release_or_model(folder):
     assert ("has no architecture Qwen9VLForConditionalGeneration" in str(caught.value)) == bool(names)
     assert not names or {spec_architecture(spec) for spec in models.all_specs()} <= names
     edit_json(folder / "config.json", **newer)
-    refused(folder, "a newer release may", lambda path: models.build_meta_model(path, known=False))
+    refused(folder, "a newer release may", lambda path: models.build_meta_model(path, ours_only=False))
     config = models.read_config(folder) | {"model_type": "llava"}
     models.spec_for(config | {"architectures": ["VlmcompressLlavaForConditionalGeneration"]})
     with pytest.raises(UserError, match="says architecture 'Qwen2VLForConditionalGeneration' and model type 'llava'"):

@@ -36,15 +36,15 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
-        if found := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            choices = [choice.strip(" '") for choice in found[3].split(",")]
-            where = found[1] if found[1].startswith("-") else self.prog  # a flag has a name that users know
-            message = f"{where}: no '{found[2]}'{did_you_mean(found[2], choices)}"
-        elif found := re.match(r"argument (\S+): expected one argument", message):
-            flag = found[1].rpartition("/")[2]
+        if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            choices = [choice.strip(" '") for choice in match[3].split(",")]
+            where = match[1] if match[1].startswith("-") else self.prog  # a flag has a name that users know
+            message = f"{where}: no '{match[2]}'{did_you_mean(match[2], choices)}"
+        elif match := re.match(r"argument (\S+): expected one argument", message):
+            flag = match[1].rpartition("/")[2]
             message = f"{self.prog}: {flag} needs a value; one that begins with '-' is written {flag}=-..."
-        elif found := re.match(r"the following arguments are required: (.*)", message):
-            message = f"{self.prog}: missing {found[1]}"
+        elif match := re.match(r"the following arguments are required: (.*)", message):
+            message = f"{self.prog}: missing {match[1]}"
         raise UserError(message if message.endswith("?") else f"{message}; see {self.prog} --help")
 
     def refuse(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:

@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.planning.findings import findings
 
     engine = args.engine or recipe.engine
-    found = findings(recipe, engine)
+    results = findings(recipe, engine)
     if args.tp != 1:
-        found.append(_devices(recipe, args.tp))
-    fine = all(finding.ok for finding in found)
+        results.append(_devices(recipe, args.tp))
+    fine = all(finding.ok for finding in results)
     title = f"{hub.shown(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
-    data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in found]}
-    return OK if fine else BAD_INPUT, data, findings_text(title, found)
+    data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in results]}
+    return OK if fine else BAD_INPUT, data, findings_text(title, results)
 
 
 def _devices(recipe: Recipe, tp: int) -> Finding:

@@ -47,29 +47,31 @@ def run(args: argparse.Namespace) -> Outcome:
     reducers = [parse(text) for text in args.reduce]
     model = hub.local(args.model)
     family = spec_for(read_config(model))
-    for one in reducers:
-        if reason := refusal(family, one.method):
-            raise UserError(f"--reduce {one}: {reason}")
-        if "query" in one.module.NEEDS and not args.question.strip():
-            raise UserError(f"--reduce {one}: '{one.method}' looks at the question; add --question")
+    for reducer in reducers:
+        if reason := refusal(family, reducer.method):
+            raise UserError(f"--reduce {reducer}: {reason}")
+        if "query" in reducer.module.NEEDS and not args.question.strip():
+            raise UserError(f"--reduce {reducer}: '{reducer.method}' looks at the question; add --question")
     images = [open_image(Path(name), "--image") for name in args.image]
     vlm = load(model)
     inputs = encode_prompt(Sample("prompt", images, args.question, origin="the prompt"), vlm)
     layouts = [vlm.spec.layout(vlm.processor, *image.size, len(images)) for image in images]
-    found = [(str(one), decide(vlm, inputs, layouts, one)) for one in reducers]
-    for note in {f"{one}: {text}" for one in reducers for layout in layouts for text in too_small(one, layout)}:
+    decisions = [(str(reducer), decide(vlm, inputs, layouts, reducer)) for reducer in reducers]
+    for note in {
+        f"{reducer}: {text}" for reducer in reducers for layout in layouts for text in too_small(reducer, layout)
+    }:
         print(f"warning: {note}", file=sys.stderr)
-    _write(out, sheet(images, layouts, found))
+    _write(out, sheet(images, layouts, decisions))
     shown = [
         {
             "image": str(name),
             "tokens": layout.tokens,
-            "reduced": {label: vars(Counts.of(part[number])) for label, part in found},
+            "reduced": {label: vars(Counts.of(part[number])) for label, part in decisions},
         }
         for number, (name, layout) in enumerate(zip(args.image, layouts, strict=True))
     ]
     lines = [
-        f"{name}\n{table([(label, Counts.of(part[number])) for label, part in found])}"
+        f"{name}\n{table([(label, Counts.of(part[number])) for label, part in decisions])}"
         for number, name in enumerate(args.image)
     ]
     data = {"ok": True, "model": str(args.model), "images": shown, "file": str(out)}

@@ -69,12 +69,12 @@ def _reducers() -> Entries:
 
     keys = {"stage": "STAGE", "count": "COUNT", "served": "SERVED", "why_not": "WHY_NOT"}
     keys |= {"no_better_than": "NO_BETTER_THAN"}
-    found = [
+    reducers = [
         {"name": name, "about": REDUCERS.summary(name), "vllm": served(name)}
         | {key: REDUCERS.constant(name, constant) for key, constant in keys.items()}
         for name in REDUCERS.names()
     ]
-    return sorted([*found, _RESIZE], key=lambda entry: entry["name"])
+    return sorted([*reducers, _RESIZE], key=lambda entry: entry["name"])
 
 
 def _suites() -> Entries:
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[], Entries]] = {
 
 def _text(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
     """A table for each kind of things."""
-    return "\n\n".join(f"{what}\n{table([_row(entry) for entry in found])}" for what, found in entries.items())
+    return "\n\n".join(f"{what}\n{table([_row(entry) for entry in rows])}" for what, rows in entries.items())
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:

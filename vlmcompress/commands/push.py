@@ -68,9 +68,11 @@ def _measured(out: Path, folder: str) -> str:
     from vlmcompress.results import load
 
     results, record = load(folder), manifest.read(out)
-    found = results.candidate
-    if found.weight_bytes != record["size"]["weights_after"] or found.layer_errors != record.get("errors", {}):
-        raise UserError(f"--results {folder} is about another checkpoint than {out} ('{found.name}'); run eval again")
+    candidate = results.candidate
+    if candidate.weight_bytes != record["size"]["weights_after"] or candidate.layer_errors != record.get("errors", {}):
+        raise UserError(
+            f"--results {folder} is about another checkpoint than {out} ('{candidate.name}'); run eval again"
+        )
     return measured(results)
 
 

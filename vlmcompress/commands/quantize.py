@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint; with `--dry-run`, show the plan."""
     from vlmcompress.recipe import resolve
 
-    given = _flags.recipe_values(args)
-    resolved = resolve(given, args.recipe, weights="headers" if args.dry_run else "values")
+    values = _flags.recipe_values(args)
+    resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     if args.dry_run:
-        return _planned(resolved, given, args.recipe, args.overwrite)
+        return _planned(resolved, values, args.recipe, args.overwrite)
     if resolved.recipe.out is None:
         raise UserError("no output folder given; add -o OUT")
     from vlmcompress.runs.quantize import quantize
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Outcome:
     return OK, data, text(data, args.verbose)
 
 
-def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
+def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
     """What would be done, widths of groups included where statistics say them.
 
     Args:
@@ -75,7 +75,7 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, ove
     if recipe.out is not None:
         folders.check(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
     plan = make_plan(recipe)
-    samples = found.count if (found := looked_at(plan)) else None
+    samples = preview.count if (preview := looked_at(plan)) else None
     if recipe.out is not None and plan.statistics:
         folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not plan.recipe.rotate:
@@ -83,7 +83,7 @@ def _planned(resolved: Resolved, given: Mapping[str, Any], file: str | None, ove
         from vlmcompress.recipe import resolve
         from vlmcompress.runs import allocate
 
-        whole = resolve(given, file).recipe  # bits are shared out by the weights themselves
+        whole = resolve(values, file).recipe  # bits are shared out by the weights themselves
         plan = allocate.planned(make_plan(whole), progress=silent)
     data = {"ok": True, **plan.to_dict(), "samples": samples, "origins": resolved.origins}
     return OK, data, plan_text(plan, resolved, samples)
@@ -141,15 +141,17 @@ def plan_text(plan: Plan, resolved: Resolved, samples: int | None) -> str:
     )
 
 
-def allocation_text(found: Mapping[str, Any]) -> str:
+def allocation_text(allocation: Mapping[str, Any]) -> str:
     """Which groups got which width, and what is predicted of that and of one width for all."""
-    names = list(dict.fromkeys(one["group"] for one in found["groups"]))
-    widths = {(one["block"], one["group"]): one["width"] for one in found["groups"]}
+    names = list(dict.fromkeys(entry["group"] for entry in allocation["groups"]))
+    widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
     blocks = sorted({block for block, _ in widths})
     rows = [("block", *names)] + [(block, *(widths.get((block, name), "") for name in names)) for block in blocks]
-    errors = [("", "bits per weight", f"predicted, {found['unit']}")]
-    errors += [(f"all {name}", one["bits"], f"{one['predicted']:.4g}") for name, one in found["uniform"].items()]
-    errors.append((f"by {found['by']}", found["bits"], f"{found['predicted']:.4g}"))
+    errors = [("", "bits per weight", f"predicted, {allocation['unit']}")]
+    errors += [
+        (f"all {name}", entry["bits"], f"{entry['predicted']:.4g}") for name, entry in allocation["uniform"].items()
+    ]
+    errors.append((f"by {allocation['by']}", allocation["bits"], f"{allocation['predicted']:.4g}"))
     return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
 
 
@@ -185,19 +187,19 @@ def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> l
     return [{"layer": name, "error": dict(by_modality)} for name, by_modality in ranked[:count]]
 
 
-def kv_cache(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Of an FP8 cache: the largest share of values that scales calibrated on one kind of token would clip of the other."""
-    if not found:
+    if not ranges:
         return None
     clipped = {
         kind: max(
             (part["clipped"][kind] or 0.0, f"{name} {part_name}")
-            for name, parts in found.items()
+            for name, parts in ranges.items()
             for part_name, part in parts.items()
         )
         for kind in ("vision", "text")
     }
-    return {"attentions": len(found), "clipped": {kind: {"share": s, "where": w} for kind, (s, w) in clipped.items()}}
+    return {"attentions": len(ranges), "clipped": {kind: {"share": s, "where": w} for kind, (s, w) in clipped.items()}}
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
@@ -237,10 +239,10 @@ def _ratio(plan: Plan) -> str:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested values by dotted key."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         elif value not in ({}, []):
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError("vlmcompress search: missing --data; give questions with answers that candidates are asked")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
-    asked = request(args)
-    with claimed(asked.out):
-        return search_outcome(asked, args)
+    search_request = request(args)
+    with claimed(search_request.out):
+        return search_outcome(search_request, args)
 
 
 def request(args: argparse.Namespace) -> Request:
@@ -143,68 +143,77 @@ def check(args: argparse.Namespace) -> None:
 
 def seconds(text: str) -> float:
     """Read a time like 90s, 30m or 1h30m."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
-    if not found or not any(found.groups()) or not any(int(part or 0) for part in found.groups()):
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    if not match or not any(match.groups()) or not any(int(part or 0) for part in match.groups()):
         raise UserError(f"--max-time {text}: write a time like 90s, 30m or 1h30m")
-    hours, minutes, rest = (int(part or 0) for part in found.groups())
+    hours, minutes, rest = (int(part or 0) for part in match.groups())
     return 3600.0 * hours + 60.0 * minutes + rest
 
 
-def search_outcome(asked: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
+def search_outcome(search_request: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
     """Run a search, confirm its winner, and write what was found. `reference`: what answers are held to."""
     from vlmcompress.report import search_page
     from vlmcompress.report.search_text import text
     from vlmcompress.search.whole import WORK, find
 
     with closing(ProgressBar()) as progress:
-        done = find(asked, progress)
+        done = find(search_request, progress)
         code, data = OK, done.data | {"reference": reference}
-        if done.winner and asked.confirm:
-            code, data["confirmed"] = _confirmed(asked, done.winner, progress)
+        if done.winner and search_request.confirm:
+            code, data["confirmed"] = _confirmed(search_request, done.winner, progress)
     if args.price is not None:
         data["price_per_hour"] = args.price
     if not done.winner:
-        tried = [one for one in data["candidates"] if not one["why"].startswith("predicted")]
-        code = GATE if all(one["why"].startswith(("loses more", "gains nothing")) for one in tried) else UNDECIDED
-    files = search_page.write(data, asked.out)
+        tried = [candidate for candidate in data["candidates"] if not candidate["why"].startswith("predicted")]
+        code = (
+            GATE
+            if all(candidate["why"].startswith(("loses more", "gains nothing")) for candidate in tried)
+            else UNDECIDED
+        )
+    files = search_page.write(data, search_request.out)
     if not args.keep_work:
-        shutil.rmtree(asked.out / WORK, ignore_errors=True)
-    data = {"ok": code == OK, **data, "out": str(asked.out), "files": {kind: str(path) for kind, path in files.items()}}
+        shutil.rmtree(search_request.out / WORK, ignore_errors=True)
+    data = {
+        "ok": code == OK,
+        **data,
+        "out": str(search_request.out),
+        "files": {kind: str(path) for kind, path in files.items()},
+    }
     return code, data, text(data)
 
 
-def _confirmed(asked: Request, winner: Path, progress: ProgressBar) -> tuple[int, dict[str, Any]]:
+def _confirmed(search_request: Request, winner: Path, progress: ProgressBar) -> tuple[int, dict[str, Any]]:
     """Ask the winner and the original the questions that the search never saw, and judge."""
     from vlmcompress.api import evaluate
     from vlmcompress.commands._conclude import EXIT, conclude
     from vlmcompress.evaluation import gate as gates
 
-    gate = gates.chosen(None, asked.margin)
-    model = hub.local(asked.base["model"])
+    gate = gates.chosen(None, search_request.margin)
+    model = hub.local(search_request.base["model"])
     results = evaluate(
         winner,
         model,
-        suites=[asked.suite] if asked.suite else (),
-        data=asked.confirm,
-        engine=asked.engine,
-        seed=asked.seed,
+        suites=[search_request.suite] if search_request.suite else (),
+        data=search_request.confirm,
+        engine=search_request.engine,
+        seed=search_request.seed,
         margins=gates.margins(gate),
-        journal=asked.out / "confirm.jsonl",
+        journal=search_request.out / "confirm.jsonl",
         progress=progress,
     )
-    conclude(results, gate, asked.out / CONFIRMATION)
+    conclude(results, gate, search_request.out / CONFIRMATION)
     (suite,) = results.suites
-    found = suite.overall
-    return EXIT[found.verdict], {
-        "verdict": found.verdict,
-        "questions": found.n,
-        "images": found.clusters,
-        "original": found.baseline,
-        "winner": found.candidate,
-        "difference": found.difference,
-        "low": found.low,
-        "high": found.high,
-        "missing": found.missing,
-        "unit": found.unit,
+    overall = suite.overall
+    return EXIT[overall.verdict], {
+        "verdict": overall.verdict,
+        "questions": overall.n,
+        "images": overall.clusters,
+        "original": overall.baseline,
+        "winner": overall.candidate,
+        "difference": overall.difference,
+        "low": overall.low,
+        "high": overall.high,
+        "missing": overall.missing,
+        "unit": overall.unit,
         "report": f"{CONFIRMATION}/report.html",
     }

@@ -55,14 +55,14 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
     from vlmcompress.runs import sweep
 
-    given = _flags.recipe_values(args)
-    if foreign := [key for key in given if key in ("scheme", "options", "bits")]:
+    values = _flags.recipe_values(args)
+    if foreign := [key for key in values if key in ("scheme", "options", "bits")]:
         raise UserError(f"--set {foreign[0]}: a sweep tries these itself; leave it out")
-    if given.get("rotate"):
+    if values.get("rotate"):
         raise UserError("--set rotate: a sweep predicts errors of the model as it is; leave it out")
     base = {"scheme": "rtn", "options": {"group_size": -1, "bits": 8}}
-    target = given.pop("target", None)
-    recipe = resolve(given | base).recipe.model_copy(update={"target": target})
+    target = values.pop("target", None)
+    recipe = resolve(values | base).recipe.model_copy(update={"target": target})
     if target is not None:
         from vlmcompress import targets
 
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> Outcome:
     limit = None if args.max_size is None else parse_size(args.max_size, "--max-size")
     budgets = sweep.BUDGETS if args.max_bits is None else sorted({*sweep.BUDGETS, args.max_bits})
     with closing(ProgressBar()) as progress:
-        found, _ = sweep.run(recipe, progress, rows=args.rows or sweep.ROWS, budgets=budgets)
-    chosen = sweep.choose(found.points, budget=args.max_bits, nbytes=limit)
-    data = {"ok": True, "unit": found.unit, "left_out": found.left_out, "chosen": dataclasses.asdict(chosen)}
-    data["points"] = [dataclasses.asdict(point) for point in found.points]
-    text = _text(found, chosen)
-    written = {"recipe": (args.save, sweep.recipe_text(chosen, found.unit))} if args.save else {}
+        scored, _ = sweep.run(recipe, progress, rows=args.rows or sweep.ROWS, budgets=budgets)
+    chosen = sweep.choose(scored.points, budget=args.max_bits, nbytes=limit)
+    data = {"ok": True, "unit": scored.unit, "left_out": scored.left_out, "chosen": dataclasses.asdict(chosen)}
+    data["points"] = [dataclasses.asdict(point) for point in scored.points]
+    text = _text(scored, chosen)
+    written = {"recipe": (args.save, sweep.recipe_text(chosen, scored.unit))} if args.save else {}
     if args.plot:
-        written["plot"] = (args.plot, _plot(found, chosen, Path(args.plot).suffix, recipe.model.resolve().name))
+        written["plot"] = (args.plot, _plot(scored, chosen, Path(args.plot).suffix, recipe.model.resolve().name))
     for kind, (name, content) in written.items():
         from vlmcompress.common.folders import save
 
@@ -103,25 +103,25 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"{name} is a folder; name the file to write")
 
 
-def _text(found: Sweep, chosen: Point) -> str:
+def _text(scored: Sweep, chosen: Point) -> str:
     """A line for each setting."""
     rows: list[tuple] = [("setting", "bits", "weights", "predicted", "")]
-    for point in found.points:
+    for point in scored.points:
         mark = "chosen" if point is chosen else "best of its size" if point.best else ""
         rows.append((point.name, f"{point.bits:.3f}", size(point.nbytes), f"{point.error:.3g}", mark))
-    left = f"\nLeft out, as a layer's shape, the target or the statistics forbid them: {', '.join(found.left_out)}."
-    head = f"{len(found.points)} settings; predicted error in {found.unit}"
-    return f"{head}\n{table(rows)}{left if found.left_out else ''}"
+    left = f"\nLeft out, as a layer's shape, the target or the statistics forbid them: {', '.join(scored.left_out)}."
+    head = f"{len(scored.points)} settings; predicted error in {scored.unit}"
+    return f"{head}\n{table(rows)}{left if scored.left_out else ''}"
 
 
-def _plot(found: Sweep, chosen: Point, suffix: str, model: str) -> str:
+def _plot(scored: Sweep, chosen: Point, suffix: str, model: str) -> str:
     """Predicted error against size, as a page or as a picture."""
     from vlmcompress.report.charts.plot import both
     from vlmcompress.report.charts.tradeoff import legend, tradeoff
     from vlmcompress.report.page import render
 
-    draw = functools.partial(tradeoff, found.points, found.unit, chosen)
+    draw = functools.partial(tradeoff, scored.points, scored.unit, chosen)
     if suffix == ".svg":
         return f"{draw()}\n"
-    facts = {"points": found.points, "chosen": chosen, "unit": found.unit, "model": model}
-    return render("sweep.html.j2", chart=both(lambda frame: draw(frame=frame)), legend=legend(found.points), **facts)
+    facts = {"points": scored.points, "chosen": chosen, "unit": scored.unit, "model": model}
+    return render("sweep.html.j2", chart=both(lambda frame: draw(frame=frame)), legend=legend(scored.points), **facts)

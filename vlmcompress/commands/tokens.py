@@ -49,36 +49,36 @@ def run(args: argparse.Namespace) -> Outcome:
     sizes = [_flags.parse_size(text, "--image-size", most=9) for text in args.image_size]
     resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
-    found = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
-    for note in found.notes:
+    costs = cost.plan(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
+    for note in costs.notes:
         print(f"warning: {note}", file=sys.stderr)
-    data = {"ok": True, "model": str(args.model), **found.to_dict()}
+    data = {"ok": True, "model": str(args.model), **costs.to_dict()}
     for image, size in zip(data["images"], args.image_size, strict=True):
         image["size"] = size
-    return OK, data, _text(found, args.image_size)
+    return OK, data, _text(costs, args.image_size)
 
 
-def _text(found: Planned, sizes: list[str]) -> str:
+def _text(costs: Planned, sizes: list[str]) -> str:
     """Images, then costs."""
     images = [("image", "visual tokens", "rows x columns")]
-    for size, layout in zip(sizes, found.layouts, strict=True):
+    for size, layout in zip(sizes, costs.layouts, strict=True):
         grids = [f"{piece.rows}x{piece.columns}" for piece in layout.pieces]
         same = [f"{grids.count(grid)} of {grid}" if grids.count(grid) > 1 else grid for grid in dict.fromkeys(grids)]
         images.append((size, f"{layout.tokens:,}", ", ".join(same)))
-    full, none = found.full, found.text_only
+    full, none = costs.full, costs.text_only
     rows = [("", "visual", "kept", "prompt", "prefill", "KV cache", "of images")]
-    for name, cost in {"all": full, **found.reduced}.items():
+    for name, cost in {"all": full, **costs.reduced}.items():
         if cost is None:
             rows.append((name, "depends on what the image shows", "", "", "", "", ""))
             continue
         kept, work = cost.visual / max(full.visual, 1), cost.multiply_adds / full.multiply_adds
         cache = size_text(cost.kv_bytes_prompt), size_text(cost.kv_bytes)
         rows.append((name, f"{cost.visual:,}", f"{kept:.1%}", f"{cost.prompt:,}", f"{work:.1%}", *cache))
-    steps = [f"{name}: {_steps(cost.blocks)}" for name, cost in found.reduced.items() if cost and cost.differs]
+    steps = [f"{name}: {_steps(cost.blocks)}" for name, cost in costs.reduced.items() if cost and cost.differs]
     share, work = full.visual / full.prompt, 1 - none.multiply_adds / full.multiply_adds
     return "\n".join(
         [
-            f"{found.family}: a prompt with {len(sizes)} image{'s' * (len(sizes) > 1)} and {found.text:,} other tokens",
+            f"{costs.family}: a prompt with {len(sizes)} image{'s' * (len(sizes) > 1)} and {costs.text:,} other tokens",
             table(images),
             "",
             table(rows),
@@ -92,4 +92,4 @@ def _steps(blocks: Sequence[int]) -> str:
     """Write visual tokens by decoder block: each count, and where it begins."""
     starts = [block for block, count in enumerate(blocks) if not block or count != blocks[block - 1]]
     first, *others = [f"{blocks[block]:,} {{}}from block {block} on" for block in starts]
-    return ", ".join([first.format("visual tokens "), *(one.format("") for one in others)])
+    return ", ".join([first.format("visual tokens "), *(step.format("") for step in others)])

@@ -11,23 +11,25 @@ offline, and `local` alone lifts that while it works, unless the user has set HF
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from vlmcompress.common._hub_files import (
+from vlmcompress.common._hub_fetch import (
     IMAGES,
     TABLES,
     TEST,
     TRAIN,
-    Choice,
-    DataFiles,
+    Choose,
     Kind,
-    ModelFiles,
     Repository,
-    SplitFiles,
     Weights,
+    data_files,
+    fetch,
+    model_files,
+    split_files,
 )
 
 __all__ = [
@@ -41,9 +43,9 @@ __all__ = [
     "offline",
     "only_ids",
     "parse",
-    "reaching_out",
+    "shown",
 ]
-__all__ += ["shown"]
+__all__ += ["reaching_out"]
 
 OFFLINE = "HF_HUB_OFFLINE"
 
@@ -66,12 +68,12 @@ def only_ids() -> None:
 def parse(name: str | Path, kind: Kind = "model") -> Repository | None:
     """The repository that a name means; None for a path: one that exists, or that cannot be an id."""
     text = os.fspath(name)
-    found = _ID.fullmatch(text)
-    if found is None or os.path.lexists(text) or (kind == "model" and found["part"]):
+    match = _ID.fullmatch(text)
+    if match is None or os.path.lexists(text) or (kind == "model" and match["part"]):
         return None
-    if kind == "dataset" and not found["part"] and PurePosixPath(found["id"]).suffix.lower() in (*TABLES, *IMAGES):
+    if kind == "dataset" and not match["part"] and PurePosixPath(match["id"]).suffix.lower() in (*TABLES, *IMAGES):
         return None
-    return Repository(found["id"], kind, found["revision"], found["part"])
+    return Repository(match["id"], kind, match["revision"], match["part"])
 
 
 def local(
@@ -99,33 +101,33 @@ def local(
     repository = parse(name, kind)
     if repository is None:
         return Path(name)
-    from vlmcompress.common._hub_fetch import Fetch
-
-    choose: Choice
+    choose: Choose
     if kind == "model":
-        choose = ModelFiles(repository, weights, code)
+        choose = functools.partial(model_files, repository, weights, code)
+    elif whole:
+        choose = functools.partial(split_files, repository, whole)
     else:
-        choose = SplitFiles(repository, whole) if whole else DataFiles(repository, splits)
+        choose = functools.partial(data_files, repository, splits)
     with reaching_out():
-        return Fetch(repository, choose).run()
+        return fetch(repository, choose)
 
 
 def identity(path: str | Path) -> dict[str, str] | None:
     """`{"source": "org/name", "revision": commit}` of a path in the Hub's cache, with what it is in there; else None."""
-    found = _CACHED.search(os.path.abspath(path))
-    if found is None:
+    match = _CACHED.search(os.path.abspath(path))
+    if match is None:
         return None
-    source = found["id"].replace("--", "/", 1)
-    return {"source": f"{source}:{found['rest']}" if found["rest"] else source, "revision": found["commit"]}
+    source = match["id"].replace("--", "/", 1)
+    return {"source": f"{source}:{match['rest']}" if match["rest"] else source, "revision": match["commit"]}
 
 
 def shown(path: str | Path) -> str:
     """A path as people and commands know it: `org/name@commit` for one in the Hub's cache."""
-    found = identity(path)
-    if found is None:
+    cached = identity(path)
+    if cached is None:
         return str(path)
-    source, _, rest = found["source"].partition(":")
-    return f"{source}@{found['revision']}" + (f":{rest}" if rest else "")
+    source, _, rest = cached["source"].partition(":")
+    return f"{source}@{cached['revision']}" + (f":{rest}" if rest else "")
 
 
 def facts(path: str | Path) -> dict[str, str]:

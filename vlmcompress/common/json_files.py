@@ -95,11 +95,11 @@ def _check_depth(value: Any, text: str | bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise Unreadable(f"key '{twice[:80]}' is given twice")
-    return found
+    return mapping
 
 
 def _constant(name: str) -> NoReturn:

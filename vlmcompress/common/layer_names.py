@@ -45,5 +45,5 @@ class Layers:
     @property
     def schemes(self) -> list[Scheme]:
         """The different schemes, the most common one first."""
-        found = list(self.quantized.values())
-        return sorted(dict.fromkeys(found), key=found.count, reverse=True)
+        schemes = list(self.quantized.values())
+        return sorted(dict.fromkeys(schemes), key=schemes.count, reverse=True)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from vlmcompress.common import distributed
 from vlmcompress.common.text import duration
@@ -27,26 +28,24 @@ def silent(_label: str, _done: int, _total: int) -> None:
 
 
 class ProgressBar:
-    """A bar with the time left on stderr; where that is no terminal, a line every half minute instead.
+    """tqdm's bar on stderr; where that is no terminal, a line every half minute instead.
 
-    Call it with (label, done, total). The rate is counted from the second report of a label on that says something new: until
-    the first step is done much is made ready, and what a resumed run had done took no time.
+    Call it with (label, done, total). The rate counts from the second report of a label with a new `done` on: until the first
+    step is done much is made ready, and what a resumed run had done took no time.
 
     Args:
-        clock: gives seconds, counted from anywhere.
+        clock: gives seconds, counted from anywhere; of the lines.
     """
 
-    WIDTH = 28
-    PERIOD = 0.1  # seconds between two drawings
     LINES = 30.0  # seconds between two lines
+    FORMAT = "{desc:<28.28} {percentage:3.0f}%|{bar:28}| {elapsed}<{remaining}"
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shown = sys.stderr.isatty()
-        self._clock, self._said = clock, clock()
-        self._label = ""
-        self._start = self._last = 0.0
-        self._done = 0  # of the latest report
-        self._rated: tuple[float, int] | None = None  # when the first step was done, and what was done then
+        self._terminal = sys.stderr.isatty()
+        self._clock, self._last_line = clock, clock()
+        self._label, self._start, self._done = "", 0.0, 0
+        self._first_step: tuple[float, int] | None = None  # when it was done, and what was done then
+        self._bar: Any = None
 
     def __call__(self, label: str, done: int, total: int) -> None:
         if total <= 0 or not distributed.is_main():
@@ -54,38 +53,41 @@ class ProgressBar:
         now = self._clock()
         if label != self._label:
             self.close()
-            self._label, self._start, self._done, self._last = label, now, done, float("-inf")
-            self._rated = None
-        if done != self._done:
-            self._done, self._rated = done, self._rated or (now, done)
-        if not self._shown:
-            self._line(now, label, done, total)
-            return
-        if now - self._last < self.PERIOD and done < total:
-            return
-        self._last = now
-        filled = self.WIDTH * done // total
-        bar = "#" * filled + "-" * (self.WIDTH - filled)
-        sys.stderr.write(f"\r\x1b[K{label:<28.28} [{bar}] {done / total:4.0%}  {self._time_left(now, done, total)}")
-        sys.stderr.flush()
+            self._label, self._start, self._done, self._first_step = label, now, done, None
+            if self._terminal:
+                from tqdm import tqdm
 
-    def _line(self, now: float, label: str, done: int, total: int) -> None:
-        if now - self._said >= self.LINES:
-            self._said = now
+                self._bar = tqdm(
+                    desc=label,
+                    total=total,
+                    initial=done,
+                    bar_format=self.FORMAT,
+                    smoothing=0,
+                    ascii=" #",
+                    disable=False,
+                )
+        if done != self._done and self._first_step is None:
+            self._first_step = now, done
+            if self._bar is not None:
+                self._bar.initial, self._bar.start_t = done, self._bar._time()
+        self._done = done
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        elif now - self._last_line >= self.LINES:
+            self._last_line = now
             time_left = self._time_left(now, done, total)
             print(f"{label}: {done / total:.0%}{f', {time_left}' if time_left else ''}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the line of the current bar."""
-        if self._shown and self._label:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
-        self._label = ""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._label = None, ""
 
     def _time_left(self, now: float, done: int, total: int) -> str:
         if done >= total:
             return f"in {duration(now - self._start)}"
-        since, before = self._rated or (now, done)
+        since, before = self._first_step or (now, done)
         passed, steps = now - since, done - before
         return f"{duration(passed / steps * (total - done))} left" if steps > 0 and passed > 1 else ""
 
@@ -97,28 +99,28 @@ _within: ContextVar[list[float] | None] = ContextVar("within", default=None)  # 
 @contextmanager
 def timed_phases() -> Iterator[dict[str, float]]:
     """Measure the phases in the context: name -> seconds, in the order in which they first ended."""
-    found = _seconds.get()
-    if found is not None:
-        yield found  # a run within a run
+    seconds = _seconds.get()
+    if seconds is not None:
+        yield seconds  # a run within a run
         return
-    token = _seconds.set(found := {})
+    token = _seconds.set(seconds := {})
     try:
-        yield found
+        yield seconds
     finally:
         _seconds.reset(token)
 
 
 def phase_seconds() -> dict[str, float]:
     """Seconds of each phase that has ended, to the millisecond, the longest first."""
-    found = _seconds.get() or {}
-    return {name: round(found[name], 3) for name in sorted(found, key=lambda name: -found[name])}
+    seconds = _seconds.get() or {}
+    return {name: round(seconds[name], 3) for name in sorted(seconds, key=lambda name: -seconds[name])}
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Count the time in the context as of phase `name`."""
-    found, outer = _seconds.get(), _within.get()
-    if found is None:
+    seconds, outer = _seconds.get(), _within.get()
+    if seconds is None:
         yield
         return
     began, inner = time.perf_counter(), [0.0]
@@ -128,6 +130,6 @@ def phase(name: str) -> Iterator[None]:
     finally:
         _within.reset(token)
         passed = time.perf_counter() - began
-        found[name] = found.get(name, 0.0) + passed - inner[0]
+        seconds[name] = seconds.get(name, 0.0) + passed - inner[0]
         if outer is not None:
             outer[0] += passed

@@ -38,16 +38,16 @@ class Registry:
         """Map each entry's recipe name to its dotted module name."""
         spec = importlib.util.find_spec(self.package)  # finds the folder without importing it, and torch with it
         assert spec is not None and spec.submodule_search_locations is not None
-        found = {
+        modules = {
             info.name.replace("_", "-"): f"{self.package}.{info.name}"
             for info in pkgutil.iter_modules(spec.submodule_search_locations)
             if not info.name.startswith("_")
         }
         for point in entry_points(group=self.package):
-            if point.name in found:
+            if point.name in modules:
                 raise UserError(f"entry point '{point.value}' takes the {self.noun} name '{point.name}', which exists")
-            found[point.name] = point.value
-        return dict(sorted(found.items()))
+            modules[point.name] = point.value
+        return dict(sorted(modules.items()))
 
     def names(self) -> list[str]:
         """All names, sorted, without importing anything."""

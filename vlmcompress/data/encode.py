@@ -103,8 +103,8 @@ def _encode_one(sample: Sample, vlm: VLM, max_length: int | None) -> Inputs:
 def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bool) -> str:
     """Apply the chat template as text, and check that it shows the images and the texts."""
     placeholder = processor.image_token
-    asked = [p["text"] for t in turns if t["role"] == "user" for p in t["content"] if p["type"] == "text"]
-    if any(placeholder in text for text in asked):
+    questions = [p["text"] for t in turns if t["role"] == "user" for p in t["content"] if p["type"] == "text"]
+    if any(placeholder in text for text in questions):
         raise UserError(f"{sample.name}: its text contains '{placeholder}', this model's mark for an image; remove it")
     try:
         text = processor.apply_chat_template(
@@ -118,7 +118,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
             f"{sample.name}: the model's chat template shows {text.count(placeholder)} of {images} images; "
             "it has to take OpenAI-style content lists"
         )
-    if any(part.strip() not in text for part in asked) or "{'type':" in text:
+    if any(part.strip() not in text for part in questions) or "{'type':" in text:
         raise UserError(f"{sample.name}: the chat template does not show its text; it has to take content lists")
     return text
 
@@ -208,11 +208,11 @@ def _agreement(a: Tensor, b: Tensor) -> int:
 
 def _end_ids(vlm: VLM) -> set[int]:
     """Token ids at which generation stops: those of the model's two configs and of its tokenizer."""
-    found = {vlm.processor.tokenizer.eos_token_id}
+    end_ids = {vlm.processor.tokenizer.eos_token_id}
     for config in (vlm.model.generation_config, vlm.model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, list) else {ids}
-    return found - {None}
+        end_ids |= set(ids) if isinstance(ids, list) else {ids}
+    return end_ids - {None}
 
 
 def _image_token_id(vlm: VLM) -> int:
@@ -244,17 +244,17 @@ class Encoded(Sequence[Inputs]):
     def __getitem__(self, index: slice) -> list[Inputs]: ...
     def __getitem__(self, index: int | slice) -> Inputs | list[Inputs]:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         if index < 0 or index >= len(self):
             raise IndexError(index)
-        found = self._kept.get(index)
-        if found is None:
-            found = encode([self._samples[index]], self._vlm, max_length=self._max_length)[0]
-            size = sum(value.nbytes for value in found.values())
+        inputs = self._kept.get(index)
+        if inputs is None:
+            inputs = encode([self._samples[index]], self._vlm, max_length=self._max_length)[0]
+            size = sum(value.nbytes for value in inputs.values())
             if size <= self._room:
                 self._room -= size
-                self._kept[index] = found
-        return found
+                self._kept[index] = inputs
+        return inputs
 
     def __iter__(self) -> Iterator[Inputs]:
         return (self[index] for index in range(len(self)))

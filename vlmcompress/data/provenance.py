@@ -29,7 +29,7 @@ def provenance(
     seed: int | None = None,
     processor: Any = None,
     text: tuple[Sequence[Sample], str | Path] | None = None,
-    asked: int | None = None,
+    requested: int | None = None,
 ) -> dict[str, Any]:
     """Describe calibration data, ready for JSON.
 
@@ -40,7 +40,7 @@ def provenance(
         seed: the seed by which the samples were chosen.
         processor: the processor whose chat template's hash is recorded.
         text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
-        asked: how many samples were wanted; recorded where there are fewer.
+        requested: how many samples the recipe asks for; recorded where there are fewer.
 
     In the result `images` counts different images, whatever the number of samples that show each; `prompts` counts the
     samples whose question is one of ours, as the data had none.
@@ -55,8 +55,8 @@ def provenance(
     }
     if text is not None:
         facts["text"] = {**_source(text[1]), "sha256": data_hash(text[0]), "samples": len(text[0])}
-    if asked is not None and len(batches) < asked:
-        facts["asked"] = asked
+    if requested is not None and len(batches) < requested:
+        facts["asked"] = requested
     if prompts := Counter(sample.question for sample in samples if sample.prompted):
         facts["prompts"] = dict(sorted(prompts.items()))
     if seed is not None:

@@ -90,13 +90,13 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path, 
     _bind(turns, column, origin)
     sources = [part.pop("source") for turn in turns for part in turn["content"] if part["type"] == "image"]
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
-    asked = [_joined(turn["content"]) for turn in turns if turn["role"] == "user"]
-    if not asked:
+    questions = [_joined(turn["content"]) for turn in turns if turn["role"] == "user"]
+    if not questions:
         raise UserError(f"{origin}: messages has no user turn; start with one")
     return Sample(
         id=identity,
         images=LazyImages(sources, origin, max_pixels),
-        question=asked[-1],
+        question=questions[-1],
         answer=None if last is None else _joined(last),
         family=None if row.get("family") is None else str(row["family"]),
         messages=turns,
@@ -132,13 +132,13 @@ def _messages(conversations: Any, origin: str) -> list[Any]:
     named = [turn for turn in turns if isinstance(turn, dict)]
     if len(named) < len(turns) or not all({"from", "value"} <= turn.keys() or "role" in turn for turn in named):
         raise UserError(f"{origin}: conversations has a turn without 'from' and 'value'; write both, or drop the row")
-    found = [
+    renamed = [
         {"role": SPEAKERS.get(str(turn["from"]), turn["from"]), "content": turn["value"]} if "from" in turn else turn
         for turn in named
     ]
-    if strangers := [turn["role"] for turn in found if turn["role"] not in ROLES]:
+    if strangers := [turn["role"] for turn in renamed if turn["role"] not in ROLES]:
         raise UserError(f"{origin}: conversations has a turn from '{strangers[0]}'; known are human, gpt and system")
-    return found
+    return renamed
 
 
 def _parsed(turns: Any, column: str, origin: str) -> list[Any]:
@@ -208,15 +208,15 @@ def _bind(turns: list[dict[str, Any]], column: list[bytes | Path], origin: str) 
 
 def _make_places(turns: list[dict[str, Any]], images: int) -> list[Part]:
     """Add `images` image parts: at the `<image>` marks if there are that many, else first in the first user turn."""
-    asked = [turn for turn in turns if turn["role"] != "assistant"]
-    marks = sum(part["text"].count(MARK) for turn in asked for part in turn["content"] if part["type"] == "text")
+    prompts = [turn for turn in turns if turn["role"] != "assistant"]
+    marks = sum(part["text"].count(MARK) for turn in prompts for part in turn["content"] if part["type"] == "text")
     places: list[Part] = [{"type": "image", "source": None} for _ in range(images)]
     if marks != images:
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
         first["content"] = places + first["content"]
         return places
     rest = iter(places)
-    for turn in asked:
+    for turn in prompts:
         parts: list[Part] = []
         for part in turn["content"]:
             pieces = [part] if part["type"] == "image" else part["text"].split(MARK)

@@ -80,12 +80,12 @@ def load_samples(
         text: no sample may have an image; a column `text` stands for a question where there is none.
     """
     table, chosen = _chosen(hub.local(source, "dataset"), samples, seed, text)
-    found = _samples(table, chosen, max_pixels, text)
+    loaded = _samples(table, chosen, max_pixels, text)
     if check_images:
-        for sample in found:
+        for sample in loaded:
             for index in range(len(sample.images)):
                 sample.images[index]
-    return found
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _samples(table: _Table, chosen: list[int], max_pixels: int, text: bool) -> l
     rows = dict(zip(ascending, table.rows(ascending), strict=True))
     if text:
         rows = {index: {"question": row.get("text"), **row} for index, row in rows.items()}
-    found = [
+    loaded = [
         to_sample(
             rows[index],
             identities[index],
@@ -153,10 +153,10 @@ def _samples(table: _Table, chosen: list[int], max_pixels: int, text: bool) -> l
         for index in chosen
     ]
     if table.prompted:
-        found = [replace(sample, prompted=True) for sample in found]
-    if shown := [sample for sample in found if text and sample.images]:
+        loaded = [replace(sample, prompted=True) for sample in loaded]
+    if shown := [sample for sample in loaded if text and sample.images]:
         raise UserError(f"{shown[0].name} shows an image; give a file of text alone, images belong into the data")
-    return found
+    return loaded
 
 
 def ids(source: str | Path) -> list[str | None]:
@@ -314,18 +314,18 @@ def _parquet(path: Path) -> _Table:
 
     def rows(indices: list[int]) -> list[dict[str, Any]]:
         """Read row group by row group, so that no more than one is in memory."""
-        wanted = [name for name in columns if name in READ]
-        found: list[dict[str, Any]] = []
+        readable = [name for name in columns if name in READ]
+        taken: list[dict[str, Any]] = []
         start = 0
         for group in range(file.metadata.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
             if local := [index - start for index in indices if start <= index < end]:
                 try:
-                    found += file.read_row_group(group, columns=wanted).take(local).to_pylist()
+                    taken += file.read_row_group(group, columns=readable).take(local).to_pylist()
                 except (pa.ArrowException, OSError) as error:
                     raise UserError(f"{path} row group {group} is damaged ({reason(error)})") from error
             start = end
-        return found
+        return taken
 
     return _Table(path.name, path.parent, columns, ids, rows, lambda index: f"row {index + 1}")
 
@@ -376,7 +376,7 @@ def load_mixed(
         return load_samples(source, samples=samples, seed=seed), []
     if samples < 2:
         raise UserError(f"calibrate.samples is {samples}; with calibrate.text take at least 2")
-    found = load_samples(source, samples=samples // 2, seed=seed)
+    pictured = load_samples(source, samples=samples // 2, seed=seed)
     texts = load_samples(text, samples=samples // 2, seed=seed, text=True)
-    count = min(len(found), len(texts))
-    return found[:count], texts[:count]
+    count = min(len(pictured), len(texts))
+    return pictured[:count], texts[:count]

@@ -81,7 +81,7 @@ def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
             )
 
 
-def check_total(asked: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
+def check_total(weights: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
     """Refuse a model of `asked` weights where the tensors in the files cannot be as many, by far.
 
     Args:
@@ -89,9 +89,9 @@ def check_total(asked: int, headers: Iterable[Mapping[str, Any]], quantized: boo
         quantized: whether several weights may share a stored number, as 16 weights of 2 bits share one of 32.
     """
     stored = sum(math.prod(entry["shape"]) for entry in headers)
-    if asked > stored * (16 if quantized else 2):
+    if weights > stored * (16 if quantized else 2):
         raise UserError(
-            f"{file} asks for {asked:,} weights, and the weight files hold {stored:,}; config and weights do not belong "
+            f"{file} asks for {weights:,} weights, and the weight files hold {stored:,}; config and weights do not belong "
             "together"
         )
 
@@ -113,8 +113,8 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
     """Yield dotted path, key and value of every number; one in a list or under `height` and the like has the key above."""
     if isinstance(value, Mapping):
         for inner, item in value.items():
-            own = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key
-            yield from _numbers(item, f"{where}.{inner}" if where else str(inner), own)
+            inner_key = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key
+            yield from _numbers(item, f"{where}.{inner}" if where else str(inner), inner_key)
     elif isinstance(value, list):
         for item in value:
             yield from _numbers(item, where, key)
@@ -139,7 +139,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
 
 
-def unknown(config: Mapping[str, Any], known: Collection[str]) -> UserError:
+def unknown(config: Mapping[str, Any], model_types: Collection[str]) -> UserError:
     """The error for a model type that no family has.
 
     Args:
@@ -151,17 +151,19 @@ def unknown(config: Mapping[str, Any], known: Collection[str]) -> UserError:
         return UserError(f"model type '{model_type}' is not supported: {UNSUPPORTED[model_type]}")
     sees = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or any(key in config for key in VISION_KEYS)
     if not sees:
-        return UserError(f"model type '{model_type}' is not a vision-language model; choose from {', '.join(known)}")
+        return UserError(
+            f"model type '{model_type}' is not a vision-language model; choose from {', '.join(model_types)}"
+        )
     there = model_type in CONFIG_MAPPING_NAMES
     here = "has it" if there else "does not know it (a newer release may)"
-    found = [f"transformers {transformers.__version__} {here}"]
+    support = [f"transformers {transformers.__version__} {here}"]
     names = engine_architectures()
     for name in _architectures(config) if names else ():
-        found.append(f"vLLM {_engine_version()} {'has' if name in names else 'has no'} architecture {name}")
-    guess = "" if there else did_you_mean(model_type, known)
+        support.append(f"vLLM {_engine_version()} {'has' if name in names else 'has no'} architecture {name}")
+    guess = "" if there else did_you_mean(model_type, model_types)
     todo = guess if guess.startswith("; did") else "; CONTRIBUTING.md says how to add a family"
     what = f"model type '{model_type}' is not supported: no file in vlmcompress/models describes it"
-    return UserError(f"{what}; {', '.join(found)}{todo}")
+    return UserError(f"{what}; {', '.join(support)}{todo}")
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
@@ -169,11 +171,13 @@ def check_architecture(config: Mapping[str, Any]) -> None:
 
     transformers goes by the one, vLLM by the other, so such a checkpoint would be two different models.
     """
-    wanted = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config["model_type"])
+    architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config["model_type"])
     names = _architectures(config)
-    if not names or not isinstance(wanted, str) or wanted in (name.removeprefix(REDUCED) for name in names):
+    if not names or not isinstance(architecture, str) or architecture in (name.removeprefix(REDUCED) for name in names):
         return
-    says = f"config.json says architecture '{names[0]}' and model type '{config['model_type']}', which is '{wanted}'"
+    says = (
+        f"config.json says architecture '{names[0]}' and model type '{config['model_type']}', which is '{architecture}'"
+    )
     raise UserError(f"{says}; restore config.json from the source")
 
 
@@ -187,8 +191,8 @@ def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
-    found = config.get("architectures")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 @cache

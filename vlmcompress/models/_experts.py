@@ -71,12 +71,12 @@ class Experts(nn.ModuleList):
         experts: Any = self
         for number, expert in enumerate(experts):
             rows, place = torch.where(top_k_index == number)
-            given = torch.arange(len(hidden_states), device=hidden_states.device) if self.all_tokens else rows
-            if not len(given):
+            tokens = torch.arange(len(hidden_states), device=hidden_states.device) if self.all_tokens else rows
+            if not len(tokens):
                 continue
-            expert.rows = given
+            expert.rows = tokens
             try:
-                made = expert(hidden_states[given])
+                made = expert(hidden_states[tokens])
             finally:
                 expert.rows = None
             made = made[rows] if self.all_tokens else made
@@ -134,19 +134,19 @@ def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:
     transformers saves `gate_up_proj [experts, 2 * width, in]` and `down_proj [experts, in, width]`; published checkpoints
     of Qwen3-VL have both transposed. The two shapes of a block tell which it is, also where one of them is square.
     """
-    found, by_name = list[Entry](), {entry.name: entry for entry in entries}
+    split_entries, by_name = list[Entry](), {entry.name: entry for entry in entries}
     for entry in entries:
         parent, _, leaf = entry.name.rpartition(".")
         if not _is_fused(entry, spec):
-            found.append(entry)
+            split_entries.append(entry)
             continue
         pair = [by_name.get(f"{parent}.{name}") for name in ("gate_up_proj", "down_proj")]
-        if None in pair or not all(_is_fused(one, spec) for one in pair if one):
+        if None in pair or not all(_is_fused(half, spec) for half in pair if half):
             raise UserError(f"tensor '{entry.name}' in {entry.file} stands alone, without its pair; download it again")
-        transposed = _transposed(*(one for one in pair if one))
+        transposed = _transposed(*(half for half in pair if half))
         parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-        found += _parts(entry, parent, parts, transposed)
-    return found
+        split_entries += _parts(entry, parent, parts, transposed)
+    return split_entries
 
 
 def _transposed(gate_up: Entry, down: Entry) -> bool:

@@ -71,13 +71,13 @@ class Layout:
 
     def grids(self) -> list[tuple[tuple[int, int, int], list[int]]]:
         """The grid `(1, rows, columns)` of each piece and the indices of its tokens among the image's, without newlines."""
-        found, start = [], 0
+        grids, start = [], 0
         for piece in self.pieces:
             index = [start + number for number, cell in enumerate(piece.cells()) if cell is not None]
             if index:
-                found.append(((1, piece.rows, piece.columns), index))
+                grids.append(((1, piece.rows, piece.columns), index))
             start += piece.tokens
-        return found
+        return grids
 
 
 Cut = Callable[[Any, int, int, int], Layout]
@@ -273,9 +273,11 @@ class ImageSetting:
 
     def applied(self, processor: Any) -> Any:
         """A copy of the processor that has this setting."""
-        own = processor.image_processor
+        image_processor = processor.image_processor
         changed = copy.copy(processor)
-        changed.image_processor = type(own).from_dict(own.to_dict() | dict(self.image_processor))
+        changed.image_processor = type(image_processor).from_dict(
+            image_processor.to_dict() | dict(self.image_processor)
+        )
         return changed
 
 
@@ -316,7 +318,9 @@ def budgets(processor: Any) -> list[ImageSetting]:
     """Settings of Gemma 4: the budget of tokens, one of those that it was trained with."""
     now = processor.image_processor.max_soft_tokens
     trained = (70, 140, 280, 560, 1120)
-    return [ImageSetting(one, {"max_soft_tokens": one}) for one in trained if one < now] + [ImageSetting(now)]
+    return [ImageSetting(budget, {"max_soft_tokens": budget}) for budget in trained if budget < now] + [
+        ImageSetting(now)
+    ]
 
 
 def tiles(processor: Any) -> list[ImageSetting]:
@@ -337,8 +341,8 @@ def tile_edges(processor: Any) -> list[ImageSetting]:
     side = images_of.max_image_size["longest_edge"]
     now = images_of.size["longest_edge"]
     counts = range(1, math.ceil(now / side) + 1)
-    found = [ImageSetting(_split(each, count), {"size": {"longest_edge": count * side}}) for count in counts]
-    return [*found[:-1], ImageSetting(found[-1].tokens)]
+    settings = [ImageSetting(_split(each, count), {"size": {"longest_edge": count * side}}) for count in counts]
+    return [*settings[:-1], ImageSetting(settings[-1].tokens)]
 
 
 def _split(each: int, side: int) -> int:
@@ -350,14 +354,14 @@ def canvases(processor: Any) -> list[ImageSetting]:
     """Settings of LLaVA-NeXT and OneVision: the canvases of tiles that an image may lie on, without the largest ones."""
     points = [list(point) for point in processor.image_processor.image_grid_pinpoints]
     areas = sorted({high * wide for high, wide in points})
-    found = []
+    settings = []
     for area in areas:
         left = {"image_grid_pinpoints": [point for point in points if point[0] * point[1] <= area]}
         changed = ImageSetting(0, left).applied(processor)
         tokens = max(anyres(changed, wide, high, 1).tokens for high, wide in left["image_grid_pinpoints"])
-        found.append(ImageSetting(tokens, left, left))
-    found.sort(key=lambda one: one.tokens)
-    return [*found[:-1], ImageSetting(found[-1].tokens)]
+        settings.append(ImageSetting(tokens, left, left))
+    settings.sort(key=lambda setting: setting.tokens)
+    return [*settings[:-1], ImageSetting(settings[-1].tokens)]
 
 
 def tiles_or_whole(processor: Any) -> list[ImageSetting]:

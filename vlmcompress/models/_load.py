@@ -57,16 +57,16 @@ def spec_for(config: dict) -> ModelSpec:
     return specs[model_type]
 
 
-def build_meta_model(path: str | Path, weights: bool = True, known: bool = True) -> PreTrainedModel:
+def build_meta_model(path: str | Path, weights: bool = True, ours_only: bool = True) -> PreTrainedModel:
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
         weights: False: the folder need not have any.
-        known: False: the family need not be one of ours.
+        ours_only: False: the family need not be one of ours.
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
-    spec = spec_for(content) if known else None
-    if not known and isinstance(content.get("model_type"), str) and content["model_type"] not in CONFIG_MAPPING:
+    spec = spec_for(content) if ours_only else None
+    if not ours_only and isinstance(content.get("model_type"), str) and content["model_type"] not in CONFIG_MAPPING:
         raise unknown(content, [name for spec in all_specs() for name in spec.model_types])
     try:
         with quiet(), torch.device("meta"):
@@ -77,8 +77,8 @@ def build_meta_model(path: str | Path, weights: bool = True, known: bool = True)
     except Exception as error:  # any value in a config can be wrong, and each raises something of its own
         raise UserError(f"{file} is not a valid config ({reason(error)}); restore it from the source") from error
     if weights:
-        asked = sum(parameter.numel() for parameter in meta_model.parameters())
-        check_total(asked, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
+        parameters = sum(parameter.numel() for parameter in meta_model.parameters())
+        check_total(parameters, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
     return meta_model
 
 
@@ -139,8 +139,8 @@ def open_model(
     spec = mixture(config)
     options |= {"output_loading_info": True, "local_files_only": True}
     if spec is None:
-        found: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
-        return found
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(path, **options)
+        return loaded
     meta_model, stored = meta_model or build_meta_model(path), stored_tensors(path)
     kind: Any = _experts.without_experts(type(meta_model), spec)
     compressed(meta_model, config.get("quantization_config") or {})
@@ -195,8 +195,8 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
 def check_template(processor: Any, path: str | Path) -> None:
     """Refuse, with a UserError, a chat template that a short conversation keeps busy without bounds."""
     for owner in (processor, getattr(processor, "tokenizer", None)):
-        found = getattr(owner, "chat_template", None)
-        for template in found.values() if isinstance(found, dict) else [found]:
+        templates = getattr(owner, "chat_template", None)
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
             if isinstance(template, str) and (why := endless(template)):
                 raise UserError(f"the chat template of {path} is not usable: {why}; restore it from the source")
 

@@ -47,13 +47,13 @@ def resolve(model: nn.Module, spec: ModelSpec) -> list[Group]:
 
     A linear layer that no template names (a variant of the family) is a group of its own, without smoothing.
     """
-    found: list[Group] = []
+    all_groups: list[Group] = []
     for index, block in enumerate(decoder_layers(model, spec)):
         groups = _groups(model, block, index, spec.groups)
-        seen = {name for group in groups for name in (*group.linears, *group.kept)}
-        rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in seen]
-        found += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
-    return found
+        named = {name for group in groups for name in (*group.linears, *group.kept)}
+        rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in named]
+        all_groups += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
+    return all_groups
 
 
 def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
@@ -90,7 +90,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
     """The groups of one block whose layers it has."""
     linears = _linears(model, block)
     modules = dict(model.get_submodule(block).named_modules())
-    found: list[Group] = []
+    groups: list[Group] = []
     for template, expert in _each(templates, linears):
         members = [name for name in template.linears if name in linears]
         if not members:
@@ -98,7 +98,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
         smooth = next((name for name in template.smooth if name in modules), None)
         if smooth is not None and not _fits(modules[smooth], [linears[name] for name in members]):
             smooth = None
-        found.append(
+        groups.append(
             Group(
                 layer=layer,
                 name=template.name,
@@ -110,7 +110,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
                 expert=expert,
             )
         )
-    return found
+    return groups
 
 
 def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[tuple[LinearGroup, int | None]]:
@@ -120,10 +120,10 @@ def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[
         if not numbered:
             yield from ((template, None) for template in some)
             continue
-        one = list(some)
-        pattern = re.compile(re.escape(one[0].linears[0]).replace(r"\{\}", r"(\d+)"))
-        numbers = sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
-        yield from ((_numbered(template, number), number) for number in numbers for template in one)
+        of_expert = list(some)
+        pattern = re.compile(re.escape(of_expert[0].linears[0]).replace(r"\{\}", r"(\d+)"))
+        numbers = sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+        yield from ((_numbered(template, number), number) for number in numbers for template in of_expert)
 
 
 def _numbered(template: LinearGroup, number: int) -> LinearGroup:
@@ -159,15 +159,15 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
     quantized = set(quantized)
     above = _above(quantized)
     roots = {root for root in (*spec.vision, *spec.projector) if root not in above}
-    found = []
+    kept = []
     for path, is_leaf in _subtrees(model, layers, _above(layers), quantized, above, roots):
         forms = module_names(path, spec, names)
         # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
         safe = forms if is_leaf else tuple(form for form in forms if form not in above)
-        found.append(Kept(safe, not is_leaf))
+        kept.append(Kept(safe, not is_leaf))
         if is_leaf and keys_are_values(path, names):
-            found.append(Kept(tuple(values_name(form) for form in safe), False))
-    return found
+            kept.append(Kept(tuple(values_name(form) for form in safe), False))
+    return kept
 
 
 def keys_are_values(path: str, names: Mapping[str, str]) -> bool:
@@ -216,18 +216,18 @@ def routers(model: nn.Module, spec: ModelSpec) -> list[str]:
     """Memory names of what sends tokens to experts: engines run them as linear layers, and they stay in 16 bits."""
     if spec.router is None:
         return []
-    found = [name for name, _ in model.named_modules() if name.endswith(f".{spec.router}")]
-    return [name for name in found if not isinstance(model.get_submodule(name), nn.Linear)]
+    paths = [name for name, _ in model.named_modules() if name.endswith(f".{spec.router}")]
+    return [name for name in paths if not isinstance(model.get_submodule(name), nn.Linear)]
 
 
 def _above(names: Collection[str]) -> set[str]:
     """Names, and those of everything that they are part of."""
-    found = set[str]()
+    parents = set[str]()
     for name in names:
-        while name and name not in found:
-            found.add(name)
+        while name and name not in parents:
+            parents.add(name)
             name = name.rpartition(".")[0]
-    return found
+    return parents
 
 
 def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
@@ -270,12 +270,12 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
     if not spec.draft or not names:
         return None
     key, prefix, said = spec.draft.blocks, spec.draft.prefix, draft_blocks(spec, config)
-    found = len({match[1] for name in names if (match := re.match(rf"{prefix}\.layers\.(\d+)\.", name))})
+    blocks = len({match[1] for name in names if (match := re.match(rf"{prefix}\.layers\.(\d+)\.", name))})
     what = f"{len(names)} tensors are of a head that drafts tokens ({prefix}.*)"
     if not said:
-        return f'{what}, but config.json has no such head; add "{key}": {found} to its text_config, or remove them'
-    if found != said:
-        return f"{what}, of {found} blocks, but config.json says {key} {said}; download the checkpoint again"
+        return f'{what}, but config.json has no such head; add "{key}": {blocks} to its text_config, or remove them'
+    if blocks != said:
+        return f"{what}, of {blocks} blocks, but config.json says {key} {said}; download the checkpoint again"
     if other := next((name for name in names if stored[name].dtype not in FLOATS), None):
         where = f"'{other}' is {stored[other].dtype}"
         return f"the head that drafts tokens is quantized ({where}), and is carried in 16 bits only; take the original"
@@ -308,11 +308,11 @@ def asked_draft(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrain
     blocks: Any = meta_model.get_submodule(spec.layers)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(blocks)
     block = blocks[kinds.index("full_attention") if "full_attention" in kinds else -1]
-    found = {f"layers.{i}.{name}": Spec.of(value) for i in range(count) for name, value in block.state_dict().items()}
-    norm = Spec(next(iter(found.values())).dtype, (text.hidden_size,))
-    found |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    found["fc.weight"] = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
-    return {f"{spec.draft.prefix}.{name}": value for name, value in found.items()}
+    tensors = {f"layers.{i}.{name}": Spec.of(value) for i in range(count) for name, value in block.state_dict().items()}
+    norm = Spec(next(iter(tensors.values())).dtype, (text.hidden_size,))
+    tensors |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    tensors["fc.weight"] = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
+    return {f"{spec.draft.prefix}.{name}": value for name, value in tensors.items()}
 
 
 def found_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:

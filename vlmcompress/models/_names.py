@@ -94,14 +94,14 @@ def unfound(names: Mapping[str, str], spec: ModelSpec, stored: Iterable[str] = (
 
 def left_out(names: Mapping[str, str], stored: Iterable[str]) -> list[str]:
     """Stored tensors that are not written: buffers of old transformers, which today's drops and vLLM has no place for."""
-    known = set(names.values())
-    return [disk for disk in stored if disk.endswith(".position_ids") and disk not in known]
+    placed = set(names.values())
+    return [disk for disk in stored if disk.endswith(".position_ids") and disk not in placed]
 
 
 def unfound_text(lost: Mapping[str, str | None]) -> str:
     """For people: how many tensors `unfound` has found, and the first of them."""
-    first, wanted = min(lost.items())
-    should = f"should be '{wanted}'" if wanted else "should not be there"
+    first, hub_name = min(lost.items())
+    should = f"should be '{hub_name}'" if hub_name else "should not be there"
     return f"vLLM does not find {len(lost)} tensors by their names, first '{first}', which {should}"
 
 

@@ -97,24 +97,24 @@ def tensor_headers(path: str | Path) -> dict[str, dict]:
     Raises `UserError` when a shard is missing, cut short or garbled, or when the index disagrees with the shards.
     """
     path = Path(path)
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for file in shards(path):
         if not file.is_file():
             raise UserError(f"weight file {file} is missing; download it again")
         for entry in read_entries(file):
-            if entry.name in found:
+            if entry.name in entries:
                 raise UserError(
-                    f"tensor '{entry.name}' is in {found[entry.name].file.name} and in {file.name}; download again"
+                    f"tensor '{entry.name}' is in {entries[entry.name].file.name} and in {file.name}; download again"
                 )
-            found[entry.name] = entry
+            entries[entry.name] = entry
     index = path / INDEX
     if index.is_file():
         for name, shard in _weight_map(index).items():
-            if name not in found or found[name].file.name != shard:
+            if name not in entries or entries[name].file.name != shard:
                 raise UserError(f"{index} puts tensor '{name}' into {shard}, which lacks it; download again")
     return {
         name: {"dtype": entry.spec.dtype, "shape": list(entry.spec.shape), "file": entry.file.name}
-        for name, entry in _one_by_one(path, list(found.values())).items()
+        for name, entry in _one_by_one(path, list(entries.values())).items()
     }
 
 

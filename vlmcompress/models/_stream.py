@@ -86,35 +86,37 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
     embedding = meta_model.get_input_embeddings()
     name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
     head, width = f"{spec.lm_head}.weight", int(embedding.get_parameter("weight").shape[1])
-    found = Stream(width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *_newlines(meta_model, spec)])
+    residual = Stream(
+        width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *_newlines(meta_model, spec)]
+    )
     templates = {template.name: template for template in spec.groups}
     for path, groups in zip(decoder_layers(meta_model, spec), decoder_blocks(meta_model, spec), strict=True):
         for group in groups:
             if group.name not in templates:
                 raise _refused(spec, f"nothing is known about {group.linears[0]}")
             if group.smooth and group.smooth_kind == "norm":
-                found.readers |= dict.fromkeys(group.linears, group.smooth)
+                residual.readers |= dict.fromkeys(group.linears, group.smooth)
             elif all(meta_model.get_submodule(linear).out_features == width for linear in group.linears):
-                found.writers += group.linears
+                residual.writers += group.linears
             else:
                 raise _refused(spec, f"{group.linears[0]} reads the stream without a norm that is known")
             template = templates[group.name]
             if group.name == "o" and template.smooth_kind == "linear":
-                found.values += _values(meta_model, f"{path}.{template.smooth[0]}", group, config)
-    _check_blocks(meta_model, spec, found)
-    found.writers += [_last_linear(meta_model, root, spec, width) for root in _projectors(meta_model, spec)]
-    found.readers[spec.lm_head] = _final_norm(meta_model, spec, embedding)
-    _check_rest(meta_model, spec, found)
-    for norm in found.norms:
+                residual.values += _values(meta_model, f"{path}.{template.smooth[0]}", group, config)
+    _check_blocks(meta_model, spec, residual)
+    residual.writers += [_last_linear(meta_model, root, spec, width) for root in _projectors(meta_model, spec)]
+    residual.readers[spec.lm_head] = _final_norm(meta_model, spec, embedding)
+    _check_rest(meta_model, spec, residual)
+    for norm in residual.norms:
         _check_norm(meta_model.get_submodule(norm), norm, spec)
-    return found
+    return residual
 
 
 def _refuse_known(spec: ModelSpec, stored: Iterable[str]) -> None:
     """Refuse what a family's data say already."""
     if spec.norm_offset:
-        more = "and its blocks have more that acts on the stream than attention and MLP behind a norm each"
-        raise _refused(spec, f"its norms compute x * (1 + weight), {more}")
+        reason = "and its blocks have more that acts on the stream than attention and MLP behind a norm each"
+        raise _refused(spec, f"its norms compute x * (1 + weight), {reason}")
     if spec.experts:
         raise _refused(spec, "its router and its experts read the stream by a norm that none of them can take in alone")
     if draft_tensors(spec, stored):
@@ -175,29 +177,29 @@ def _final_norm(meta_model: nn.Module, spec: ModelSpec, embedding: nn.Module) ->
     return f"{stem}.{others[0]}"
 
 
-def _known(found: Stream) -> set[str]:
+def _known(residual: Stream) -> set[str]:
     """The parameters whose part in the stream is known."""
-    linears = {f"{name}.{leaf}" for name in (*found.readers, *found.writers) for leaf in ("weight", "bias")}
-    return {*found.rows, *linears, *(f"{name}.weight" for name in found.norms)}
+    linears = {f"{name}.{leaf}" for name in (*residual.readers, *residual.writers) for leaf in ("weight", "bias")}
+    return {*residual.rows, *linears, *(f"{name}.weight" for name in residual.norms)}
 
 
-def _check_blocks(meta_model: nn.Module, spec: ModelSpec, found: Stream) -> None:
+def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
     """Refuse blocks with a parameter that neither reads nor writes the stream nor acts within a branch."""
-    known = _known(found)
+    parameters = _known(residual)
     for name, _ in meta_model.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
         module = name.rpartition(".")[0]
-        if name in known or module.endswith(spec.inner):
+        if name in parameters or module.endswith(spec.inner):
             continue
         if "norm" in module.rpartition(".")[2]:
             raise _refused(spec, f"{module} normalizes what a branch puts out")
         raise _refused(spec, f"nothing is known about what {name} does to the stream")
 
 
-def _check_rest(meta_model: nn.Module, spec: ModelSpec, found: Stream) -> None:
+def _check_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
     """Refuse a model with a parameter beside blocks, tower and projector that has no known part."""
-    known, roots = _known(found), (*spec.vision, *spec.projector, spec.layers)
+    parameters, roots = _known(residual), (*spec.vision, *spec.projector, spec.layers)
     for name, _ in meta_model.named_parameters(remove_duplicate=False):
-        if name not in known and not name.startswith(tuple(f"{root}." for root in roots)):
+        if name not in parameters and not name.startswith(tuple(f"{root}." for root in roots)):
             raise _refused(spec, f"nothing is known about what {name} does to the stream")
 
 

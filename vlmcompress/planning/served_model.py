@@ -274,7 +274,7 @@ def open_model(path: Path) -> Model:
         source = Source.of(path) if weights else Source.outline(path)
         described = describe(source.meta_model)
         return Model(path, config, source.meta_model, described, source.stored, weights, spec, source, spec)
-    meta_model = models.build_meta_model(path, weights, known=False)
+    meta_model = models.build_meta_model(path, weights, ours_only=False)
     if weights:
         headers = models.tensor_headers(path)
         stored = {name: Spec(entry["dtype"], tuple(entry["shape"])) for name, entry in headers.items()}
