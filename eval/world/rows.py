@@ -46,7 +46,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def ask_several(rng: Random, view: View, family: str, count: int) -> list[tuple[str, str]]:
-    """Up to ``wanted`` different questions of a family about one view."""
+    """Up to ``count`` different questions of a family about one view."""
     answers: dict[str, str] = {}
     for _ in range(4 * count):
         if len(answers) == count:

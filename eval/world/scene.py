@@ -61,7 +61,7 @@ class Scene:
         return self.cells[row * self.columns + column]
 
     def places(self, **attributes) -> list[tuple[int, int]]:
-        """List (row, column), counted from 0, of each cell whose attributes equal ``wanted``."""
+        """List (row, column), counted from 0, of each cell whose attributes equal ``attributes``."""
         return [
             divmod(i, self.columns)
             for i, cell in enumerate(self.cells)

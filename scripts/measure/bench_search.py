@@ -103,7 +103,7 @@ def questions(model: str, split: str) -> Path:
 
 
 def grid(model: str, work: Path, split: str, count: int, candidates: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
-    """Ask those of the `wanted` candidates, the original among them, that WORK has no answers of.
+    """Ask those of the `candidates`, the original among them, that WORK has no answers of.
 
     Returns by name: scores, divergences and images by question.
     """

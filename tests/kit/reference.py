@@ -63,7 +63,7 @@ def shifted(stages: Stages, columns: int) -> Stages:
 
 
 def _hide(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """A mask `[b, 1, s, s]`, None for causal, without the columns that `seen [b, s]` leaves out. Every token sees itself."""
+    """A mask `[b, 1, s, s]`, None for causal, without the columns that `visible [b, s]` leaves out. Every token sees itself."""
     square = torch.ones(visible.shape[1], visible.shape[1], dtype=torch.bool)
     return ((square.tril() if mask is None else mask) & visible.bool()[:, None, None, :]) | torch.eye(
         len(square)

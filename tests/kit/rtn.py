@@ -71,7 +71,7 @@ def parts(source: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_
 
 
 def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **keys) -> dict:
-    """Quantize `source` into `out`; `more` goes to `checkpoint.write`. Returns the quantized layers."""
+    """Quantize `source` into `out`; `keys` go to `checkpoint.write`. Returns the quantized layers."""
     config = parts(source, scheme, vision, keys.pop("kv_cache", False))
     checkpoint.write(out=out, **(config | keys))
     return config["quantized"]
