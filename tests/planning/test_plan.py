@@ -39,7 +39,7 @@ def recipe(model: Path, **given):
 
 
 @pytest.mark.parametrize(
-    ("family", "given"),
+    ("name", "given"),
     [
         ("llava", {"scheme": "rtn", "options": {"group_size": 32, "symmetric": False}}),
         ("llava", {"scheme": "w8a16", "skip": [r"layers\.0\."]}),
@@ -48,9 +48,9 @@ def recipe(model: Path, **given):
         ("llava", {"scheme": "nvfp4", "options": {"activations": 16, "rounding": "rtn"}}),
     ],
 )
-def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, family, given):
+def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, given):
     """Oracle: the manifest of the real run, and the files themselves within the size of their headers."""
-    chosen = recipe(models[family], out=str(tmp_path / "out"), **given)
+    chosen = recipe(models[name], out=str(tmp_path / "out"), **given)
     planned = make_plan(chosen)
     size = quantize(chosen).manifest["size"]
     assert (planned.bytes_before, planned.bytes_after) == (size["weights_before"], size["weights_after"])
