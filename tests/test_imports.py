@@ -54,7 +54,7 @@ def test_where_a_library_may_be_imported(library):
     )
 
 
-@pytest.mark.parametrize("folder", ["quantizers", "reducers", "allocation", "statistics"])
+@pytest.mark.parametrize("folder", ["quantizers", "reducers", "statistics"])
 def test_algorithms_know_only_torch(folder):
     for module in MODULES:
         if below(module, f"vlmcompress.{folder}"):

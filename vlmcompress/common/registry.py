@@ -120,7 +120,6 @@ def _parsed(file: Path) -> ast.Module:
 # Every plug folder's entries, declared here once: the folders themselves import torch, and what lists or checks names must not.
 SCHEMES = Registry("vlmcompress.quantizers", "scheme")
 REDUCERS = Registry("vlmcompress.reducers", "reducer")
-RULES = Registry("vlmcompress.allocation", "allocation rule")
 FORMATS = Registry("vlmcompress.exporters", "format")
 FAMILIES = Registry("vlmcompress.models", "model family")
 TARGETS = Registry("vlmcompress.targets", "target")

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from vlmcompress import targets
-from vlmcompress.allocation import Key
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.common.tensor_files import Spec
@@ -25,6 +24,7 @@ from vlmcompress.models import Group, Source
 from vlmcompress.planning.shape_checks import shape_problems
 from vlmcompress.quantizers import Search
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.allocation import Key
 from vlmcompress.recipe.bits import DEFAULT, NAMED, Bits
 from vlmcompress.statistics.inputs import CROSS
 

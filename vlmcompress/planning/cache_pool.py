@@ -184,8 +184,3 @@ def defaults(target: Target | None, memory: float | None = None) -> Defaults:
     if size >= 70 * GIB and target and not target.title.startswith("A100"):
         return Defaults(batched=8192, sequences=1024)
     return Defaults()
-
-
-def encoder_embeddings(defaults: Defaults, largest: int) -> int:
-    """Embeddings that the encoder's cache holds, where one image or video has up to `largest`."""
-    return max(defaults.batched, largest)

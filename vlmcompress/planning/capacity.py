@@ -97,7 +97,7 @@ class Row:
     @property
     def fits(self) -> bool:
         """Whether at least one request can be served, of each load."""
-        return bool(self.served) and all(found.requests >= 1 for found in self.served.values())
+        return bool(self.served) and all(load.requests >= 1 for load in self.served.values())
 
 
 @dataclass(frozen=True)
@@ -140,76 +140,68 @@ class Capacity:
 
 
 def plan_capacity(
-    model: Model, asked: Request, rows: bool = True, formats: Sequence[Weights] | None = None
+    model: Model, request: Request, rows: bool = True, formats: Sequence[Weights] | None = None
 ) -> Capacity:
     """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
 
     Args:
         rows: False: loads alone, without formats. `formats`: those to have rows for; None: all that schemes give.
     """
-    described = model.decoder
-    if problem := served_model.tp_refusal(described, asked.tp):
+    if problem := served_model.tp_refusal(model.decoder, request.tp):
         raise UserError(problem)
     notes: list[str] = []
-    if model.spec is None and model.pictures and (asked.pictures.images or asked.pictures.video):
+    if model.spec is None and model.pictures and (request.pictures.images or request.pictures.video):
         notes.append(f"images are counted by the rule of {model.pictures.family}, whose tower the model has")
-    if asked.reduce is None and (carried := reducer_block.read(model.config)):
-        asked = replace(asked, reduce=carried.reducer)
+    if request.reduce is None and (carried := reducer_block.read(model.config)):
+        request = replace(request, reduce=carried.reducer)
         notes.append(f"the checkpoint carries {carried.reducer.label}")
-    counted, left = _count(model, asked, notes)
-    memory = asked.memory or (asked.target.memory * 1e9 if asked.target and asked.target.memory else None)
-    usual = cache_pool.defaults(asked.target, memory)
-    kind = kv_cache.width(asked.kv_cache)
-    drafting = weight_bytes.speculation_of(model, *asked.speculative) if asked.speculative else None
-    drafts = drafting.tokens if drafting else 0
-    own = described.layers(asked.tp, kind.number, kind.scale, drafts)
-    layers = drafting.added(described).layers(asked.tp, kind.number, kind.scale, drafts) if drafting else own
-    pool = cache_pool.pool(layers, usual.block, usual.kernel, drafts=drafts)
-    visual = {"all": counted.tokens} | ({str(asked.reduce): left} if asked.reduce and left is not None else {})
-    loads = {name: _load(pool, layers, tokens, asked, usual) for name, tokens in visual.items()}
-    _check_context(described.context, loads)
-    largest = max(counted.largest, 1)
-    if asked.reduce and left is not None and counted.tokens:
-        largest = math.ceil(largest * left / counted.tokens)
-    wide = model.config.get("vision_config") or {}
-    deep = 1 + len(wide.get("deepstack_visual_indexes") or [])
-    pictures = bool(asked.pictures.images or asked.pictures.video)
-    encoder = (
-        cache_pool.encoder_embeddings(usual, largest) * described.hidden * described.itemsize * deep if pictures else 0
-    )
-    reserve = asked.reserve if asked.reserve is not None else _reserve(model, usual, counted, asked)
+    counted, left = _count(model, request, notes)
+    memory = request.memory or (request.target.memory * 1e9 if request.target and request.target.memory else None)
+    defaults = cache_pool.defaults(request.target, memory)
+    cache_type = kv_cache.width(request.kv_cache)
+    speculation = weight_bytes.speculation_of(model, *request.speculative) if request.speculative else None
+    drafts = speculation.tokens if speculation else 0
+    with_head = speculation.added(model.decoder) if speculation else model.decoder
+    layers = with_head.layers(request.tp, cache_type.number, cache_type.scale, drafts)
+    head_layers = layers[len(layers) - len(speculation.blocks) :] if speculation else []
+    pool = cache_pool.pool(layers, defaults.block, defaults.kernel, drafts=drafts)
+    visual = {"all": counted.tokens} | ({str(request.reduce): left} if request.reduce and left is not None else {})
+    loads = {name: _load(pool, layers, tokens, request, defaults) for name, tokens in visual.items()}
+    _check_context(model.decoder.context, loads)
+    encoder = _encoder_bytes(model, defaults, request, counted, left)
+    reserve = request.reserve if request.reserve is not None else _reserve(model, defaults, counted, request.tp)
     scales = kv_cache.has_scales(model.config)
-    notes += kv_cache.remarks(asked.kv_cache, kv_cache.normalizes(model.meta_model), asked.target, scales)
-    found = Capacity(
-        asked,
-        model,
-        usual,
-        memory,
-        reserve,
-        encoder,
-        sum(layer.token_bytes for layer in layers),
-        sum(layer.state_bytes for layer in layers),
-        pool,
-        loads,
-        (),
-        tuple(notes),
-        drafting,
-        sum(layer.token_bytes for layer in layers[len(own) :]),
+    notes += kv_cache.remarks(request.kv_cache, kv_cache.normalizes(model.meta_model), request.target, scales)
+    capacity = Capacity(
+        request=request,
+        model=model,
+        defaults=defaults,
+        memory=memory,
+        reserve=reserve,
+        encoder=encoder,
+        token_bytes=sum(layer.token_bytes for layer in layers),
+        state_bytes=sum(layer.state_bytes for layer in layers),
+        pool=pool,
+        loads=loads,
+        rows=(),
+        notes=tuple(notes),
+        speculation=speculation,
+        head_token_bytes=sum(layer.token_bytes for layer in head_layers),
     )
     if not rows:
-        return found
-    every = [_split(one, described, asked.tp) for one in formats or weight_bytes.formats(model, asked.target_name)]
-    return replace(found, rows=tuple(_row(found, counted, one) for one in every))
+        return capacity
+    formats = formats or weight_bytes.formats(model, request.target_name)
+    return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
 
 
-def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int | None]:
+def _count(model: Model, request: Request, notes: list[str]) -> tuple[Counted, int | None]:
     """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
-    if not asked.pictures.images and not asked.pictures.video:
+    if not request.pictures.images and not request.pictures.video:
         return Counted((), None, 0, (), 0), None
     rule = Rule(model.path, model.config, model.pictures)
     notes += rule.notes
-    counted = rule.count(asked.pictures)
-    chosen = asked.reduce
+    counted = rule.count(request.pictures)
+    chosen = request.reduce
     if chosen is None:
         return counted, None
     if model.spec is None:
@@ -227,109 +219,120 @@ def _count(model: Model, asked: Request, notes: list[str]) -> tuple[Counted, int
     return counted, left
 
 
-def _load(pool: Pool, layers: list[cache_pool.Layer], visual: int, asked: Request, usual: Defaults) -> Load:
-    context = visual + asked.text + asked.out
-    flight = usual.in_flight(context)
-    filled = cache_pool.tokens_bytes(layers, context)
+def _load(pool: Pool, layers: list[cache_pool.Layer], visual: int, request: Request, defaults: Defaults) -> Load:
+    """What a request takes with so many visual tokens."""
+    context = visual + request.text + request.out
+    in_flight = defaults.in_flight(context)
     return Load(
-        visual, asked.text, asked.out, filled, pool.blocks(context, flight), pool.request_bytes(context, flight)
+        visual=visual,
+        text=request.text,
+        out=request.out,
+        filled=cache_pool.tokens_bytes(layers, context),
+        blocks=pool.blocks(context, in_flight),
+        bytes=pool.request_bytes(context, in_flight),
     )
 
 
-def _check_context(most: int | None, loads: Mapping[str, Load]) -> None:
+def _check_context(longest: int | None, loads: Mapping[str, Load]) -> None:
+    """Refuse a request of more tokens than the model takes."""
     context = list(loads.values())[-1].context
-    if most and context > most:
+    if longest and context > longest:
         raise UserError(
-            f"a request has {context:,} tokens and the model takes {most:,} (max_position_embeddings); use smaller or fewer "
-            "images, --reduce, fewer --text-tokens or --out-tokens"
+            f"a request has {context:,} tokens and the model takes {longest:,} (max_position_embeddings); use smaller or "
+            "fewer images, --reduce, fewer --text-tokens or --out-tokens"
         )
 
 
-def _reserve(model: Model, usual: Defaults, counted: Counted, asked: Request) -> int:
-    """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
-    text: Any = model.meta_model.config.get_text_config()
-    about = model.decoder
-    wide = max(
-        about.intermediates[:1] + tuple(size * max(about.active, 1) for size in about.intermediates[1:]), default=0
-    )
-    activations = 2 * usual.batched * (6 * about.hidden + 3 * wide // asked.tp)
+def _encoder_bytes(model: Model, defaults: Defaults, request: Request, counted: Counted, left: int | None) -> int:
+    """Bytes of the encoder's cache; 0 without pictures. `left`: visual tokens behind the reducer, where there is one."""
+    if not request.pictures.images and not request.pictures.video:
+        return 0
+    largest = max(counted.largest, 1)
+    if request.reduce and left is not None and counted.tokens:
+        largest = math.ceil(largest * left / counted.tokens)
     vision = model.config.get("vision_config") or {}
-    patches = max(counted.patches, default=0)
-    seen = 2 * patches * (6 * int(vision.get("hidden_size") or 0) + 3 * int(vision.get("intermediate_size") or 0))
-    return FIXED + max(activations, seen) + 8 * usual.sequences * int(getattr(text, "vocab_size", 0))
+    deepstack = 1 + len(vision.get("deepstack_visual_indexes") or [])
+    embeddings = max(defaults.batched, largest)
+    return embeddings * model.decoder.hidden * model.decoder.itemsize * deepstack
 
 
-def _split(row: Weights, described: served_model.Decoder, tp: int) -> Weights:
-    """A format that is refused where its experts cannot be split."""
-    problem = None if row.refused else served_model.group_problem(described, tp, row.scheme)
-    return replace(row, refused=problem, stored=None) if problem else row
+def _reserve(model: Model, defaults: Defaults, counted: Counted, tp: int) -> int:
+    """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
+    decoder = model.decoder
+    experts = tuple(width * max(decoder.active, 1) for width in decoder.intermediates[1:])
+    intermediate = max(decoder.intermediates[:1] + experts, default=0)
+    decoder_activations = 2 * defaults.batched * (6 * decoder.hidden + 3 * intermediate // tp)
+    vision = model.config.get("vision_config") or {}
+    tower_widths = 6 * int(vision.get("hidden_size") or 0) + 3 * int(vision.get("intermediate_size") or 0)
+    tower_activations = 2 * max(counted.patches, default=0) * tower_widths
+    text: Any = model.meta_model.config.get_text_config()
+    logits = 8 * defaults.sequences * int(getattr(text, "vocab_size", 0))
+    return FIXED + max(decoder_activations, tower_activations) + logits
 
 
-def _row(found: Capacity, counted: Counted, row: Weights) -> Row:
-    """What a format leaves and serves."""
-    asked, model = found.request, found.model
-    if row.stored is None:
-        return Row(row, 0, None)
-    heads = min(
-        (block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)), default=1
-    )
-    head = found.speculation.bytes if found.speculation else 0
-    loaded = weight_bytes.loaded_bytes(row, model.stored) - weight_bytes.draft_bytes(model) + head
-    device = weight_bytes.device_bytes(loaded, model.stored, asked.tp, heads)
-    space = asked.space
-    if space is None and found.memory is not None:
-        space = int(MEMORY_SHARE * found.memory) - device - found.encoder - found.reserve
+def _row(capacity: Capacity, counted: Counted, weights: Weights) -> Row:
+    """What a format leaves and serves; one whose experts cannot be split over the devices is refused."""
+    request, model = capacity.request, capacity.model
+    if not weights.refused and (problem := served_model.group_problem(model.decoder, request.tp, weights.scheme)):
+        weights = replace(weights, refused=problem, stored=None)
+    if weights.stored is None:
+        return Row(weights, 0, None)
+    kv_heads = [block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)]
+    head = capacity.speculation.bytes if capacity.speculation else 0
+    loaded = weight_bytes.loaded_bytes(weights, model.stored) - weight_bytes.draft_bytes(model) + head
+    device = weight_bytes.device_bytes(loaded, model.stored, request.tp, min(kv_heads, default=1))
+    space = request.space
+    if space is None and capacity.memory is not None:
+        space = int(MEMORY_SHARE * capacity.memory) - device - capacity.encoder - capacity.reserve
     if space is None:
-        return Row(row, device, None)
-    served = {name: _served(found, counted, row, loaded, space, load) for name, load in found.loads.items()}
-    return Row(row, device, space, served)
+        return Row(weights, device, None)
+    served = {
+        name: _served(capacity, counted, weights, loaded - head, space, load) for name, load in capacity.loads.items()
+    }
+    return Row(weights, device, space, served)
 
 
-def _served(found: Capacity, counted: Counted, row: Weights, loaded: int, space: int, load: Load) -> Served:
-    asked, model = found.request, found.model
-    one = found.pool.block_bytes  # vLLM keeps one block for itself
-    enough = space - one >= load.bytes
-    requests = found.pool.requests(space, load.context, found.defaults.in_flight(load.context)) if enough else 0
-    target = asked.target
-    if target is None or not enough:
+def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
+    """What a format gives for a load. `read`: bytes of the weights without a head that drafts; `space`: of the cache."""
+    request, model, target = capacity.request, capacity.model, capacity.request.target
+    fits = space - capacity.pool.block_bytes >= load.bytes  # vLLM keeps one block for itself
+    requests = capacity.pool.requests(space, load.context, capacity.defaults.in_flight(load.context)) if fits else 0
+    if target is None or not fits:
         return Served(float(requests), None, None, None)
-    known = row.key != weight_bytes.QUANTIZED
-    kind = roofline.arithmetic_type(row.scheme)
-    visual = per_block(counted, load.visual, asked.reduce, len(model.decoder.blocks))
-    done = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
-    head = found.speculation.bytes if found.speculation else 0
-    about = roofline.read(model, loaded - head)
-    per_token = done.linear / max(load.visual + load.text, 1)
-    many = max(1, min(math.floor(requests), found.defaults.sequences))
-    copies = (
-        load.filled - found.head_token_bytes * load.context
-    ) * asked.tp  # what all devices read of one sequence's cache
+    # how a checkpoint that is quantized already computes is not looked at
+    rates = {} if weights.key == weight_bytes.QUANTIZED else target.rates
+    kind = roofline.arithmetic_type(weights.scheme)
+    visual = per_block(counted, load.visual, request.reduce, len(model.decoder.blocks))
+    work = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
+    per_step = roofline.read(model, read)
+    per_token = work.linear / max(load.visual + load.text, 1)
+    # what all devices read of one sequence's cache
+    cache = (load.filled - capacity.head_token_bytes * load.context) * request.tp
     steps = [
         roofline.decode_seconds(
-            roofline.step_bytes(about, model, n, copies),
-            n * per_token,
+            roofline.step_bytes(per_step, model, sequences, cache),
+            sequences * per_token,
             target.bandwidth,
-            target.rates.get(kind) if known else None,
-            asked.tp,
+            rates.get(kind),
+            request.tp,
         )
-        for n in (1, many)
+        for sequences in (1, max(1, min(math.floor(requests), capacity.defaults.sequences)))
     ]
-    prefill = roofline.prefill_seconds(done, target.rates, kind, asked.tp) if known else None
-    return Served(float(requests), prefill, *steps)
+    return Served(float(requests), roofline.prefill_seconds(work, rates, kind, request.tp), *steps)
 
 
-def verdict(found: Capacity) -> str:
+def verdict(capacity: Capacity) -> str:
     """In words, whether the model can be served so, and what would help where it cannot."""
-    if found.best:
-        return f"{found.best.weights.name} fits"
-    if all(row.space is None for row in found.rows if row.weights.stored is not None):
+    if capacity.best:
+        return f"{capacity.best.weights.name} fits"
+    stored = [row for row in capacity.rows if row.weights.stored is not None]
+    if all(row.space is None for row in stored):
         return "how much memory the machine has is not known; name it with --memory or --kv-cache-memory"
-    smallest = min((row for row in found.rows if row.weights.stored is not None), key=lambda row: row.device)
-    need = smallest.device + found.encoder + found.reserve + found.loads[found.served].bytes + found.pool.block_bytes
-    wanted = need / MEMORY_SHARE
-    one, left = size(found.loads[found.served].bytes), size(found.reserve)
+    smallest, request_bytes = min(stored, key=lambda row: row.device), capacity.loads[capacity.served].bytes
+    cache = request_bytes + capacity.pool.block_bytes
+    device = (smallest.device + capacity.encoder + capacity.reserve + cache) / MEMORY_SHARE
     return (
-        f"nothing fits: {smallest.weights.name}, the smallest format, takes {size(smallest.device)} of weights, {left} of "
-        f"reserve and {one} for one request, which needs a device of {size(wanted)}; use more devices (--tp), a larger "
-        "target, or shorter requests"
+        f"nothing fits: {smallest.weights.name}, the smallest format, takes {size(smallest.device)} of weights, "
+        f"{size(capacity.reserve)} of reserve and {size(request_bytes)} for one request, which needs a device of "
+        f"{size(device)}; use more devices (--tp), a larger target, or shorter requests"
     )

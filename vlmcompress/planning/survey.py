@@ -6,13 +6,12 @@ The survey decides nothing: `planning.checks` says what is wrong with it, and `p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vlmcompress import models
-from vlmcompress.allocation import Key
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
@@ -26,7 +25,9 @@ from vlmcompress.models import Group, Source, stream
 from vlmcompress.numerics import Scheme
 from vlmcompress.planning.budget import Budget, budget_of
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.allocation import Key
 
+T = TypeVar("T")
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
 
 
@@ -106,14 +107,7 @@ def survey(
     Raises:
         UserError: the model is quantized already, not whole, or of an unknown family.
     """
-    if source is None:
-        models.refuse_quantized(
-            recipe.model, models.read_config(recipe.model)
-        )  # its tensors have no place in a plain model
-        source = Source.of(recipe.model)
-    if source.headers:
-        models.check_files(source.path)
-        models.check_shapes(source.path, source.meta_model, source.names)
+    source = _whole(recipe.model, source)
     if recipe.reduce:
         recipe = recipe.model_copy(update={"reduce": scorer_file.named(recipe.reduce)})
     bytes_before = sum(spec.nbytes for spec in source.stored.values())
@@ -137,16 +131,10 @@ def survey(
     written = sizes.output_tensors(source.stored, schemes, source.names, recipe.exporter, kv_layers)
     budget, budget_fault = allocation.budget if allocation else None, None
     if not allocation and (recipe.bits or widths is not None):
-        try:
-            budget = budget_of(recipe, source, groups, written, widths)
-        except UserError as error:
-            budget_fault = str(error)
+        budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written, widths)
     statistics, statistics_fault = None, None
     if recipe.calibrate.stats is not None:
-        try:
-            statistics = statistics_folder.read(Path(recipe.calibrate.stats))
-        except UserError as error:
-            statistics_fault = str(error)
+        statistics, statistics_fault = _or_fault(statistics_folder.read, Path(recipe.calibrate.stats))
     return Survey(
         recipe=recipe,
         source=source,
@@ -197,6 +185,25 @@ def vision_candidates(recipe: Recipe, source: Source) -> list[Group]:
         for group in models.vision_linears(source.meta_model, source.spec)
         if not any(skipped(recipe, linear) for linear in group.linears)
     ]
+
+
+def _whole(path: Path, source: Source | None) -> Source:
+    """The model in a folder, in 16 bits and whole; `source`: the model, if it is open. Raises `UserError` for another one."""
+    if source is None:
+        models.refuse_quantized(path, models.read_config(path))  # its tensors have no place in the model as it was
+        source = Source.of(path)
+    if source.headers:
+        models.check_files(source.path)
+        models.check_shapes(source.path, source.meta_model, source.names)
+    return source
+
+
+def _or_fault(make: Callable[..., T], *args: Any) -> tuple[T | None, str | None]:
+    """What `make(*args)` returns, or the text of its `UserError`."""
+    try:
+        return make(*args), None
+    except UserError as error:
+        return None, str(error)
 
 
 def _divides(source: Source, group: Group) -> bool:

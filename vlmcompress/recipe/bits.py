@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from vlmcompress.common.registry import RULES
 from vlmcompress.common.text import check_size
 from vlmcompress.errors import did_you_mean
+from vlmcompress.recipe.allocation import RULES
 
 NAMED = ("fp8", "int8", "bf16")  # besides the recipe's own scheme at 2 to 8 bits
 DEFAULT = (2, 3, 4, 8)
@@ -23,7 +23,7 @@ class Bits(BaseModel):
         among: the widths that a group of layers can get: bits of the recipe's own scheme, `fp8`, `int8` (weights and
             activations) or `bf16` (left as it is); None: those of 2, 3, 4 and 8 bits that the target runs, where 8 bits are the
             target's 8-bit scheme if it runs no 8-bit weights with 16-bit activations.
-        by: the rule that shares the budget out: name of a module in `vlmcompress.allocation`.
+        by: the rule that shares the budget out (`vlmcompress.recipe.allocation`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,10 +41,10 @@ class Bits(BaseModel):
     @field_validator("among")
     @classmethod
     def _known(cls, among: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
-        for one in among or ():
-            if one not in NAMED and not (type(one) is int and 2 <= one <= 8):
-                hint = did_you_mean(one, NAMED) if isinstance(one, str) else ""
-                raise ValueError(f"should have whole numbers from 2 to 8, {', '.join(NAMED)}, and has {one!r}{hint}")
+        for width in among or ():
+            if width not in NAMED and not (type(width) is int and 2 <= width <= 8):
+                hint = did_you_mean(width, NAMED) if isinstance(width, str) else ""
+                raise ValueError(f"should have whole numbers from 2 to 8, {', '.join(NAMED)}, and has {width!r}{hint}")
         if among and len(set(among)) < len(among):
             raise ValueError("should name each width once")
         return among
@@ -52,8 +52,8 @@ class Bits(BaseModel):
     @field_validator("by")
     @classmethod
     def _rule(cls, name: str) -> str:
-        if name not in RULES.names():
-            raise ValueError(f"should be one of {', '.join(RULES.names())}{did_you_mean(name, RULES.names())}")
+        if name not in RULES:
+            raise ValueError(f"should be one of {', '.join(RULES)}{did_you_mean(name, RULES)}")
         return name
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """Spend the budget that a recipe's `bits` gives: choose a method for each group of layers, from a plan and statistics.
 
-Errors are predicted by `calibration.predict`; a rule of `vlmcompress.allocation` chooses the width of each group.
+Errors are predicted by `calibration.predict`; a rule of `recipe.allocation` chooses the width of each group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.allocation import Candidate, Key
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.predict import ROWS, Predictor
 from vlmcompress.calibration.solve import QuantMethod
@@ -22,12 +21,12 @@ from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.block_files import BlockFiles
 from vlmcompress.common.messages import note
 from vlmcompress.common.progress import Progress
-from vlmcompress.common.registry import RULES
 from vlmcompress.errors import UserError
 from vlmcompress.models import Group, Source
 from vlmcompress.planning import statistics_match
 from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.planning.survey import Allocation
+from vlmcompress.recipe.allocation import RULES, Candidate, Key
 from vlmcompress.runs.calibrate import calibrate
 
 Read = Callable[[str], Tensor]
@@ -77,8 +76,8 @@ def decide(
     """
     given, bits = work.budget, work.recipe.bits
     assert given is not None and bits is not None
-    rule = RULES.get(bits.by)
-    if lacking := sorted(rule.NEEDS - statistics.facts.keys()):
+    rule = RULES[bits.by]
+    if lacking := sorted(rule.needs - statistics.facts.keys()):
         remedy = statistics_match.remedy(statistics, lacking)
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
@@ -213,7 +212,7 @@ def _collected(work: Plan, resume: bool, progress: Progress) -> Statistics:
             statistics_match.verify(found, recipe)
             return found
     methods = [work.method, *work.budget.widths.values()]
-    needs = RULES.get(recipe.bits.by).NEEDS.union({"gram"}, *(method.needs.statistics for method in methods))
+    needs = RULES[recipe.bits.by].needs.union({"gram"}, *(method.needs.statistics for method in methods))
     own = recipe.model_copy(update={"out": folder, "bits": None, "kv_cache": None})
     with torch.inference_mode(False):
         read = work.source.path if recipe.rotate else None

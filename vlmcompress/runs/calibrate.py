@@ -26,10 +26,11 @@ from vlmcompress.checkpoint import manifest
 from vlmcompress.common import distributed, folders, identity
 from vlmcompress.common.block_files import RUN, block_file
 from vlmcompress.common.progress import Progress, phase, phase_seconds, silent, timed_phases
-from vlmcompress.common.registry import RULES, SCHEMES
+from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError, did_you_mean
 from vlmcompress.models import VLM, Group, decoder_blocks
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.allocation import RULES
 from vlmcompress.runs import rotated
 from vlmcompress.runs.fit_reducer import settled
 from vlmcompress.runs.inputs import Result, fingerprint, read_inputs
@@ -52,14 +53,14 @@ def needed(names: Collection[str]) -> frozenset[str]:
     """
     found: set[str] = set()
     for name in map(SCHEMES.name, names):
-        known = {*SCHEMES.names(), *RULES.names(), *BY_GRADIENT}
+        known = {*SCHEMES.names(), *RULES, *BY_GRADIENT}
         if name not in known:
             raise UserError(f"--for: no scheme, rule for bits or balance '{name}'{did_you_mean(name, known)}")
         if name in SCHEMES.names():
             module = SCHEMES.get(name)
             found |= QuantMethod(module, module.Options()).needs.statistics
-        if name in RULES.names():
-            found |= {"gram", *RULES.get(name).NEEDS}
+        if name in RULES:
+            found |= {"gram", *RULES[name].needs}
         if name in BY_GRADIENT:
             found.add("gradient")
     if CROSS in found:

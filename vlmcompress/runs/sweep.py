@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import targets
-from vlmcompress.allocation import Candidate, error
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.common.messages import note
@@ -24,6 +23,7 @@ from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
 from vlmcompress.planning.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe
+from vlmcompress.recipe.allocation import RULES, Candidate
 from vlmcompress.runs import allocate
 
 ROWS = 16  # rows of a group that errors are predicted on
@@ -166,7 +166,7 @@ def _shared(work: Plan, errors: Mapping, balance: str, budget: float) -> Point |
         for key, own in work.budget.sizes.items()
     }
     try:
-        choice = error.decide(candidates, int(budget * work.budget.weights / 8), {})
+        choice = RULES["error"].decide(candidates, int(budget * work.budget.weights / 8), {})
     except ValueError:
         return None
     picked = [candidates[key][index] for key, index in choice.items()]
