@@ -6,7 +6,7 @@ The survey decides nothing: `planning.checks` says what is wrong with it, and `p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,14 +114,10 @@ def survey(
     source = _outlined(recipe, source)
     assigned = _assigned(recipe, source)
     method = QuantMethod(recipe.method, recipe.options, {**assigned, **(allocation.methods if allocation else {})})
-    groups = [group for group in _decoder_groups(recipe, source) if method.of(group).scheme]
-    blocks: list[list[Group]] = [[] for _ in source.blocks]
-    for group in groups:
-        blocks[group.layer].append(group)
-    vision_method = None
-    if recipe.vision != "bf16":
-        vision_module = SCHEMES.get(recipe.vision)
-        vision_method = QuantMethod(vision_module, vision_module.Options())
+    blocks = [[group for group in _unskipped(recipe, block) if method.of(group).scheme] for block in source.blocks]
+    groups = [group for block in blocks for group in block]
+    vision_module = SCHEMES.get(recipe.vision) if recipe.vision != "bf16" else None
+    vision_method = QuantMethod(vision_module, vision_module.Options()) if vision_module else None
     vision_groups = [group for group in vision_candidates(recipe, source) if _divides(source, group)]
     schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
     layers = layers_of(
@@ -237,16 +233,14 @@ def _assigned(recipe: Recipe, source: Source) -> dict[Key, QuantMethod]:
     return assigned
 
 
-def _decoder_groups(recipe: Recipe, source: Source) -> list[Group]:
-    """The decoder's groups without skipped layers. A group with a skipped layer cannot be smoothed any more."""
-    groups = []
-    for group in (group for block in source.blocks for group in block):
+def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
+    """A decoder block's groups without skipped layers. A group with a skipped layer cannot be smoothed any more."""
+    for group in block:
         kept = tuple(linear for linear in group.linears if not skipped(recipe, linear))
         if len(kept) == len(group.linears):
-            groups.append(group)
+            yield group
         elif kept:
-            groups.append(replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1))
-    return groups
+            yield replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1)
 
 
 def _schemes(method: QuantMethod, groups: Sequence[Group]) -> dict[str, Scheme]:
