@@ -20,14 +20,13 @@ from pydantic import BaseModel
 
 from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
-from vlmcompress import cli, reducers
+from vlmcompress import cli, reducers, results
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.common.registry import Registry
 from vlmcompress.data.samples import to_sample
 from vlmcompress.evaluation import gate
 from vlmcompress.recipe.layers import bundled
 from vlmcompress.reducers import Signals, TokenCounter
-from vlmcompress.results import records
 from vlmcompress.statistics import gradients
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -212,7 +211,7 @@ def fields(model: type[BaseModel]) -> set[str]:
 
 def test_formats_has_every_field():
     text = TEXTS["docs/formats.md"]
-    classes = [cls for cls in vars(records).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
+    classes = [cls for cls in vars(results).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
     expected = set.union(*(fields(cls) for cls in classes), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
     expected |= fields(gate.SpeedRule) | set(statistics_folder._KEYS)
     for cls in (TokenCounter, gradients.Gradient, gradients.Gradients):

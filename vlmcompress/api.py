@@ -129,7 +129,7 @@ def evaluate(
         tested = _speculating(tested, speculative, candidate)
     before = _engine(baseline_engine or engine)
     _check_spread(ray, tested, before)
-    options = accuracy.Ask(
+    options = accuracy.EvalOptions(
         engine=tested,
         baseline_engine=before,
         limit=limit,

@@ -55,7 +55,7 @@ def measure(
 ) -> list[dict]:
     """Compress `model` by the named recipes and ask all checkpoints the same questions; `scorers`: folder for `learned`."""
     from vlmcompress import engines
-    from vlmcompress.evaluation.accuracy import Ask, evaluate_all
+    from vlmcompress.evaluation.accuracy import EvalOptions, evaluate_all
     from vlmcompress.recipe import resolve
     from vlmcompress.runs.quantize import quantize
 
@@ -68,8 +68,8 @@ def measure(
         recipe = resolve({"model": str(source), "out": str(outs[-1]), **keys}).recipe
         manifests.append(quantize(recipe).manifest)
     rows = []
-    ask = Ask(engines.get("vllm"), engines.get("vllm"), limit=limit)
-    for name, manifest, results in zip(names, manifests, evaluate_all(outs, source, [None], None, ask), strict=True):
+    options = EvalOptions(engines.get("vllm"), engines.get("vllm"), limit=limit)
+    for name, manifest, results in zip(names, manifests, evaluate_all(outs, source, [None], None, options), strict=True):
         size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}

@@ -35,8 +35,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 from vlmcompress.commands._process import quiet_libraries
 from vlmcompress.common.text import points, times
 from vlmcompress.data.sources import bundled
-from vlmcompress.evaluation.compare import compare
-from vlmcompress.evaluation.divergence import divergence
+from vlmcompress.evaluation.compare import compare, divergence
 from vlmcompress.search.belief import Evidence
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
 from vlmcompress.search.race import LIKELY, Race, Rules, Trial

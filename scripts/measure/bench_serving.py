@@ -39,11 +39,11 @@ from serving_model import ROOT, SIDE, Variant, prepare
 
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.serving import ALWAYS, FLAGS
+from vlmcompress.checkpoint import sides
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse as parse_reducer
-from vlmcompress.results import sides
 
 RESULTS = ROOT / "eval/serving.json"
 METHOD = "dart"

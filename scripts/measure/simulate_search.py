@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.bounds import NORMAL
+from vlmcompress.evaluation.paired import NORMAL
 from vlmcompress.search.belief import ERROR, Belief, Evidence, beliefs, worth
 from vlmcompress.search.candidate import Candidate, Choice, Factor, combined, singles
 from vlmcompress.search.race import Race, Rules, Standing, Trial

@@ -32,8 +32,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.bounds import MeanDifference
 from vlmcompress.evaluation.compare import families
+from vlmcompress.evaluation.paired import MeanDifference
 
 MARGIN, LEVEL = 0.01, 0.95
 QUANTILE = 1.959963985

@@ -15,7 +15,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.quantizers import fp8_static, int8
 from vlmcompress.recipe import resolve
-from vlmcompress.report import error_text
+from vlmcompress.report import layers
 from vlmcompress.runs.quantize import quantize
 from vlmcompress.statistics.collect import Collector
 from vlmcompress.statistics.inputs import MODALITIES, SAMPLE, GroupStats
@@ -120,7 +120,5 @@ def test_smoothquant_of_the_demo_model(tmp_path):
     from vlmcompress.diagnosis import layer_errors
 
     found = layer_errors.read(tmp_path / "out")
-    assert "Largest inputs, by channel: " in error_text.text(found, None, 1)
-    assert (
-        json.loads(json.dumps(error_text.data(found)))["maxima"]["groups"] == manifest.read(tmp_path / "out")["maxima"]
-    )
+    assert "Largest inputs, by channel: " in layers.text(found, None, 1)
+    assert json.loads(json.dumps(layers.data(found)))["maxima"]["groups"] == manifest.read(tmp_path / "out")["maxima"]

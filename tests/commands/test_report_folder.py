@@ -71,7 +71,7 @@ def test_the_same_two_fill_one_report(tmp_path):
     report.mkdir()
     (report / files.JOURNAL).write_text("")
     check_folder(report, sides, overwrite=False)
-    how = accuracy.Ask(engine, engine, journal=report / files.JOURNAL)
+    how = accuracy.EvalOptions(engine, engine, journal=report / files.JOURNAL)
     results = accuracy.evaluate(after, before, [None], data, how)
     conclude(results, None, report, overwrite=False)
     check_folder(report, sides, overwrite=False)

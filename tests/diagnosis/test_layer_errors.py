@@ -17,7 +17,7 @@ from vlmcompress.commands import _process as terminal
 from vlmcompress.diagnosis import layer_errors
 from vlmcompress.errors import UserError
 from vlmcompress.recipe import resolve
-from vlmcompress.report.charts import heatmap
+from vlmcompress.report import heatmap
 from vlmcompress.runs.quantize import quantize
 
 A, B = "model.language_model.layers.0.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"

@@ -18,13 +18,13 @@ from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.accuracy import Ask, evaluate
-from vlmcompress.evaluation.questions import stratified
+from vlmcompress.evaluation.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.scoring import normalise
+from vlmcompress.evaluation.tasks import stratified
 from vlmcompress.report.files import write
 from vlmcompress.results import Results, Scored
 
-VLLM = Ask(engines.get("vllm"), engines.get("vllm"))
+VLLM = EvalOptions(engines.get("vllm"), engines.get("vllm"))
 
 
 def samples(**families: int) -> list[Sample]:
@@ -112,7 +112,7 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
              "answer": "?", "family": ("one", "two", "none")[i % 3]} for i in range(12)]  # fmt: skip
 
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    how = Ask(engines.get(engine), engines.get(engine), journal=tmp_path / "report" / "answers.jsonl")
+    how = EvalOptions(engines.get(engine), engines.get(engine), journal=tmp_path / "report" / "answers.jsonl")
     first = evaluate(twin, baseline, [data], None, how)
     (suite,) = first.suites
     assert suite.agreement == 1.0 and suite.overall.neither == 12 and not first.pictures

@@ -15,7 +15,7 @@ from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.processes import wait_until_gone
 from vlmcompress.engines.base import Settings
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.ask import Asked, ask_suite
+from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(folder: Path, engine: Echo, data: str = "d.jsonl", **more) -> Asked:
+def ask(folder: Path, engine: Echo, data: str = "d.jsonl", **more) -> SuiteAnswers:
     model = folder / "model"
     return ask_suite(model, load_suite(folder / data, candidate=model, baseline=model), engine, **more)
 

@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from tests.kit.echo import Echo, checkpoint, question
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.ask import Asked, ask_suite
+from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.catalogue import about, names
 from vlmcompress.evaluation.tasks import load_suite
 
@@ -122,7 +122,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ask(data: Path, name: str, says: Callable[[str], str]) -> Asked:
+def ask(data: Path, name: str, says: Callable[[str], str]) -> SuiteAnswers:
     model = data / "model"
     suite = load_suite(name, candidate=model, baseline=model)
     return ask_suite(model, suite, Echo(lambda request: says(question(request))))

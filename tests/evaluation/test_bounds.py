@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.stats import beta, binom, multinomial
 
-from vlmcompress.evaluation.bounds import MeanDifference, below_zero
 from vlmcompress.evaluation.compare import compare
 from vlmcompress.evaluation.noninferiority import fewest, verdict
+from vlmcompress.evaluation.paired import MeanDifference, below_zero
 
 RANK = {"fail": 0, "inconclusive": 1, "pass": 2}
 

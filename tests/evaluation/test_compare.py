@@ -10,9 +10,8 @@ import pytest
 from scipy.stats import binomtest, poisson
 
 from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.bounds import MeanDifference
 from vlmcompress.evaluation.compare import by_family, compare, families, holm, pairs
-from vlmcompress.evaluation.paired import monte_carlo_p, sign_flip_p
+from vlmcompress.evaluation.paired import MeanDifference, monte_carlo_p, sign_flip_p
 from vlmcompress.results import Scored
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import entropy
 
-from vlmcompress.evaluation.divergence import divergence, kl
+from vlmcompress.evaluation.compare import divergence, kl
 
 
 def top(probabilities: np.ndarray, k: int) -> dict[str, float]:

@@ -10,11 +10,12 @@ import pytest
 
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.evaluation.accuracy import Ask, evaluate
+from vlmcompress.evaluation.accuracy import EvalOptions, evaluate
 from vlmcompress.recipe.reducer import parse
-from vlmcompress.report import findings
-from vlmcompress.report.text import text
-from vlmcompress.results import records as results
+from vlmcompress.report import words
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.text import terminal
+from vlmcompress.results import load
 
 
 class _Counting(Echo):
@@ -52,26 +53,26 @@ def asked(tmp_path):
 
 def test_tokens_of_both_sides_are_compared(asked, tmp_path):
     full, less, data = asked
-    found = evaluate(less, full, [None], data, Ask(Counting(20), Counting(80)))
+    found = evaluate(less, full, [None], data, EvalOptions(Counting(20), Counting(80)))
     (suite,) = found.suites
     assert suite.prompt_tokens == (280, 100) and suite.visual_tokens == (240, 60)
     assert (found.baseline.reducer, found.candidate.reducer) == ("", "dart:0.25")
     assert [(s.baseline_visual, s.candidate_visual) for s in found.samples] == [(80, 20)] * 3 + [(0, 0)]
     said = "Prompts: 70.0 tokens a request before, 25.0 after; 60.0 and 15.0 of them visual, 25.0% of which are left."
-    assert findings.tokens(suite) == [said] and said in text(found)
+    assert words.tokens(suite) == [said] and said in terminal(Findings.of(found))
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "results.json").write_text(json.dumps(found.to_dict()))
-    assert results.load(tmp_path / "report").suites == found.suites
+    assert load(tmp_path / "report").suites == found.suites
 
 
 def test_an_engine_that_does_not_tell_visual_tokens(asked):
     full, less, data = asked
-    (suite,) = evaluate(less, full, [None], data, Ask(Counting(20, known=False), Counting(80))).suites
+    (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(20, known=False), Counting(80))).suites
     assert suite.visual_tokens is None
-    assert findings.tokens(suite) == ["Prompts: 70.0 tokens a request before, 25.0 after."]
+    assert words.tokens(suite) == ["Prompts: 70.0 tokens a request before, 25.0 after."]
 
 
 def test_equal_prompts_are_not_spoken_of(asked):
     full, less, data = asked
-    (suite,) = evaluate(less, full, [None], data, Ask(Counting(80), Counting(80))).suites
-    assert findings.tokens(suite) == []
+    (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(80), Counting(80))).suites
+    assert words.tokens(suite) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.tasks.mmmu import utils as official
 
-from vlmcompress.evaluation import choices, scoring, vqa
+from vlmcompress.evaluation import scoring
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_anls(answer: str, expected: list[str], score: float) -> None:
 @pytest.mark.parametrize(("agree", "score"), [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)])
 def test_vqa_accuracy_by_people_who_agree(agree: int, score: float) -> None:
     """The well-known values for ten people: 30, 60, 90, 100%."""
-    assert vqa.accuracy("red", ["red"] * agree + ["blue"] * (10 - agree)) == pytest.approx(score)
+    assert scoring.vqa_accuracy("red", ["red"] * agree + ["blue"] * (10 - agree)) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_vqa_accuracy_by_people_who_agree(agree: int, score: float) -> None:
     ],
 )
 def test_vqa_text_processing(text: str, as_compared: str) -> None:
-    assert vqa.process(text) == as_compared
+    assert scoring.vqa_normalise(text) == as_compared
 
 
 OPTIONS = {"A": "red car", "B": "4.5", "C": "the moon", "D": "7"}
@@ -127,7 +127,7 @@ def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
         theirs = official.parse_multi_choice_response(answer, list(OPTIONS), OPTIONS)
     finally:
         official.random.choice = original
-    assert choices.mmmu_choice(answer, OPTIONS) == (None if drawn else theirs)
+    assert scoring.mmmu_choice(answer, OPTIONS) == (None if drawn else theirs)
 
 
 @settings(max_examples=400)
@@ -139,7 +139,7 @@ def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
 )
 def test_mmmu_open_is_the_official_rule(answer: str, expected: list[str]) -> None:
     theirs = official.eval_open(expected, official.parse_open_response(answer))
-    assert choices.mmmu_open(answer, expected) == theirs
+    assert scoring.mmmu_open(answer, expected) == theirs
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_mmmu_open_is_the_official_rule(answer: str, expected: list[str]) -> Non
     ],
 )
 def test_mmbench_choice(answer: str, chosen: str | None) -> None:
-    assert choices.mmbench_choice(answer, OPTIONS) == chosen
+    assert scoring.mmbench_choice(answer, OPTIONS) == chosen
 
 
 @pytest.mark.parametrize(

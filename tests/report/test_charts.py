@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.made_results import HOSTILE, comparison, layer_errors, make_bench
-from vlmcompress.report.charts import curves, heatmap, intervals, pareto
-from vlmcompress.report.charts.svg import element, linear, logarithmic
+from vlmcompress.report import heatmap, panels, scatter
 from vlmcompress.report.findings import Row
+from vlmcompress.report.svg import element, linear, logarithmic
 
 
 def parse(markup: object) -> ElementTree.Element:
@@ -50,7 +50,7 @@ def test_logarithmic_axis_holds_its_range_with_few_ticks(low: float, factor: flo
 def test_interval_is_to_scale() -> None:
     found = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(intervals.accuracy(Row("all", found, True), axis))
+    svg = parse(panels.accuracy(Row("all", found, True), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "fail"
     line, dot = group.find("line"), group.find("circle")
@@ -64,21 +64,19 @@ def test_interval_is_to_scale() -> None:
 
 
 def test_accuracy_axis_is_not_flattened_by_one_wild_family() -> None:
-    axis = intervals.accuracy_axis(
-        [Row("all", comparison("awq"), True), Row("x", comparison("broken", low=-0.9), False)]
-    )
+    axis = panels.accuracy_axis([Row("all", comparison("awq"), True), Row("x", comparison("broken", low=-0.9), False)])
     assert axis.low == pytest.approx(-0.3, abs=0.11)
 
 
 def test_a_row_that_is_not_judged_has_no_verdict_and_no_margin() -> None:
     found = comparison("broken")
     axis = linear(-0.1, 0.1)
-    svg = parse(intervals.accuracy(Row("chart", found, False), axis))
+    svg = parse(panels.accuracy(Row("chart", found, False), axis))
     group = svg.find("g")
     assert group is not None and group.get("class") == "even" and svg.find("rect") is None
     assert (svg.findtext("title") or "").endswith("p = 0.000137")
     wide = found.model_copy(update={"margin": 0.3})  # beyond the axis: nothing of the chart is
-    assert parse(intervals.accuracy(Row("chart", wide, True), axis)).find("rect") is None
+    assert parse(panels.accuracy(Row("chart", wide, True), axis)).find("rect") is None
 
 
 def test_cumulative_curve_is_the_empirical_distribution() -> None:
@@ -87,7 +85,7 @@ def test_cumulative_curve_is_the_empirical_distribution() -> None:
         "baseline": [rng.lognormal(6, 0.4, 50), rng.lognormal(6, 0.4, 50)],
         "candidate": [rng.lognormal(5.5, 0.4, 90)],
     }
-    svg = parse(curves.cumulative("first token", "ms", sides))
+    svg = parse(panels.cumulative("first token", "ms", sides))
     lines = {line.get("class"): points(line) for line in svg.findall("polyline")}
     assert sum(line.get("class") == "baseline repeat" for line in svg.findall("polyline")) == 2
     assert "candidate repeat" not in lines
@@ -104,12 +102,12 @@ def test_cumulative_curve_is_the_empirical_distribution() -> None:
 
 
 def test_cumulative_curve_of_nothing_positive_is_no_chart() -> None:
-    assert curves.cumulative("divergence", "nats", {"candidate": [[0.0, 0.0]]}) == ""
+    assert panels.cumulative("divergence", "nats", {"candidate": [[0.0, 0.0]]}) == ""
 
 
 def test_histogram_counts_everything() -> None:
     values = [80, 80, 81, 85, 90, 90, 90]
-    svg = parse(curves.histogram("prompt tokens", "tokens", {"baseline": values, "candidate": values}))
+    svg = parse(panels.histogram("prompt tokens", "tokens", {"baseline": values, "candidate": values}))
     bars = [points(line) for line in svg.findall("polyline")]
     assert len(bars) == 2 and np.array_equal(*bars)
     steps = bars[0][1:-1].reshape(-1, 2, 2)
@@ -192,20 +190,20 @@ def test_heatmap_has_a_cell_a_layer_and_the_worst_expert() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(-5, 5)), min_size=1, max_size=8))
 def test_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
-    runs = [pareto.Point(str(i), gain, comparison("awq", difference=d / 100)) for i, (gain, d) in enumerate(pairs)]
+    runs = [scatter.Point(str(i), gain, comparison("awq", difference=d / 100)) for i, (gain, d) in enumerate(pairs)]
     best = {(gain, d) for gain, d in pairs if not any(g >= gain and e >= d and (g, e) != (gain, d) for g, e in pairs)}
-    found = [(p.gain, round(100 * p.accuracy.difference)) for p in pareto.front(runs)]
+    found = [(p.gain, round(100 * p.accuracy.difference)) for p in scatter.undominated(runs)]
     assert set(found) == best and found == sorted(found)
 
 
 def test_a_side_without_a_good_request_has_no_dot() -> None:
     dead = make_bench().summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 0.0, "low": 0.0})
-    svg = parse(intervals.gain("request_throughput", dead, intervals.gain_axis([dead])))
+    svg = parse(panels.gain("request_throughput", dead, panels.gain_axis([dead])))
     assert svg.find(".//circle") is None and "not comparable" in (svg.findtext("title") or "")
 
 
 def test_gain_axis_has_the_baseline_and_all_repeats() -> None:
     rows = [r for states in make_bench(1.9).summary.values() for metrics in states.values() for r in metrics.values()]
-    axis = intervals.gain_axis(rows)
+    axis = panels.gain_axis(rows)
     assert axis.low < 1 < axis.high and any(tick == pytest.approx(1) for tick in axis.ticks)
     assert axis.high >= max(1 / r.low if not r.higher_is_better else r.high for r in rows)

@@ -19,12 +19,11 @@ from PIL import ImageFont
 
 from tests.kit.made_results import comparison, make_results
 from vlmcompress.commands import sweep as verb
-from vlmcompress.report import page, search_page
-from vlmcompress.report.charts import curves, pareto
-from vlmcompress.report.charts.front import front
-from vlmcompress.report.charts.labels import Box, Name, place, width
-from vlmcompress.report.charts.plot import HALF, PAGE, PHONE, Frame
-from vlmcompress.report.charts.tradeoff import LOOKS, tradeoff
+from vlmcompress.report import html, panels, scatter, search
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.plot import HALF, PAGE, PHONE, Frame, Name, place
+from vlmcompress.report.scatter import LOOKS, front, tradeoff
+from vlmcompress.report.svg import Box, width
 from vlmcompress.runs.sweep import Point, Sweep
 from vlmcompress.search.outcome import mark
 
@@ -72,24 +71,24 @@ def settings_of_a_sweep() -> list[Point]:
 
 POINTS = settings_of_a_sweep()
 CHOSEN = next(point for point in POINTS if point.name == "gptq 3.6 bits g128 auto")
-EQUAL = [pareto.Point(name, 1.96, comparison("awq")) for name in ("rtn", "gptq", "awq", "awq-block")]
+EQUAL = [scatter.Point(name, 1.96, comparison("awq")) for name in ("rtn", "gptq", "awq", "awq-block")]
 
 
 def measured(frame: Frame) -> Markup:
     runs = [
-        pareto.Point(
+        scatter.Point(
             row["name"], row["gain"], comparison("awq", difference=row["difference"], low=row["low"], high=row["high"])
         )
         for row in candidates()[:8]
     ]
-    return pareto.pareto(runs, "times smaller", 0.01, frame)
+    return scatter.pareto(runs, "times smaller", 0.01, frame)
 
 
 DRAWN: dict[str, Callable[[Frame], Markup]] = {
     "search": lambda frame: front(candidates(), 0.02, "requests a second", CONFIRMED, frame),
     "sweep": lambda frame: tradeoff(POINTS, "nats per answer token", CHOSEN, frame),
     "comparison": measured,
-    "equal runs": lambda frame: pareto.pareto(EQUAL, "times smaller", 0.01, frame),
+    "equal runs": lambda frame: scatter.pareto(EQUAL, "times smaller", 0.01, frame),
 }
 
 
@@ -142,14 +141,14 @@ def test_widths_are_upper_estimates() -> None:
 
 def test_text_is_large_enough_on_every_screen() -> None:
     """At least 11 pixels: on a phone of 360, and on the narrowest screen that is shown the broad drawing."""
-    style = Path(page.__file__).with_name("style.css").read_text()
+    style = Path(html.__file__).with_name("style.css").read_text()
     narrow = (
         int(re.findall(r"@media screen and \(max-width: (\d+)rem\) \{\s*\.plot:is\(\.broad, \.half\)", style)[0]) * 16
     )
     least = {PAGE: narrow - 2 * 19.2 - 34, HALF: 25 * 16 - 34, PHONE: PHONE_PIXELS}  # of a panel of at least 25rem
     for frame, pixels in least.items():
         assert frame.font * min(1.0, pixels / frame.width) >= 11, frame
-    assert curves.FONT * PHONE_PIXELS / curves.WIDTH >= 11
+    assert panels.FONT * PHONE_PIXELS / panels.WIDTH >= 11
     assert ".plot.narrow { display: none;" in style and ".plot.narrow { display: block; }" in style
 
 
@@ -174,10 +173,10 @@ def test_the_page_of_a_search_says_its_verdict_in_a_badge() -> None:
     counts = {"questions": {"search": 900, "asked": 900, "full_grid": 9000}, "seconds": 60.0, "left_out": {}}
     rest = {"ended_by_budget": False, "one_more_point": None, "nearest": None, "rate": None}
     data = {**asked, **counts, **rest, "candidates": candidates(), "winner": {"name": "x"}}
-    text = search_page.page({**data, "confirmed": {**CONFIRMED, "images": 500, "missing": 70, "unit": "images"}})
+    text = search.page({**data, "confirmed": {**CONFIRMED, "images": 500, "missing": 70, "unit": "images"}})
     assert 'class="pill inconclusive"' in text and 'class="verdict inconclusive"' in text
     assert "on 1,500 other questions about 500 images" in text and "about 70 more images would decide" in text
-    assert text.count("<svg") == 2 and "pill" not in search_page.page(data).partition("<main>")[2]
+    assert text.count("<svg") == 2 and "pill" not in search.page(data).partition("<main>")[2]
 
 
 @pytest.mark.parametrize("suffix", [".html", ".svg"])
@@ -232,7 +231,7 @@ class Rows(HTMLParser):
 
 @pytest.mark.parametrize("hidden", ["stacked", "minor"], ids=["page", "phone"])
 def test_each_family_shows_its_samples_difference_and_interval(hidden: str) -> None:
-    rows = Rows(page.page(make_results()), hidden).rows
+    rows = Rows(html.page(Findings.of(make_results())), hidden).rows
     for family in ("chart", "count"):
         (row,) = (row for row in rows if row.startswith(f" {family} "))
         assert re.search(r"\b90\b", row) and "−5.1 to +5.1" in row and re.search(r"(?<![\d.+−])0\.0\b", row), row

@@ -17,13 +17,13 @@ from PIL import Image
 from tests.kit.made_results import HOSTILE, comparison, make_results, make_samples, make_suite
 from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.errors import UserError
-from vlmcompress.report import examples, files
-from vlmcompress.report.badge import badge
-from vlmcompress.report.junit import junit
-from vlmcompress.report.markdown import markdown
-from vlmcompress.report.page import page
-from vlmcompress.results import Gate, Results, Rule
-from vlmcompress.results import records as schema
+from vlmcompress.evaluation.compare import changed_answers
+from vlmcompress.report import files, html
+from vlmcompress.report.files import badge, junit
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.html import page
+from vlmcompress.report.text import markdown
+from vlmcompress.results import SCHEMA, Gate, Results, Rule, load
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {},
@@ -46,13 +46,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_writes_what_load_reads(results: Results, tmp_path: Path) -> None:
     written = files.write(results, tmp_path / "a" / "report")
     assert {path.name for path in (tmp_path / "a" / "report").iterdir()} == NAMES
-    assert schema.load(written["json"].parent) == results
+    assert load(written["json"].parent) == results
     assert files.write(results, tmp_path / "a" / "report") == written  # over the old one
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_page_is_well_formed_and_self_contained(name: str) -> None:
-    text = page(make_results(**VARIANTS[name]))
+    text = page(Findings.of(make_results(**VARIANTS[name])))
     parsed = Balanced(text)
     assert not parsed.all("script") and not parsed.all("link") and "\x00" not in text
     assert not re.search(r"(src|href)=\"(?!data:|#)|https?:|@import|url\(", text)
@@ -64,7 +64,7 @@ def test_page_is_well_formed_and_self_contained(name: str) -> None:
 
 
 def test_page_shows_everything(results: Results) -> None:
-    text = page(results)
+    text = page(Findings.of(results))
     parsed = Balanced(text)
     assert [a["id"] for a in parsed.all("section")] == [
         *("gate", "accuracy", "speed", "memory", "layers", "examples", "made", "method")
@@ -112,7 +112,7 @@ def test_text_has_contrast(scheme: str) -> None:
 
 
 def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results) -> None:
-    text = markdown(results)
+    text = markdown(Findings.of(results))
     assert text.startswith(
         "# demo-awq against demo\n\nGate default: pass (2 pass).  \nA loss of 1 point or more is ruled out: -0.2 points "
     )
@@ -128,7 +128,7 @@ def test_markdown_says_the_verdict_first_and_keeps_tables_whole(results: Results
 
 def test_markdown_fits_a_summary() -> None:
     families = {f"family {i} {'x' * 2000}": comparison("family") for i in range(100)}
-    text = markdown(make_results(suites=[make_suite(families=families)]))
+    text = markdown(Findings.of(make_results(suites=[make_suite(families=families)])))
     assert len(text.encode()) < 64_000 and "The rest did not fit" in text and text.startswith("# demo-awq")
 
 
@@ -138,7 +138,8 @@ def test_junit_of_a_gate() -> None:
         Rule(name="speed", verdict="inconclusive", value="none", limit="1.1x", reason="not measured"),
         Rule(name=f"accuracy {HOSTILE}", verdict="fail", value="-4.2", limit="-1.0", reason="lost"),
     ]
-    root = ElementTree.fromstring(junit(make_results(gate=Gate(name="g", verdict="fail", rules=rules))).encode())
+    results = make_results(gate=Gate(name="g", verdict="fail", rules=rules))
+    root = ElementTree.fromstring(junit(Findings.of(results)).encode())
     assert {k: root.get(k) for k in ("tests", "failures", "skipped", "errors")} == {
         "tests": "3",
         "failures": "1",
@@ -152,16 +153,17 @@ def test_junit_of_a_gate() -> None:
 
 def test_junit_without_a_gate_has_the_suites() -> None:
     """Families are not judged unless a gate asks for it."""
-    root = ElementTree.fromstring(junit(make_results(gate=None, suites=[make_suite("s", "broken")])).encode())
+    results = make_results(gate=None, suites=[make_suite("s", "broken")])
+    root = ElementTree.fromstring(junit(Findings.of(results)).encode())
     assert [case.get("name") for case in root.iter("testcase")] == ["all"]
     assert (root.get("failures"), root.get("skipped")) == ("1", "0")
 
 
 def test_one_verdict_a_row() -> None:
     """The page's table of accuracy judges a family by the gate's rule on it, and no other."""
-    known = {"value": "", "limit": "-30.0 points", "suite": "world", "margin": 0.3}
-    rules = [Rule(name="world: chart", verdict="pass", family="chart", **known)]
-    text = page(make_results(gate=Gate(name="g", verdict="pass", rules=rules)))
+    limit = {"limit": "-30.0 points", "suite": "world", "margin": 0.3}
+    rules = [Rule(name="world: chart", verdict="pass", value="", family="chart", **limit)]
+    text = page(Findings.of(make_results(gate=Gate(name="g", verdict="pass", rules=rules))))
     table = text[text.index('<section id="accuracy">') :].partition("</table>")[0]
     marks = [re.findall(r'class="pill (\w+)"', row) for row in re.split(r'<tr(?: class="all")?><th', table)[2:]]
     assert marks == [["pass"], ["pass"], [], []]
@@ -176,9 +178,10 @@ def test_old_results_load(results: Results, tmp_path: Path) -> None:
     for side in ("baseline", "candidate"):
         del data[side]["made"]
     (tmp_path / "results.json").write_text(json.dumps(data))
-    old = schema.load(tmp_path)
+    old = load(tmp_path)
     assert old.candidate.made is None and old.suites == results.suites
-    assert 'id="made"' not in page(old) and "How demo" not in markdown(old)
+    findings = Findings.of(old)
+    assert 'id="made"' not in page(findings) and "How demo" not in markdown(findings)
 
 
 @pytest.mark.parametrize(
@@ -195,16 +198,16 @@ def test_old_results_load(results: Results, tmp_path: Path) -> None:
     ],
 )
 def test_badge(changes: dict[str, Any], message: str, colour: str) -> None:
-    found = badge(make_results(**changes))
-    assert found["schemaVersion"] == 1 and message in str(found["message"]) and found["color"] == colour
+    content = badge(Findings.of(make_results(**changes)))
+    assert content["schemaVersion"] == 1 and message in str(content["message"]) and content["color"] == colour
 
 
 def test_examples_show_losses_first_and_families_in_turn() -> None:
-    shown = examples.changed(make_samples())
-    assert [examples.kind(sample) for sample in shown] == [0] * 10 + [1] + [2] * 6
+    shown = changed_answers(make_samples())
+    assert [sample.change for sample in shown] == [0] * 10 + [1] + [2] * 6
     assert all(sample.baseline != sample.candidate for sample in shown)
     lost = [s.model_copy(update={"family": "ab"[s.id in ("q0", "q6")]}) for s in make_samples()]
-    assert [sample.family for sample in examples.changed(lost)[:4]] == ["a", "b", "a", "b"]
+    assert [sample.family for sample in changed_answers(lost)[:4]] == ["a", "b", "a", "b"]
 
 
 def test_large_pictures_shrink() -> None:
@@ -213,8 +216,8 @@ def test_large_pictures_shrink() -> None:
         Image.effect_noise(size, 60).convert("RGBA").save(buffer, "PNG")
         return base64.b64encode(buffer.getvalue()).decode()
 
-    assert examples.thumbnail(png((20, 20)))[0].startswith("data:image/png")
-    source, small = examples.thumbnail(png((1200, 800)))
+    assert html.thumbnail(png((20, 20)))[0].startswith("data:image/png")
+    source, small = html.thumbnail(png((1200, 800)))
     with Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) as image:
         assert image.size == (360, 240) and not small
 
@@ -233,5 +236,5 @@ def test_a_report_that_can_not_be_completed_leaves_no_parts(results: Results, tm
 
 
 def test_json_is_plain(results: Results, tmp_path: Path) -> None:
-    found = json.loads(files.write(results, tmp_path)["json"].read_text())
-    assert found["schema"] == schema.SCHEMA and len(found["samples"]) == 60
+    content = json.loads(files.write(results, tmp_path)["json"].read_text())
+    assert content["schema"] == SCHEMA and len(content["samples"]) == 60

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.kit.made_results import comparison, make_bench, make_results, make_suite
-from vlmcompress.report import findings, making, words
-from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side
+from vlmcompress.report import words
+from vlmcompress.report.findings import Findings, made, main_speed, rows, rules
+from vlmcompress.results import Calibration, Gate, Made, Ratio, Rule, Side, Suite
 
 
 def ratio(middle: float, low: float, high: float, higher_is_better: bool = True, **more: Any) -> Ratio:
@@ -74,7 +75,7 @@ def test_metric(name: str, known: str) -> None:
     ],
 )
 def test_verdict(known: str, sentence: str) -> None:
-    assert findings.verdict(comparison(known)) == sentence
+    assert words.verdict(comparison(known)) == sentence
 
 
 @pytest.mark.parametrize(
@@ -109,33 +110,34 @@ def test_verdict(known: str, sentence: str) -> None:
 )
 def test_verdict_says_what_was_shown(changes: dict[str, Any], sentence: str) -> None:
     """A loss that was seen is never called none: what the interval rules out is said, and answers lost and won."""
-    assert findings.verdict(comparison("awq", **changes)) == sentence
+    assert words.verdict(comparison("awq", **changes)) == sentence
 
 
 def test_verdict_when_nothing_would_decide() -> None:
-    assert "show a drop of 0.6 points four times in five" in findings.verdict(comparison("small", needed=None))
+    assert "show a drop of 0.6 points four times in five" in words.verdict(comparison("small", needed=None))
 
 
 def test_headline_of_one_suite_and_of_several() -> None:
-    assert findings.headline(make_results())[:2] == [
+    assert Findings.of(make_results()).headline[:2] == [
         "Gate default: pass (2 pass).",
         "A loss of 1 point or more is ruled out: -0.2 points (95% interval -0.9 to +0.3); 3 answers lost, 1 won.",
     ]
     several = make_results(gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "broken")])
-    assert findings.headline(several)[0] == "Accuracy: fail (1 fail, 1 pass)."
-    assert findings.headline(several)[1].startswith("a: Accuracy rose")
+    headline = Findings.of(several).headline
+    assert headline[0] == "Accuracy: fail (1 fail, 1 pass)."
+    assert headline[1].startswith("a: Accuracy rose")
 
 
 def test_main_speed_prefers_cold_requests_and_skips_what_cannot_be_compared() -> None:
     bench = make_bench()
-    assert findings.main_speed(bench) == (
+    assert main_speed(bench) == (
         "requests/s served cold",
         bench.summary["serve"]["cold"]["request_throughput"],
     )
     dead = {**bench.summary["serve"]["cold"], "request_throughput": ratio(0.0, 0.0, 0.0)}
-    found = findings.main_speed(bench.model_copy(update={"summary": {"serve": {"cold": dead}}}))
+    found = main_speed(bench.model_copy(update={"summary": {"serve": {"cold": dead}}}))
     assert found is not None and found[0] == "TTFT median served cold"
-    assert findings.main_speed(bench.model_copy(update={"summary": {}})) is None
+    assert main_speed(bench.model_copy(update={"summary": {}})) is None
 
 
 def test_work_is_counted_apart_by_state_and_side() -> None:
@@ -143,7 +145,8 @@ def test_work_is_counted_apart_by_state_and_side() -> None:
     runs = [
         run.model_copy(update={"cached_tokens": 7, "failed": 1}) if run.state == "warm" else run for run in bench.runs
     ]
-    rows = {what: sides for what, *sides in findings.work(bench.model_copy(update={"runs": runs}))}
+    work = Findings.of(make_results(bench=bench.model_copy(update={"runs": runs}))).work
+    rows = {what: sides for what, *sides in work}
     assert (
         rows["visual tokens a request, cold"] == ["64.0", "64.0"] and rows["text tokens a request, cold"][0] == "24.0"
     )
@@ -159,28 +162,32 @@ def rule(family: str | None, verdict: str, margin: float) -> Rule:
     return Rule(name=name, verdict=verdict, value="", limit=limit, suite="world", family=family, margin=margin)
 
 
+def fallen(suite: Suite, gate: Gate | None) -> list[str]:
+    return Findings.of(make_results(suites=[suite], gate=gate)).suites[0].fallen
+
+
 def test_a_row_has_the_verdict_of_the_rule_that_judges_it() -> None:
     """All samples first. Families that no rule judges have no verdict, with a gate and without one."""
     lost = comparison("family", verdict="fail")
     suite = make_suite(families={"chart": comparison("family"), "count": lost})
-    alone = findings.rows(suite, None)
+    alone = rows(suite, None)
     assert [(row.name, row.judged) for row in alone] == [("all", True), ("chart", False), ("count", False)]
-    assert findings.fallen(suite, None) == ["More than 1 point lost, shown after correction for 2 families: count."]
+    assert fallen(suite, None) == ["More than 1 point lost, shown after correction for 2 families: count."]
     wide = Gate(name="g", verdict="pass", rules=[rule(None, "pass", 0.05), rule("count", "pass", 0.3)])
     found = {
-        row.name: (row.found.verdict, row.found.margin) if row.judged else None for row in findings.rows(suite, wide)
+        row.name: (row.comparison.verdict, row.comparison.margin) if row.judged else None for row in rows(suite, wide)
     }
     assert found == {"all": ("pass", 0.05), "chart": None, "count": ("pass", 0.3)}
-    assert findings.fallen(suite, wide) == []
+    assert fallen(suite, wide) == []
     other = wide.model_copy(update={"rules": [r.model_copy(update={"suite": "other"}) for r in wide.rules]})
-    assert findings.rows(suite, other) == alone
+    assert rows(suite, other) == alone
 
 
 def test_rules_of_families_are_one_line() -> None:
     size = Rule(name="size", verdict="pass", value="0.5x", limit="at most 0.6x")
     families = [rule("chart", "pass", 0.3), rule("count", "inconclusive", 0.3)]
     gate = Gate(name="g", verdict="inconclusive", rules=[rule(None, "pass", 0.05), *families, size])
-    shown = findings.rules(gate)
+    shown = rules(gate)
     assert [r.name for r in shown] == ["world: accuracy", "world: each of 2 families", "size"]
     assert (shown[1].verdict, shown[1].value, shown[1].limit) == (
         "inconclusive",
@@ -188,9 +195,9 @@ def test_rules_of_families_are_one_line() -> None:
         "-30.0 points",
     )
     own = gate.model_copy(update={"rules": [families[0], rule("count", "pass", 0.1)]})
-    assert findings.rules(own)[0].limit == "a margin each"
+    assert rules(own)[0].limit == "a margin each"
     plain = gate.model_copy(update={"rules": [Rule(name="world: chart", verdict="pass", value="", limit="")] * 2})
-    assert findings.rules(plain) == plain.rules  # results from before rules named their family
+    assert rules(plain) == plain.rules  # results from before rules named their family
 
 
 MADE = Made(
@@ -211,7 +218,7 @@ MADE = Made(
 
 
 def test_how_it_was_made() -> None:
-    rows = dict(making.rows(Side(name="c", path="c", reducer="dart:0.5", made=MADE)))
+    rows = dict(made(Side(name="c", path="c", reducer="dart:0.5", made=MADE)))
     assert rows == {
         "original": "demo (llava)",
         "scheme": "gptq, bits 4, symmetric yes, clip none",
@@ -225,8 +232,8 @@ def test_how_it_was_made() -> None:
         "made with": "vlmcompress 0.1.0",
         "warning": "something was damped",
     }
-    bare = dict(making.rows(Side(name="c", path="c", made=Made(scheme="rtn"))))
+    bare = dict(made(Side(name="c", path="c", made=Made(scheme="rtn"))))
     assert bare["calibration data"].startswith("none") and "visual-token reducer" not in bare
-    assert making.rows(Side(name="c", path="c")) == []
-    ((_, attached),) = making.rows(Side(name="c with x", path="c", reducer="dart:0.5"))
+    assert made(Side(name="c", path="c")) == []
+    ((_, attached),) = made(Side(name="c with x", path="c", reducer="dart:0.5"))
     assert attached == "dart:0.5, attached for this run; the checkpoint does not carry it"

@@ -14,11 +14,12 @@ from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.bench.serving import About, Plan, serve
+from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub, json_files
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
-from vlmcompress.results import Bench, LoadRun, Memory, Results, Side, sides
+from vlmcompress.results import Bench, LoadRun, Memory, Results, Side
 
 TOOL = "vlmcompress's streaming client"
 
@@ -109,8 +110,8 @@ def plan(
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     paths: dict[SideName, Path] = {
-        "baseline": sides.checkpoint(hub.local(baseline)),
-        "candidate": sides.checkpoint(hub.local(candidate)),
+        "baseline": sides.folder(hub.local(baseline)),
+        "candidate": sides.folder(hub.local(candidate)),
     }
     drafting: dict[SideName, str | None] = {
         side: json.dumps(speculation.checked(paths[side], text)) for side, text in (speculative or {}).items() if text

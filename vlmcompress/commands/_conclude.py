@@ -10,9 +10,9 @@ from vlmcompress.commands._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.common.folders import user_errors
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import gate as gates
-from vlmcompress.report import findings
 from vlmcompress.report.files import check, write
-from vlmcompress.report.text import text
+from vlmcompress.report.findings import Findings
+from vlmcompress.report.text import terminal
 from vlmcompress.results import FILE, Results, Side, Verdict, joined, load
 
 EXIT: dict[Verdict, int] = {"pass": OK, "fail": GATE, "inconclusive": UNDECIDED}
@@ -55,7 +55,8 @@ def conclude(
     files = write(results, folder) if folder else {}
     code = EXIT[results.gate.verdict] if results.gate else OK
     data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
-    lines = [text(results), "", *findings.headline(results)]
+    findings = Findings.of(results)
+    lines = [terminal(findings), "", *findings.headline]
     if files:
         lines.append(f"Report: {files['html']}")
     return code, data, "\n".join(lines)

@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     """Baseline and candidate, as a report describes them."""
+    from vlmcompress.checkpoint import sides
     from vlmcompress.common import hub
-    from vlmcompress.results import sides
 
-    baseline, candidate = (sides.side(sides.checkpoint(hub.local(model)), {}) for model in (args.baseline, args.out))
+    baseline, candidate = (sides.side(sides.folder(hub.local(model)), {}) for model in (args.baseline, args.out))
     return baseline, candidate
 
 

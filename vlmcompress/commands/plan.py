@@ -166,7 +166,7 @@ def _by_size(model: Model, sizes: list[tuple[int, int]], capacity: Capacity) -> 
 
 
 def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
-    from vlmcompress.report.charts.capacity import requests
+    from vlmcompress.report.scatter import requests
 
     rows = sorted(rows, key=lambda row: row["pixels"])
     names = list(rows[0]["loads"])

@@ -64,7 +64,8 @@ def _check_whole(out: Path) -> None:
 def _measured(out: Path, folder: str) -> str:
     """The card's section about results, which have to be of this checkpoint."""
     from vlmcompress.checkpoint import manifest
-    from vlmcompress.report.markdown import measured
+    from vlmcompress.report.findings import Findings
+    from vlmcompress.report.text import card_section
     from vlmcompress.results import load
 
     results, record = load(folder), manifest.read(out)
@@ -73,7 +74,7 @@ def _measured(out: Path, folder: str) -> str:
         raise UserError(
             f"--results {folder} is about another checkpoint than {out} ('{candidate.name}'); run eval again"
         )
-    return measured(results)
+    return card_section(Findings.of(results))
 
 
 def _shown(upload: Upload, private: bool) -> str:

@@ -21,8 +21,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the page. It reports and doesn't judge: a failed gate is for `eval` to exit with."""
-    from vlmcompress.report.runs import write_comparison
+    from vlmcompress.report import comparison
 
-    files = write_comparison(args.runs, args.out, overwrite=args.overwrite)
+    files = comparison.write(args.runs, args.out, overwrite=args.overwrite)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
     return OK, data, f"Wrote {files['html']} ({', '.join(path.name for path in files.values())})."

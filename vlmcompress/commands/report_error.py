@@ -36,7 +36,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Read or measure the errors, and write a page of them where one is asked for."""
     from vlmcompress.common.folders import save
-    from vlmcompress.report import error_text
+    from vlmcompress.report import layers
 
     if args.top < 0:
         raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")
@@ -46,15 +46,13 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {args.out}: a page is written; name it FILE.html")
     first, *rest = _errors(args)
     other = rest[0] if rest else None
-    data = {"ok": True, **error_text.data(first, other)}
-    text = error_text.text(first, other, args.top)
+    data = {"ok": True, **layers.data(first, other)}
+    text = layers.text(first, other, args.top)
     if args.out is not None:
-        from vlmcompress.report.error_page import page
-
         out = Path(args.out)
         if out.is_dir():
             raise UserError(f"{out} is a folder; name the file to write")
-        data["file"] = str(save(out.parent, {"html": (out.name, page(first, other))})["html"])
+        data["file"] = str(save(out.parent, {"html": (out.name, layers.page(first, other))})["html"])
         text += f"\n\nWrote {out}."
     return OK, data, text
 

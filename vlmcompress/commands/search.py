@@ -152,8 +152,7 @@ def seconds(text: str) -> float:
 
 def search_outcome(search_request: Request, args: argparse.Namespace, reference: str = "the data's answers") -> Outcome:
     """Run a search, confirm its winner, and write what was found. `reference`: what answers are held to."""
-    from vlmcompress.report import search_page
-    from vlmcompress.report.search_text import text
+    from vlmcompress.report import search as report
     from vlmcompress.search.whole import WORK, find
 
     with closing(ProgressBar()) as progress:
@@ -170,7 +169,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
             if all(candidate["why"].startswith(("loses more", "gains nothing")) for candidate in tried)
             else UNDECIDED
         )
-    files = search_page.write(data, search_request.out)
+    files = report.write(data, search_request.out)
     if not args.keep_work:
         shutil.rmtree(search_request.out / WORK, ignore_errors=True)
     data = {
@@ -179,7 +178,7 @@ def search_outcome(search_request: Request, args: argparse.Namespace, reference:
         "out": str(search_request.out),
         "files": {kind: str(path) for kind, path in files.items()},
     }
-    return code, data, text(data)
+    return code, data, report.text(data)
 
 
 def _confirmed(search_request: Request, winner: Path, progress: ProgressBar) -> tuple[int, dict[str, Any]]:

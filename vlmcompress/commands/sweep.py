@@ -116,9 +116,9 @@ def _text(scored: Sweep, chosen: Point) -> str:
 
 def _plot(scored: Sweep, chosen: Point, suffix: str, model: str) -> str:
     """Predicted error against size, as a page or as a picture."""
-    from vlmcompress.report.charts.plot import both
-    from vlmcompress.report.charts.tradeoff import legend, tradeoff
-    from vlmcompress.report.page import render
+    from vlmcompress.report.html import render
+    from vlmcompress.report.plot import both
+    from vlmcompress.report.scatter import legend, tradeoff
 
     draw = functools.partial(tradeoff, scored.points, scored.unit, chosen)
     if suffix == ".svg":

@@ -1,7 +1,7 @@
-"""Accuracy of a candidate and its baseline on the same questions: asked by an engine, scored by the tasks, compared in pairs.
+"""Accuracy of candidate and baseline on the same questions: answered by an engine, scored by the tasks, compared in pairs.
 
     engine = engines.get("vllm")
-    results = evaluate("OUT", "MODEL", ["world"], None, Ask(engine, engine, limit=500))
+    results = evaluate("OUT", "MODEL", ["world"], None, EvalOptions(engine, engine, limit=500))
     results.suites[0].overall.verdict
 
 The baseline may also be an earlier report: its answers are taken from there, provided that the questions are the same.
@@ -10,35 +10,36 @@ The baseline may also be an earlier report: its answers are taken from there, pr
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub
 from vlmcompress.engines.base import Answer, Engine, Progress, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import tasks
-from vlmcompress.evaluation.ask import Asked, Sample, ask_suite
-from vlmcompress.evaluation.compare import MARGIN, by_family, compare, families, pairs
-from vlmcompress.evaluation.divergence import divergence
+from vlmcompress.evaluation.ask import Sample, SuiteAnswers, ask_suite
+from vlmcompress.evaluation.compare import MARGIN, by_family, changed_answers, compare, divergence, families, pairs
 from vlmcompress.evaluation.journal import Journal, open_journal
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.evaluation.tasks import LoadedSuite
 from vlmcompress.recipe.reducer import parse
-from vlmcompress.results import FILE, Results, Scored, Side, Suite, load, sides
+from vlmcompress.results import FILE, Results, Scored, Side, Suite, load
 
 EXAMPLES = 24  # samples whose pictures go into the report
 FIRST_TOKENS = 20  # first tokens whose probabilities are compared
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Settings of an evaluation: engines, margins, number of questions, journal.
+class EvalOptions:
+    """Engines, margins, number of questions and journal of an evaluation.
 
     Attributes:
         engine, baseline_engine: the engines of the candidates and of the baseline.
-        margin: the drop that is allowed, per suite; suites that it does not name have that of "".
+        limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
+        margin: suite -> allowed drop; "" stands for all other suites.
         journal: file that keeps answers as they come; an interrupted run goes on from there.
     """
 
@@ -57,10 +58,14 @@ class Ask:
 
 
 def evaluate(
-    candidate: str | Path, baseline: str | Path, suites: Sequence[str | Path | None], data: Path | None, how: Ask
+    candidate: str | Path,
+    baseline: str | Path,
+    suites: Sequence[str | Path | None],
+    data: Path | None,
+    options: EvalOptions,
 ) -> Results:
-    """Ask candidate and baseline the questions of every suite. See `evaluate_all`."""
-    return next(evaluate_all([candidate], baseline, suites, data, how))
+    """Compare one candidate with its baseline on every suite. See `evaluate_all`."""
+    return next(evaluate_all([candidate], baseline, suites, data, options))
 
 
 def evaluate_all(
@@ -68,9 +73,9 @@ def evaluate_all(
     baseline: str | Path,
     suites: Sequence[str | Path | None],
     data: Path | None,
-    how: Ask,
+    options: EvalOptions,
 ) -> Iterator[Results]:
-    """Compare each of several candidates with one baseline, which is asked once.
+    """Compare each of several candidates with one baseline, which answers once.
 
     Args:
         candidates: checkpoint folders or ids on the Hub, or names that the engine's server knows.
@@ -81,38 +86,39 @@ def evaluate_all(
     Raises:
         UserError: a checkpoint, suite or data is missing, the engine fails, or the two answered different questions.
     """
-    if how.engine.local:
-        candidates = [sides.checkpoint(hub.local(path)) for path in candidates]
+    if options.engine.local:
+        candidates = [sides.folder(hub.local(path)) for path in candidates]
     recorded = _recorded(baseline)
-    if recorded is None and how.baseline_engine.local:
-        baseline = sides.checkpoint(hub.local(baseline))
-    original = Path(recorded.baseline.path) if recorded else baseline
-    settings = replace(how.settings, seed=how.seed)
+    if recorded is None and options.baseline_engine.local:
+        baseline = sides.folder(hub.local(baseline))
     loaded = [
-        tasks.load_suite(name, data, candidate=candidates[0], baseline=original, limit=how.limit, seed=how.seed)
+        tasks.load_suite(
+            name,
+            data,
+            candidate=candidates[0],
+            baseline=Path(recorded.baseline.path) if recorded else baseline,
+            limit=options.limit,
+            seed=options.seed,
+        )
         for name in suites or [None]
     ]
+    # From the report first: where it lacks a suite, that is said before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
-        journal = stack.enter_context(open_journal(how.journal)) if how.journal else None
-        befores = replayed or [
-            _ask(baseline, suite, how.baseline_engine, settings, journal, how, "baseline") for suite in loaded
-        ]
-        asked = list(zip(loaded, befores, strict=True))
-        about = recorded.baseline if recorded else sides.side(baseline, asked[0][1].engine)
+        journal = stack.enter_context(open_journal(options.journal)) if options.journal else None
+        before = replayed or [_answers(baseline, suite, options, journal, "baseline") for suite in loaded]
+        original = recorded.baseline if recorded else sides.side(baseline, before[0].engine)
         for path in candidates:
-            found = [
-                (suite, before, _ask(path, suite, how.engine, settings, journal, how, "candidate"))
-                for suite, before in asked
-            ]
-            yield _results(about, sides.side(path, found[0][2].engine), found, how, recorded)
+            after = [_answers(path, suite, options, journal, "candidate") for suite in loaded]
+            compared = list(zip(loaded, before, after, strict=True))
+            yield _results(original, sides.side(path, after[0].engine), compared, options, recorded)
 
 
 def described(model: str | Path, engine: Engine, reduce: str | None = None) -> Side:
-    """Describe a model as the results of its evaluation will, without asking it; or the baseline of earlier results.
+    """Describe a model as the results of its evaluation will, before it answers; or the baseline of earlier results.
 
     Args:
-        reduce: the reducer that is attached to it, `METHOD:KEEP`; None: none.
+        reduce: the reducer to attach to it, `METHOD:KEEP`; None: none.
 
     Raises:
         UserError: the checkpoint is missing, or there is no such reducer.
@@ -120,57 +126,61 @@ def described(model: str | Path, engine: Engine, reduce: str | None = None) -> S
     if recorded := _recorded(model):
         return recorded.baseline
     attached = {"reduce": str(parse(reduce))} if reduce else {}
-    return sides.side(sides.checkpoint(hub.local(model)) if engine.local else model, attached)
+    return sides.side(sides.folder(hub.local(model)) if engine.local else model, attached)
 
 
-def _ask(
-    model: str | Path,
-    suite: LoadedSuite,
-    engine: Engine,
-    settings: Settings,
-    journal: Journal | None,
-    how: Ask,
-    label: str,
-) -> Asked:
-    label = f"{label}, {suite.name}" if suite.name != tasks.DEFAULT else label
-    return ask_suite(model, suite, engine, settings, journal, how.progress, label)
+def _answers(
+    model: str | Path, suite: LoadedSuite, options: EvalOptions, journal: Journal | None, side: str
+) -> SuiteAnswers:
+    engine = options.engine if side == "candidate" else options.baseline_engine
+    settings = replace(options.settings, seed=options.seed)
+    label = f"{side}, {suite.name}" if suite.name != tasks.DEFAULT else side
+    return ask_suite(model, suite, engine, settings, journal, options.progress, label)
 
 
 def _results(
     baseline: Side,
     candidate: Side,
-    found: Sequence[tuple[LoadedSuite, Asked, Asked]],
-    how: Ask,
+    compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers]],
+    options: EvalOptions,
     recorded: Results | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}
-    for suite, before, after in found:
-        summary, scored = summarise(suite, before, after, how.margin_of(suite.name))
-        if recorded:
-            then = _suite(recorded, suite.name)
-            summary = summary.model_copy(update={"cut_off": (then.cut_off[0], summary.cut_off[1])})
+    for suite, before, after in compared:
+        summary, scored = summarise(suite, before, after, options.margin_of(suite.name))
+        if recorded:  # replayed answers do not say where they were cut off
+            cut_off = _suite(recorded, suite.name).cut_off[0]
+            summary = summary.model_copy(update={"cut_off": (cut_off, summary.cut_off[1])})
         suites.append(summary)
         samples += scored
-        for sample in differing(scored)[: EXAMPLES // len(found)]:
+        differing = [s for s in scored if normalise(s.baseline) != normalise(s.candidate)]
+        for sample in changed_answers(differing)[: EXAMPLES // len(compared)]:
             pictures[sample.id] = [base64.b64encode(png).decode() for png in suite.pictures(sample.id)]
     return Results(
         **sides.origin(), baseline=baseline, candidate=candidate, suites=suites, samples=samples, pictures=pictures
     )
 
 
-def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) -> tuple[Suite, list[Scored]]:
-    """Compute the statistics of a suite that candidate and baseline have answered, and list its samples.
+def summarise(
+    suite: LoadedSuite, before: SuiteAnswers, after: SuiteAnswers, margin: float
+) -> tuple[Suite, list[Scored]]:
+    """Statistics of a suite that baseline (`before`) and candidate (`after`) have answered, and its samples.
 
     Raises:
         UserError: the two answered different questions.
     """
     _check_same(suite.name, before, after)
-    moved, by_sample = divergence(
+    summary, divergences = divergence(
         [sample.answer.first for sample in before.samples], [sample.answer.first for sample in after.samples]
     )
-    answered = zip(before.samples, after.samples, by_sample, strict=True)
+    answered = zip(before.samples, after.samples, divergences, strict=True)
     scored = [_scored(suite.name, old, new, kl) for old, new, kl in answered]
-    both = (before.samples, after.samples)
+
+    def total(count: Callable[[Sample], int]) -> tuple[int, int]:
+        return sum(map(count, before.samples)), sum(map(count, after.samples))
+
+    # an engine may not report visual tokens
+    reported = all(sample.answer.visual_tokens is not None for sample in (*before.samples, *after.samples))
     return Suite(
         name=suite.name,
         metric=suite.metric,
@@ -183,26 +193,15 @@ def summarise(suite: LoadedSuite, before: Asked, after: Asked, margin: float) ->
         overall=compare(*pairs(scored), margin=margin),
         families=families(by_family(scored), margin=margin),
         agreement=sum(normalise(s.baseline) == normalise(s.candidate) for s in scored) / len(scored),
-        divergence=moved,
-        unparsed=_count(both, lambda sample: not sample.parsed),
-        empty=_count(both, lambda sample: not sample.text),
-        cut_off=_count(both, lambda sample: sample.answer.finish == "length"),
-        prompt_tokens=_count(both, lambda sample: sample.answer.prompt_tokens),
-        visual_tokens=_visual(both),
+        divergence=summary,
+        unparsed=total(lambda sample: not sample.parsed),
+        empty=total(lambda sample: not sample.text),
+        cut_off=total(lambda sample: sample.answer.finish == "length"),
+        prompt_tokens=total(lambda sample: sample.answer.prompt_tokens),
+        visual_tokens=total(lambda sample: sample.answer.visual_tokens or 0) if reported else None,
         scoring=suite.scoring,
         derived_ids=suite.derived_ids,
     ), scored
-
-
-def _count(both: tuple[Sequence[Sample], Sequence[Sample]], of) -> tuple[int, int]:
-    first, second = (sum(map(of, samples)) for samples in both)
-    return first, second
-
-
-def _visual(both: tuple[Sequence[Sample], Sequence[Sample]]) -> tuple[int, int] | None:
-    """Count the visual tokens of all prompts, baseline and candidate; None where an engine does not report them."""
-    known = all(sample.answer.visual_tokens is not None for samples in both for sample in samples)
-    return _count(both, lambda sample: sample.answer.visual_tokens) if known else None
 
 
 def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scored:
@@ -227,21 +226,9 @@ def _scored(suite: str, before: Sample, after: Sample, kl: float | None) -> Scor
     )
 
 
-def differing(scored: Sequence[Scored]) -> list[Scored]:
-    """Sort samples that the two answered differently: lost ones first, then gained, then the rest; families in turn."""
-    groups: dict[tuple[int, str], list[Scored]] = {}
-    for sample in scored:
-        if normalise(sample.baseline) != normalise(sample.candidate):
-            change = sample.candidate_score - sample.baseline_score
-            kind = 0 if change < 0 else 1 if change > 0 else 2
-            groups.setdefault((kind, sample.family), []).append(sample)
-    ranked = [(kind, turn, family, s) for (kind, family), group in groups.items() for turn, s in enumerate(group)]
-    return [sample for *_, sample in sorted(ranked, key=lambda row: row[:3])]
-
-
-def _check_same(suite: str, before: Asked, after: Asked) -> None:
-    """Refuse to pair answers to different questions."""
-    old, new = ([sample.id for sample in asked.samples] for asked in (before, after))
+def _check_same(suite: str, before: SuiteAnswers, after: SuiteAnswers) -> None:
+    """Raise UserError where the two answered different questions."""
+    old, new = ([sample.id for sample in answers.samples] for answers in (before, after))
     if set(old) != set(new):
         only = sorted(set(old) ^ set(new))
         raise UserError(
@@ -256,22 +243,22 @@ def _check_same(suite: str, before: Asked, after: Asked) -> None:
 
 
 def _recorded(baseline: str | Path) -> Results | None:
-    """Load the earlier results that `baseline` names; None if it names a checkpoint."""
+    """The earlier results that `baseline` names; None if it names a checkpoint."""
     path = Path(baseline)
     is_report = (path / FILE).is_file() and not (path / "config.json").is_file()
     return load(path) if path.suffix == ".json" or is_report else None
 
 
 def _suite(recorded: Results, name: str) -> Suite:
-    found = next((suite for suite in recorded.suites if suite.name == name), None)
-    if found is None:
-        known = ", ".join(suite.name for suite in recorded.suites) or "none"
-        raise UserError(f"the baseline's report has no suite '{name}' (it has {known}); evaluate the baseline again")
-    return found
+    suite = next((suite for suite in recorded.suites if suite.name == name), None)
+    if suite is None:
+        names = ", ".join(suite.name for suite in recorded.suites) or "none"
+        raise UserError(f"the baseline's report has no suite '{name}' (it has {names}); evaluate the baseline again")
+    return suite
 
 
-def _replay(recorded: Results, name: str) -> Asked:
-    """Take the baseline's answers from an earlier evaluation. They lack token probabilities."""
+def _replay(recorded: Results, name: str) -> SuiteAnswers:
+    """The baseline's answers in an earlier report, which lack token probabilities."""
     samples = tuple(
         Sample(
             id=s.id,
@@ -288,4 +275,4 @@ def _replay(recorded: Results, name: str) -> Asked:
         if s.suite == name
     )
     sha256 = _suite(recorded, name).sha256
-    return Asked(samples, sha256, {}, recorded.baseline.engine, 0.0, len(samples))
+    return SuiteAnswers(samples, sha256, {}, recorded.baseline.engine, 0.0, len(samples))

@@ -1,4 +1,4 @@
-"""Ask one checkpoint a suite: lm-eval builds the prompts and scores, an engine answers, a journal keeps the answers."""
+"""One checkpoint's answers to a suite: lm-eval builds prompts and scores, an engine answers, a journal keeps the answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SuiteAnswers:
     """A checkpoint's answers to a suite, in the suite's order.
 
     Attributes:
@@ -67,7 +67,7 @@ def ask_suite(
     journal: Journal | None = None,
     progress: Progress | None = None,
     label: str = "answering",
-) -> Asked:
+) -> SuiteAnswers:
     """Ask a checkpoint all questions of a suite that the journal has no answer to.
 
     Args:
@@ -85,13 +85,13 @@ def ask_suite(
 
     places = {(place.task, place.index): place for place in suite.places}
     with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
-        asking = _Asking(model, engine, settings or Settings(), journal, progress, label, Path(media))
-        lm = EngineLM(asking, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
+        answer = _JournalledEngine(model, engine, settings or Settings(), journal, progress, label, Path(media))
+        lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
         for task in suite.tasks.values():
             task.set_config("num_fewshot", task.config.num_fewshot or 0)
             task.set_fewshot_seed(suite.seed)
         with quiet():
-            found = evaluate(
+            evaluation = evaluate(
                 lm=lm,
                 task_dict={"tasks": dict(suite.tasks)},
                 bootstrap_iters=0,
@@ -99,25 +99,25 @@ def ask_suite(
                 fewshot_as_multiturn=True,
             )
     rows: dict[tuple[str, int], Mapping[str, Any]] = {}
-    for task, logged in found["samples"].items():
+    for task, logged in evaluation["samples"].items():
         for row in logged:
-            rows.setdefault((task, row["doc_id"]), row)  # of several filters, the first counts
+            rows.setdefault((task, row["doc_id"]), row)  # the first of several filters counts
     samples = tuple(
         _sample(place, rows[key], metric(suite.tasks[place.task]), lm.requests[place.id], lm.answers[place.id])
         for key, place in places.items()
     )
-    return Asked(
+    return SuiteAnswers(
         samples=samples,
         sha256=_fingerprint(samples, lm.requests),
-        metrics={task: _numbers(metrics) for task, metrics in found["results"].items()},
-        engine=asking.about,
-        seconds=asking.seconds,
-        resumed=asking.resumed,
+        metrics={task: _numbers(metrics) for task, metrics in evaluation["results"].items()},
+        engine=answer.about,
+        seconds=answer.seconds,
+        resumed=answer.resumed,
     )
 
 
-class _Asking:
-    """Answers requests from the journal where it can, the rest by the engine, and adds up the engine's time."""
+class _JournalledEngine:
+    """Answers requests from the journal where it has them, the rest by the engine, whose time it adds up."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class _Asking:
 
     def __call__(self, requests: Sequence[Request]) -> Mapping[str, Answer]:
         keys = {request.id: journals.key(self._identity, request, self._settings) for request in requests}
-        known = {} if self._journal is None else self._journal.answered(keys)
-        rest = [request for request in requests if request.id not in known]
-        self.resumed += len(known)
+        answers = {} if self._journal is None else self._journal.answered(keys)
+        rest = [request for request in requests if request.id not in answers]
+        self.resumed += len(answers)
         if rest:
             run = self._engine.answer(
                 self._model,
@@ -150,23 +150,18 @@ class _Asking:
                 progress=self._progress,
                 on_answer=lambda answer: self._keep(keys[answer.id], answer),
             )
-            known |= run.answers
+            answers |= run.answers
             self.about, self.seconds = run.engine, self.seconds + run.seconds
-        self._remember_engine()
-        return known
+        if self._journal is not None:  # for a later run that finds all its answers in the journal
+            key = f"engine {self._identity.engine} {self._identity.model}"
+            if self.about:
+                self._journal.write(key, self.about)
+            self.about = self._journal.read(key) or {}
+        return answers
 
     def _keep(self, key: str, answer: Answer) -> None:
         if self._journal is not None:
             self._journal.add(key, answer)
-
-    def _remember_engine(self) -> None:
-        """Keep the engine's description of itself for a later run that finds all its answers in the journal."""
-        if self._journal is None:
-            return
-        key = f"engine {self._identity.engine} {self._identity.model}"
-        if self.about:
-            self._journal.write(key, self.about)
-        self.about = self._journal.read(key) or {}
 
 
 def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, answer: Answer) -> Sample:
@@ -201,16 +196,16 @@ def _fingerprint(samples: Sequence[Sample], requests: Mapping[str, Request]) -> 
     """Hash ids, families, prompts, pixels and expected answers of all samples."""
     digest = hashlib.sha256()
     for sample in samples:
-        asked = journals.without_folders(requests[sample.id].messages)
-        digest.update(json.dumps([sample.id, sample.family, asked, sample.expected]).encode())
+        messages = journals.without_folders(requests[sample.id].messages)
+        digest.update(json.dumps([sample.id, sample.family, messages, sample.expected]).encode())
     return digest.hexdigest()
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Select the metrics from lm-eval's results of a task, for its first filter, whose name is left out."""
-    found: dict[str, float] = {}
+    """A task's metrics from lm-eval's results (`name,filter` -> value), of its first filter and without standard errors."""
+    numbers: dict[str, float] = {}
     for name, value in metrics.items():
         plain, comma, _ = name.partition(",")
         if comma and not plain.endswith("_stderr") and isinstance(value, int | float):
-            found.setdefault(plain, float(value))
-    return found
+            numbers.setdefault(plain, float(value))
+    return numbers

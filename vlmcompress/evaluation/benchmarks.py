@@ -1,4 +1,4 @@
-"""Python functions that the task files under `eval/tasks` name: prompts and scores of single rows.
+"""Functions that the task files under `eval/tasks` name: prompts and scores of single rows.
 
 A scoring function takes a row and the list of answers (one) and gives values in 0 to 1: first the task's metric, then
 `parsed`, 0 where no answer was found in the text. Such an answer counts as wrong. The rules are in `scoring`.
@@ -14,7 +14,7 @@ from typing import Any
 
 from vlmcompress.data.images import LazyImages
 from vlmcompress.data.samples import MARK
-from vlmcompress.evaluation import choices, local_data, scoring, vqa
+from vlmcompress.evaluation import local_data, scoring
 
 Row = dict[str, Any]
 Scores = dict[str, float]
@@ -39,11 +39,11 @@ def docvqa(row: Row, answers: list[str]) -> Scores:
 
 
 def textvqa(row: Row, answers: list[str]) -> Scores:
-    return _scores("vqa_accuracy", answers[0], vqa.accuracy(answers[0], row["answers"]))
+    return _scores("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], row["answers"]))
 
 
 def _scores(metric: str, answer: str, score: float | None) -> Scores:
-    """Return the score and whether there was an answer, which is so if `score` is not None and the text is not empty."""
+    """The score, and whether an answer was found: `score` is not None and the text is not empty."""
     return {metric: float(score or 0.0), "parsed": float(score is not None and bool(answer.strip()))}
 
 
@@ -77,29 +77,29 @@ def mmmu_target(row: Row) -> list[str]:
 
 def mmmu(row: Row, answers: list[str]) -> Scores:
     if row["question_type"] != "multiple-choice":
-        return _scores("accuracy", answers[0], choices.mmmu_open(answers[0], mmmu_target(row)))
-    chosen = choices.mmmu_choice(answers[0], _mmmu_options(row))
+        return _scores("accuracy", answers[0], scoring.mmmu_open(answers[0], mmmu_target(row)))
+    chosen = scoring.mmmu_choice(answers[0], _mmmu_options(row))
     return _scores("accuracy", answers[0], None if chosen is None else chosen in mmmu_target(row))
 
 
 def mmbench_text(row: Row) -> str:
     hint = row.get("hint")
     options = "\n".join(f"{letter}. {option}" for letter, option in _mmbench_options(row).items())
-    lines = [*([str(hint)] if _given(hint) else []), row["question"], options, LETTER]
+    lines = [*([str(hint)] if _filled(hint) else []), row["question"], options, LETTER]
     return MARK + "\n".join(lines)
 
 
 def _mmbench_options(row: Row) -> dict[str, str]:
-    return {letter: str(row[letter]) for letter in "ABCD" if _given(row[letter])}
+    return {letter: str(row[letter]) for letter in "ABCD" if _filled(row[letter])}
 
 
-def _given(value: Any) -> bool:
+def _filled(value: Any) -> bool:
     """Whether a cell of MMBench's tables has content; empty ones hold `nan`."""
     return value is not None and str(value) not in ("", "nan")
 
 
 def mmbench(row: Row, answers: list[str]) -> Scores:
-    chosen = choices.mmbench_choice(answers[0], _mmbench_options(row))
+    chosen = scoring.mmbench_choice(answers[0], _mmbench_options(row))
     return _scores("accuracy", answers[0], None if chosen is None else chosen == row["answer"])
 
 
@@ -118,17 +118,17 @@ def pope_f1(pairs: list[tuple[str, str | None]]) -> float:
 
 
 def refcoco_rows(dataset: Any) -> Any:
-    """Split rows: one for each expression that describes a region, with its own `id` and the text as `expression`."""
-    found = [
+    """One row for each expression that describes a region, with an `id` and the text as `expression`."""
+    expressions = [
         (row, number, text)
         for row, texts in enumerate(dataset["answer"])
         for number, text in enumerate([texts] if isinstance(texts, str) else texts)
     ]
-    rows = dataset.select([row for row, *_ in found])
+    rows = dataset.select([row for row, *_ in expressions])
     if "id" in rows.column_names:
         rows = rows.remove_columns(["id"])
-    return rows.add_column("id", [f"{row}-{number}" for row, number, _ in found]).add_column(
-        "expression", [text for *_, text in found]
+    return rows.add_column("id", [f"{row}-{number}" for row, number, _ in expressions]).add_column(
+        "expression", [text for *_, text in expressions]
     )
 
 
@@ -162,6 +162,5 @@ def gsm8k_target(row: Row) -> str:
 
 
 def gsm8k(row: Row, answers: list[str]) -> Scores:
-    found = scoring.final_number(answers[0])
-    expected = scoring.final_number(row["answer"])
-    return _scores("exact_match", answers[0], None if found is None else found == expected)
+    number, expected = scoring.final_number(answers[0]), scoring.final_number(row["answer"])
+    return _scores("exact_match", answers[0], None if number is None else number == expected)

@@ -1,4 +1,4 @@
-"""Gates: rules in a YAML file that a candidate must keep, and the judging of results by them.
+"""Gates: rules in a YAML file, and the verdict on results by them.
 
     about: Accuracy within a point, and smaller.
     suites:
@@ -14,13 +14,12 @@
     size: 0.6              # candidate's weights over the baseline's, at most
 
 A rule whose measurement is missing is inconclusive, never passed. Accuracy is judged by the confidence interval (`compare`),
-speed by the repeats: `at_least` is how many times as fast, whichever way the metric counts, and must hold in every repeat to
-pass and in none to fail.
+speed by the interval of the ratio over the repeats: `at_least` is how many times as fast, whichever way the metric counts;
+the rule passes if all of the interval is at least that, and fails if all of it is below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,7 +29,7 @@ import vlmcompress
 from vlmcompress.common import yaml_files as _yaml
 from vlmcompress.common.text import points, times
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.results import Comparison, Gate, Results, Rule, Scored, State, Suite, Verdict
+from vlmcompress.results import Comparison, Gate, Results, Rule, State, Suite, Verdict
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 ANY = "*"
@@ -41,7 +40,7 @@ class _Strict(BaseModel):
 
 
 class SuiteRules(_Strict):
-    """Rules of a suite; see the module. Families named by a list or `all` have `family_margin`, if given, else `margin`."""
+    """Rules of a suite; see the module. Families named by a list or `all` have `family_margin`, if set, else `margin`."""
 
     margin: Share = 0.01
     families: Literal["all"] | list[str] | dict[str, Share] = []
@@ -52,7 +51,7 @@ class SuiteRules(_Strict):
 
 
 class SpeedRule(_Strict):
-    """A rule of speed: a benchmark's `metric` must be `at_least` this many times as good as the baseline's."""
+    """A benchmark's `metric` must be `at_least` this many times as good as the baseline's."""
 
     metric: str
     mode: Literal["serve", "offline"] = "serve"
@@ -61,7 +60,7 @@ class SpeedRule(_Strict):
 
 
 class GateFile(_Strict):
-    """A gate as its file has it; `name` is the name of the file."""
+    """The content of a gate's file; `name` is the name of the file."""
 
     name: str = ""
     about: str = ""
@@ -71,24 +70,23 @@ class GateFile(_Strict):
 
 
 def judge(results: Results, gate: GateFile) -> Gate:
-    """Judge results by a gate. The verdict is the worst of its rules: fail, then inconclusive, then pass."""
-    found = []
-    named = {suite.name for suite in results.suites}
-    for name, asked in gate.suites.items():
+    """Judge results by a gate. The verdict is the worst of its rules': fail, then inconclusive, then pass."""
+    judged = []
+    for name, rules in gate.suites.items():
         suites = [s for s in results.suites if s.name == name or (name == ANY and s.name not in gate.suites)]
         for suite in suites:
-            found += _accuracy(results, suite, asked)
-        if (not suites and name != ANY) or not named:
-            found.append(_missing(f"suite {name}", "no such suite was measured"))
-    found += [_speed(results, rule) for rule in gate.speed]
+            judged += _accuracy(results, suite, rules)
+        if (not suites and name != ANY) or not results.suites:
+            judged.append(_missing(f"suite {name}", "no such suite was measured"))
+    judged += [_speed(results, rule) for rule in gate.speed]
     if gate.size is not None:
-        found.append(_size(results, gate.size))
+        judged.append(_size(results, gate.size))
     order: list[Verdict] = ["fail", "inconclusive", "pass"]
-    return Gate(name=gate.name, verdict=min((r.verdict for r in found), key=order.index), rules=found)
+    return Gate(name=gate.name, verdict=min((rule.verdict for rule in judged), key=order.index), rules=judged)
 
 
 def chosen(file: str | Path | None, max_drop: float | None) -> GateFile | None:
-    """Make the gate that the command line asks for: a file or bundled gate, or an allowed drop; None for neither."""
+    """The gate of the command line's `--gate` (a file or bundled gate) or `--max-drop`; None for neither."""
     if file is not None and max_drop is not None:
         raise UserError("--gate and --max-drop exclude each other; write the margin into the gate file")
     if max_drop is None:
@@ -99,8 +97,8 @@ def chosen(file: str | Path | None, max_drop: float | None) -> GateFile | None:
 
 
 def margins(gate: GateFile | None) -> dict[str, float]:
-    """Map suites to their margins; "" stands for all other suites."""
-    return {"" if name == ANY else name: asked.margin for name, asked in gate.suites.items()} if gate else {}
+    """Suite -> margin; "" stands for all other suites."""
+    return {"" if name == ANY else name: rules.margin for name, rules in gate.suites.items()} if gate else {}
 
 
 def names() -> list[str]:
@@ -156,57 +154,101 @@ def _problem(error: ValidationError) -> str:
 
 
 def _missing(name: str, reason: str, limit: str = "") -> Rule:
-    """Judge a rule inconclusive, as its measurement is missing."""
+    """An inconclusive rule, as its measurement is missing."""
     return Rule(name=name, verdict="inconclusive", value="not measured", limit=limit, reason=reason)
 
 
-def _accuracy(results: Results, suite: Suite, asked: SuiteRules) -> list[Rule]:
+def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[Rule]:
     """Judge the rules of one suite: accuracy, its families, and counts of samples and answers."""
-    from vlmcompress.evaluation.compare import compare, pairs  # needs numpy, which `list` must not load
+    from vlmcompress.evaluation.compare import (  # needs numpy, which `list` must not load
+        by_family,
+        compare,
+        families,
+        pairs,
+    )
 
     samples = [sample for sample in results.samples if sample.suite == suite.name]
     if not samples:
         return [_missing(f"{suite.name}: accuracy", "the results hold no samples of the suite")]
-    found = [_drop(suite.name, None, compare(*pairs(samples), margin=asked.margin))]
-    found += _families(suite.name, samples, asked)
-    if suite.samples < asked.minimum:
-        reason = f"ask {asked.minimum - suite.samples:,} more"
-        found.append(
-            _rule(f"{suite.name}: samples", "inconclusive", f"{suite.samples:,}", f"{asked.minimum:,}", reason)
+    judged = [_drop(suite.name, None, compare(*pairs(samples), margin=rules.margin))]
+
+    groups = by_family(samples)  # none where the data have no families
+    if isinstance(rules.families, dict):
+        margins = rules.families
+    else:
+        names = list(groups) if rules.families == "all" else rules.families
+        margins = {name: rules.family_margin or rules.margin for name in names}
+    if measured := {name: group for name, group in groups.items() if name in margins}:
+        judged += [_drop(suite.name, name, c) for name, c in families(measured, margin=margins).items()]
+    judged += [
+        _missing(f"{suite.name}: {name}", f"no such family{did_you_mean(name, groups)}")
+        for name in margins
+        if name not in groups
+    ]
+
+    if suite.samples < rules.minimum:
+        reason = f"ask {rules.minimum - suite.samples:,} more"
+        judged.append(
+            Rule(
+                name=f"{suite.name}: samples",
+                verdict="inconclusive",
+                value=f"{suite.samples:,}",
+                limit=f"{rules.minimum:,}",
+                reason=reason,
+            )
         )
-    if asked.unparsed is not None:
+    if rules.unparsed is not None:
         share = suite.unparsed[1] / suite.samples
-        limit = f"at most {100 * asked.unparsed:.1f}%"
-        found.append(_bound(f"{suite.name}: unparsed answers", share <= asked.unparsed, f"{100 * share:.1f}%", limit))
-    if asked.divergence is not None:
-        name, limit = f"{suite.name}: divergence", f"at most {asked.divergence:g} nats"
+        limit = f"at most {100 * rules.unparsed:.1f}%"
+        judged.append(_bound(f"{suite.name}: unparsed answers", share <= rules.unparsed, f"{100 * share:.1f}%", limit))
+    if rules.divergence is not None:
+        name, limit = f"{suite.name}: divergence", f"at most {rules.divergence:g} nats"
         if suite.divergence is None:
-            found.append(_missing(name, "the engine reported no probabilities", limit))
+            judged.append(_missing(name, "the engine reported no probabilities", limit))
         else:
             mean = suite.divergence.mean
-            found.append(_bound(name, mean <= asked.divergence, f"{mean:.4f} nats", limit))
-    return found
+            judged.append(_bound(name, mean <= rules.divergence, f"{mean:.4f} nats", limit))
+    return judged
 
 
-def _speed(results: Results, asked: SpeedRule) -> Rule:
+def _drop(suite: str, family: str | None, c: Comparison) -> Rule:
+    """The rule on the accuracy of a suite, or of one of its families."""
+    reason = ""
+    if c.verdict == "inconclusive":
+        reason = f"{c.clusters:,} {c.unit} can't tell"
+        if c.missing:
+            reason += f"; about {c.missing:,} more would, if the difference stays the same"
+    return Rule(
+        name=f"{suite}: {'accuracy' if family is None else family}",
+        verdict=c.verdict,
+        value=f"{points(c.difference)} points ({points(c.low)} to {points(c.high)})",
+        limit=f"-{100 * c.margin:.1f} points",
+        reason=reason,
+        suite=suite,
+        family=family,
+        margin=c.margin,
+    )
+
+
+def _speed(results: Results, rule: SpeedRule) -> Rule:
     """Judge the rule of one benchmark metric."""
-    name, limit = f"speed: {asked.metric}, {asked.mode} {asked.state}", f"at least {times(asked.at_least)}"
-    metrics = results.bench.summary.get(asked.mode, {}).get(asked.state, {}) if results.bench else {}
+    name, limit = f"speed: {rule.metric}, {rule.mode} {rule.state}", f"at least {times(rule.at_least)}"
+    metrics = results.bench.summary.get(rule.mode, {}).get(rule.state, {}) if results.bench else {}
     if not metrics:
-        return _missing(name, f"run vlmcompress bench; there's no {asked.mode} {asked.state} benchmark", limit)
-    if asked.metric not in metrics:
-        return _missing(name, f"no such metric{did_you_mean(asked.metric, metrics)}", limit)
-    ratio = metrics[asked.metric]
+        return _missing(name, f"run vlmcompress bench; there's no {rule.mode} {rule.state} benchmark", limit)
+    if rule.metric not in metrics:
+        return _missing(name, f"no such metric{did_you_mean(rule.metric, metrics)}", limit)
+    ratio = metrics[rule.metric]
     if ratio.interval is None:
-        return _rule(
-            name, "inconclusive", "", limit, "one repeat can't tell; run vlmcompress bench with more --repeats"
-        )
+        reason = "one repeat can't tell; run vlmcompress bench with more --repeats"
+        return Rule(name=name, verdict="inconclusive", value="", limit=limit, reason=reason)
     middle, (low, high) = ratio.ratio, ratio.interval
     if not ratio.higher_is_better:
         middle, low, high = (1 / value if value > 0 else float("inf") for value in (middle, high, low))
-    verdict: Verdict = "pass" if low >= asked.at_least else "fail" if high < asked.at_least else "inconclusive"
+    verdict: Verdict = "pass" if low >= rule.at_least else "fail" if high < rule.at_least else "inconclusive"
     reason = "these repeats can't tell; run more, or longer ones" if verdict == "inconclusive" else ""
-    return _rule(name, verdict, f"{times(middle)} ({low:.2f} to {high:.2f})", limit, reason)
+    value = f"{times(middle)} ({low:.2f} to {high:.2f})"
+    return Rule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)
 
 
 def _size(results: Results, most: float) -> Rule:
@@ -218,51 +260,5 @@ def _size(results: Results, most: float) -> Rule:
     return _bound("size", after / before <= most, times(after / before), limit)
 
 
-def _families(suite: str, samples: list[Scored], asked: SuiteRules) -> list[Rule]:
-    """Judge the families that a gate names; all of them are none where the data have no families."""
-    from vlmcompress.evaluation.compare import by_family, families
-
-    groups = by_family(samples)
-    margins = _margins(groups, asked)
-    known = {name: group for name, group in groups.items() if name in margins}
-    found = families(known, margin=margins) if known else {}
-    unknown = [name for name in margins if name not in groups]
-    return [_drop(suite, name, one) for name, one in found.items()] + [
-        _missing(f"{suite}: {name}", f"no such family{did_you_mean(name, groups)}") for name in unknown
-    ]
-
-
-def _margins(groups: Iterable[str], asked: SuiteRules) -> dict[str, float]:
-    """Map the families that the gate asks for to their margins."""
-    if isinstance(asked.families, dict):
-        return asked.families
-    chosen = list(groups) if asked.families == "all" else asked.families
-    return {name: asked.family_margin or asked.margin for name in chosen}
-
-
-def _drop(suite: str, family: str | None, found: Comparison) -> Rule:
-    """Judge the accuracy of a suite, or of one of its families."""
-    value = f"{points(found.difference)} points ({points(found.low)} to {points(found.high)})"
-    reason = ""
-    if found.verdict == "inconclusive":
-        reason = f"{found.clusters:,} {found.unit} can't tell"
-        if found.missing:
-            reason += f"; about {found.missing:,} more would, if the difference stays the same"
-    return Rule(
-        name=f"{suite}: {'accuracy' if family is None else family}",
-        verdict=found.verdict,
-        value=value,
-        limit=f"-{100 * found.margin:.1f} points",
-        reason=reason,
-        suite=suite,
-        family=family,
-        margin=found.margin,
-    )
-
-
 def _bound(name: str, holds: bool, value: str, limit: str) -> Rule:
-    return _rule(name, "pass" if holds else "fail", value, limit)
-
-
-def _rule(name: str, verdict: Verdict, value: str, limit: str, reason: str = "") -> Rule:
-    return Rule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)
+    return Rule(name=name, verdict="pass" if holds else "fail", value=value, limit=limit)

@@ -1,4 +1,4 @@
-"""A journal keeps answers on disk as they come, so that a killed run can go on.
+"""A journal of answers on disk, written as they come, so that a killed run can go on.
 
 An append-only file of JSON lines, each synced before the next. A line's key is a SHA-256 of everything that decides the
 answer: the checkpoint's files, the engine, the messages with their images' contents, and the limits. Stop strings are
@@ -33,7 +33,7 @@ class Identity:
 
 
 def identify(model: str | Path, engine: str) -> Identity:
-    """Identify a checkpoint folder by its files' names, sizes and times, and a served model by its name."""
+    """The identity of a checkpoint folder, by its files' names, sizes and times, or of a served model, by its name."""
     folder = Path(model)
     if not folder.is_dir():
         return Identity(str(model), engine)
@@ -72,9 +72,9 @@ class Journal:
         return len(self._entries)
 
     def answered(self, keys: Mapping[str, str]) -> dict[str, Answer]:
-        """Look up answers: id -> answer, for those of `keys` (id -> key) that are in the journal."""
-        known = {identity: self._entries[key] for identity, key in keys.items() if key in self._entries}
-        return {identity: Answer(**entry | {"id": identity}) for identity, entry in known.items()}
+        """id -> answer, for those of `keys` (id -> key) that are in the journal."""
+        entries = {identity: self._entries[key] for identity, key in keys.items() if key in self._entries}
+        return {identity: Answer(**entry | {"id": identity}) for identity, entry in entries.items()}
 
     def add(self, key: str, answer: Answer) -> None:
         self.write(key, asdict(answer))

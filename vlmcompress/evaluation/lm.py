@@ -1,11 +1,10 @@
-"""Present one of our engines to lm-eval as a model.
+"""What lm-eval is extended by: a model that one of our engines answers for, and a task of plain conversations.
 
-lm-eval builds prompts and scores answers; this hands its requests to an engine as chat messages. Three of its habits are
-changed on purpose: the chat template is applied by the engine (here a "rendered" prompt is the list of messages as JSON),
-an image stands where the text has `<image>`, and a request is known by our sample id, not by a hash of the document.
-
-Only `generate_until` works: log-likelihoods of texts about images are undefined in most engines, so multiple choice is
-answered in words and parsed.
+lm-eval builds prompts and scores answers; `EngineLM` hands its requests to an engine as chat messages. It departs from
+lm-eval's own models in three ways: the engine applies the chat template (a "rendered" prompt is the list of messages as
+JSON), an image stands where the text has `<image>`, and a request is identified by our sample id, not by a hash of the
+document. Only `generate_until` works: log-likelihoods of texts about images are undefined in most engines, so multiple
+choice is answered in words and parsed.
 """
 
 from __future__ import annotations
@@ -19,19 +18,22 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
-from vlmcompress.data.samples import MARK
+from vlmcompress.data.samples import MARK, Sample
 from vlmcompress.engines.base import Answer, Request
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.questions import png
+from vlmcompress.evaluation import benchmarks, local_data
+from vlmcompress.evaluation.tasks import png
 
 MAX_TOKENS = 256  # lm-eval's default
+SCORING = "Exact match after case folding, collapsing spaces and dropping a final full stop."
 Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
 
 
 class EngineLM(LM):
-    """A model of lm-eval that is answered by one of our engines.
+    """A model for lm-eval that one of our engines answers for.
 
     Args:
         ask: function that answers requests greedily, by id.
@@ -61,7 +63,7 @@ class EngineLM(LM):
         return json.dumps(chat_history)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answer requests in their order; equal ids (lm-eval's `repeats`) are asked once."""
+        """Answers in the order of requests; equal ids (lm-eval's `repeats`) are asked once."""
         ids = [self._identify(instance) for instance in requests]
         stops = {}
         for identity, instance in zip(ids, requests, strict=True):
@@ -80,7 +82,7 @@ class EngineLM(LM):
     def _request(
         self, identity: str, prompt: str, options: dict, media: dict | None = None
     ) -> tuple[list[str], Request]:
-        """Turn a request of lm-eval's into the engine's request and the task's stop strings."""
+        """The task's stop strings, and lm-eval's request as one for the engine."""
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(f"sample '{identity}': its task samples; set do_sample: false and temperature: 0.0")
         files = [write_image(image, self._media) for image in (media or {}).get("visual") or ()]
@@ -92,7 +94,7 @@ class EngineLM(LM):
 
 
 def place(turns: list[dict[str, Any]], files: Sequence[Path], name: str) -> list[dict[str, Any]]:
-    """Make OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`.
+    """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`.
 
     Without any such place the images come first in the last user turn.
 
@@ -143,3 +145,64 @@ def write_image(image: Image.Image, folder: Path) -> Path:
         except OSError as error:
             raise UserError(f"can't write images for the engine to {folder} ({error.strerror}); set TMPDIR") from error
     return file
+
+
+class Documents(list):
+    """Rows with the part of the interface of `datasets.Dataset` that lm-eval uses; images are decoded when looked at."""
+
+    @property
+    def features(self) -> dict[str, Any]:
+        return dict.fromkeys(self[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        """A row by number, or a column by name."""
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+    def select(self, indices: Sequence[int]) -> Documents:
+        return Documents(self[index] for index in indices)
+
+
+class Conversations(ConfigurableTask):
+    """A task whose prompts are the samples' turns, unchanged, scored by exact match.
+
+    Args:
+        samples: the samples, each with an answer.
+        ids: their ids in the data; None where the data have none.
+    """
+
+    def __init__(self, name: str, samples: Sequence[Sample], ids: Sequence[str | None]):
+        rows = Documents(
+            {
+                "id": identity,
+                "family": sample.family,
+                "question": sample.question,
+                "answer": sample.answer,
+                "images": sample.images,
+                "turns": sample.prompt(),
+            }
+            for sample, identity in zip(samples, ids, strict=True)
+        )
+        longest = max(len(sample.answer or "") for sample in samples)
+        super().__init__(
+            config={
+                "task": name,
+                "custom_dataset": lambda **_: {"test": rows},
+                "test_split": "test",
+                "doc_to_text": "question",
+                "doc_to_target": "answer",
+                "doc_to_image": local_data.images,
+                "process_results": benchmarks.exact,
+                "generation_kwargs": {
+                    "until": [],
+                    "max_gen_toks": max(32, longest),
+                    "do_sample": False,
+                    "temperature": 0.0,
+                },
+                "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+                "metadata": {"scoring": SCORING},
+            }
+        )
+
+    def fewshot_context(self, doc: dict[str, Any], *_: Any, chat_template: Callable[..., str], **__: Any) -> str:
+        """A sample's turns rendered, with a system prompt and earlier answers if the data have them."""
+        return chat_template(doc["turns"])

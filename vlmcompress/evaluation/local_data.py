@@ -58,7 +58,7 @@ def load(
         raise UserError(f"{path} has no samples; give data with at least one row")
     for column, value in (where or {}).items():
         _need({column}, dataset, path)
-        dataset = dataset.select([row for row, found in enumerate(dataset[column]) if found == value])
+        dataset = dataset.select([row for row, cell in enumerate(dataset[column]) if cell == value])
     if not len(dataset):
         raise UserError(f"{path} has no samples with {dict(where or {})}; give data that has some")
     for column, template in (("id", id), ("family", family)):
@@ -68,7 +68,7 @@ def load(
 
 
 def images(doc: Mapping[str, Any]) -> LazyImages:
-    """The images in a row's column `image` or `images`, decoded to RGB each time they are looked at."""
+    """The images of a row's column `image` or `images`, decoded to RGB each time they are looked at."""
     value = doc.get("images") if doc.get("images") is not None else doc.get("image")
     if isinstance(value, LazyImages):
         return value
@@ -157,7 +157,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _as_image(feature: Any, datasets: Any) -> Any:
-    """Make a feature for encoded images, or lists of them, whatever they were stored as."""
+    """The feature of encoded images, or lists of them, in place of the stored one."""
     if isinstance(feature, datasets.List | datasets.LargeList):
         return datasets.List(_as_image(feature.feature, datasets))
     return datasets.Image(decode=False)

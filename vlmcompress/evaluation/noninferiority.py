@@ -1,19 +1,19 @@
-"""Test whether the candidate is at most `margin` worse: pass, fail, or how many samples would tell.
+"""Non-inferiority test: is the candidate at most `margin` worse? Pass, fail, or how many samples would decide.
 
-Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 asks of non-inferiority trials):
+Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 requires of non-inferiority trials):
 
 - **pass**: a loss of `margin` or more is refuted, so the interval's lower limit is above -margin. Wrong with at most 2.5%.
 - **fail**: a loss of `margin` or less is refuted, so its upper limit is below -margin. Wrong with at most 2.5%.
 - **inconclusive** otherwise. A drop can be significant and yet inconclusive: it's there, but perhaps within the margin.
 
-By the bounds of `bounds`, a candidate that loses less never has the worse verdict of two.
+With the bounds of `paired`, a candidate that loses less never has the worse verdict of two.
 """
 
 from __future__ import annotations
 
 import math
 
-from vlmcompress.evaluation.bounds import NORMAL, MeanDifference
+from vlmcompress.evaluation.paired import NORMAL, MeanDifference
 from vlmcompress.results import Verdict
 
 POWER = 0.8
@@ -21,11 +21,10 @@ _MOST = 1e6  # times the samples, beyond which `needed` gives up
 
 
 def verdict(difference: MeanDifference, margin: float, level: float) -> Verdict:
-    """The verdict of the two one-sided tests: pass, fail or inconclusive."""
+    """Verdict of the two one-sided tests."""
     error = (1 - level) / 2
-    if (
-        difference.mean > -margin
-    ):  # then p_within is at least 1/e, as sums of exponentials are log-concave (Gruenbaum, 1960)
+    if difference.mean > -margin:
+        # p_within is at least 1/e here, as sums of exponentials are log-concave (Gruenbaum, 1960)
         return "pass" if difference.p_at_most(-margin) < error else "inconclusive"
     return "fail" if p_within(difference, margin) < error else "inconclusive"
 
@@ -36,15 +35,15 @@ def p_within(difference: MeanDifference, margin: float) -> float:
 
 
 def fewest(margin: float, level: float) -> int:
-    """Number of images from which a candidate passes that changes no answer; with fewer no candidate can."""
+    """The smallest number of images with which a candidate that changes no answer passes; with fewer none can."""
     return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
 
 
 def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    Images are assumed to change in both directions as often as observed and once more, as few changes tell little of their
-    rate, and the drop to come on top of that. It follows the normal approximation.
+    By the normal approximation. Images are assumed to change in both directions as often as observed and once more, as few
+    changes say little about their rate, with the drop on top of that.
     """
     alpha, beta = NORMAL.inv_cdf(0.5 + level / 2), NORMAL.inv_cdf(power)
     images, size, mean = difference.images, difference.size, difference.mean
@@ -52,7 +51,7 @@ def detectable(difference: MeanDifference, level: float, power: float = POWER) -
 
     def shown(drop: float) -> bool:
         spread = both_ways + drop * size
-        signal = drop * images - 0.5 * size  # half a change, as changes are counted
+        signal = drop * images - 0.5 * size  # with the continuity correction of half a change
         return signal >= math.sqrt(images) * (alpha * math.sqrt(spread) + beta * math.sqrt(max(spread - drop**2, 0.0)))
 
     low, high = 0.0, 1.0
@@ -66,8 +65,8 @@ def needed(difference: MeanDifference, margin: float, level: float, power: float
     """Number of samples, images as large as these, that reach a verdict with probability `power`, if the true difference is
     the observed one.
 
-    The test is made as if what was observed had been seen more often, its mean off by what `power` asks for (Lachin,
-    Controlled Clinical Trials 2, 1981). None if the observed difference is right at the margin, where no number decides.
+    The test is made as if each image had been seen more often, with the mean off by the quantile of `power` (Lachin,
+    Controlled Clinical Trials 2, 1981). None if the observed difference is at the margin, where no number decides.
     """
     gap, error = difference.mean + margin, (1 - level) / 2
     if abs(gap) < 1e-6:

@@ -1,30 +1,198 @@
-"""Paired samples that share images and so aren't independent: sums by image, and an exact test of no difference.
+"""Confidence bounds and tests of a mean paired difference, clustered by image.
 
-Under the null hypothesis the two models could be swapped on any image, so the sign of each image's difference is a fair
-coin. The p-value is exact, by enumeration of the sum's distribution. With one question an image it is the exact McNemar
-test.
+Image i has m_i questions, whose differences (candidate minus baseline, in [-1, 1]) sum to S_i; the mean difference is
+sum S_i / sum m_i. Questions about one image may be lost together, so the images are the independent observations.
+
+**Bounds.** The p-value of "the true mean is at most D" is Gaffke's (Math. Methods Statist. 14, 2005, 451-467;
+Learned-Miller and Thomas, arXiv:1905.06208), with one further image that loses all of its questions:
+
+    P(sum_i E_i (S_i - D m_i) - E_0 M (1 + D) <= 0),   E_i independent standard exponentials,   M = sum m_i^2 / sum m_i
+
+M is the size of the image of a random question, and sum m_i / M Kish's effective number of images (Survey Sampling, 1965).
+
+- **No correlation has to be estimated.** Where questions of an image change together, the sums S_i are large. Where none
+  changed, the further image bounds what was not seen: after k images without a change, the share of images that lose all
+  is at most 1 - 0.025^(1/k), about 3.7 / k. No test of that error does better: with a larger share, k images without a
+  loss would be seen too often, however many questions each has.
+- **One lost answer less never makes the p-value larger**, as it only raises an S_i.
+- **Special cases**, one question an image: without a win it is the exact binomial test (Clopper and Pearson, 1934), at
+  D = 0 the exact McNemar test.
+
+That the error is at most the level is proven for two outcomes and a conjecture otherwise, without a known counterexample;
+`scripts/measure/simulate_statistics.py` counts. The bootstrap has no width when no answer differs, and too little when few do.
+
+**Tests of no difference** flip the signs of the images' sums S_i, as the two models could be swapped on any image: exact by
+enumeration for right/wrong scores (with one question an image the exact McNemar test), else by random draws.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+NORMAL = NormalDist()
+# Trapezoidal rule of `below_zero`: step and number of nodes, and the bend of its hyperbola. Relative errors are below 1e-9.
+_STEP, _NODES, _BEND = 0.1, 121, 0.5
+_SINH, _COSH = np.sinh(_STEP * np.arange(_NODES)), np.cosh(_STEP * np.arange(_NODES))
+_EXACT = 1e-9  # error of limits, in normal deviates and in means
 
-def by_image(
+
+def sums_by_image(
     differences: Sequence[float] | NDArray[np.float64], images: Iterable[Hashable]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sum of the differences of each image, and its number of questions, in the order in which images come first."""
+    """Sum S_i of the differences of each image, and its number of questions m_i, in order of first appearance."""
     codes: dict[Hashable, int] = {}
     index = [codes.setdefault(image, len(codes)) for image in images]
     return np.bincount(index, np.asarray(differences, dtype=float)).astype(float), np.bincount(index).astype(float)
 
 
+class MeanDifference:
+    """Mean of paired differences in [-1, 1], clustered by image: p-values, confidence limits and design effect.
+
+    Attributes:
+        n: number of questions.
+        mean: their mean difference.
+        images: Kish's effective number of images.
+        size: typical size of an image's mean difference that is not zero; 1 if all are zero.
+        design_effect: variance of the mean with images as clusters, over that of as many questions about different images,
+            both with the further image that loses everything; at least 1.
+    """
+
+    def __init__(self, differences: Sequence[float], images: Iterable[Hashable] | None = None) -> None:
+        values = np.asarray(differences, dtype=float)
+        sums, sizes = sums_by_image(values, range(len(values)) if images is None else images)
+        self.n = len(values)
+        self.mean = float(values.mean())
+        self._image_size = float((sizes**2).sum() / self.n)  # M
+        self.images = self.n / self._image_size
+        (self._sums, self._sizes), self._counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+        between_images = float(((sums - self.mean * sizes) ** 2).sum())
+        between_questions = float(((values - self.mean) ** 2).sum())
+        self._variance = between_images / (self.n * self._image_size)
+        self.design_effect = max((between_images + self._image_size**2) / (between_questions + self._image_size), 1.0)
+        absolute = float(np.abs(sums).sum())
+        self.size = float((sums**2).sum()) / (self._image_size * absolute) if absolute else 1.0
+
+    def variance(self, mean: float | None = None) -> float:
+        """Variance of an image's mean difference; that of the mean of all is `images` times smaller.
+
+        Args:
+            mean: the true mean, below the observed one because more images lose everything; None: the observed one.
+        """
+        if mean is None or mean >= self.mean:
+            return self._variance
+        # share of images that lose everything, in a mixture with the observed ones
+        lost = (self.mean - mean) / (1 + self.mean)
+        return (1 - lost) * (self._variance + (self.mean - mean) ** 2) + lost * (1 + mean) ** 2
+
+    def p_at_most(self, mean: float, times: float = 1.0) -> float:
+        """One-sided p-value of "the true mean is at most `mean`". `times`: as if every image had been seen so many times."""
+        return self._tail(mean, -1.0, times)
+
+    def p_at_least(self, mean: float, times: float = 1.0) -> float:
+        """One-sided p-value of "the true mean is at least `mean`"."""
+        return self._tail(mean, 1.0, times)
+
+    def _tail(self, mean: float, end: float, times: float) -> float:
+        gaps = np.append(self._sums - mean * self._sizes, (end - mean) * self._image_size)
+        return below_zero(-end * gaps, np.append(times * self._counts, 1.0))
+
+    def limits(self, level: float) -> tuple[float, float]:
+        """The two-sided confidence interval of the mean; each limit errs with (1 - level) / 2."""
+        tail = (1 - level) / 2
+        # width of a bracket that mostly holds the limit
+        width = 4 * math.sqrt(self._variance / self.images) + 5 / self.images
+        return _root(self.p_at_most, self.mean, width, -1.0, tail), _root(self.p_at_least, self.mean, width, 1.0, tail)
+
+
+def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> float:
+    """P(sum_j a_j G_j <= 0) of independent gamma variables G_j of the given shapes and scale 1.
+
+    The inverse Laplace transform along a hyperbola through the integrand's saddle point, by the trapezoidal rule, which
+    converges exponentially (Rice, SIAM J. Sci. Stat. Comput. 1, 1980, for quadratic forms; Weideman and Trefethen, Math. Comp.
+    76, 2007, for hyperbolas).
+
+    Args:
+        scales, shapes: a_j of any sign, shapes above 0.
+    """
+    a, w = scales[scales != 0], shapes[scales != 0]
+    if not len(a) or a.max() <= 0:
+        return 1.0
+    if a.min() >= 0:
+        return 0.0
+    if float(w @ a) < 0:
+        return 1.0 - below_zero(-a, w)
+    # The integrand exp(K(s)) / -s, with K(s) = -sum w log(1 - a s), is convex between these two.
+    low, high = 1 / float(a.min()), 0.0
+    for _ in range(30):
+        saddle = (low + high) / 2
+        low, high = (low, saddle) if w @ (a / (1 - a * saddle)) > 1 / saddle else (saddle, high)
+    width = 1 / math.sqrt(w @ (a / (1 - a * saddle)) ** 2 + 1 / saddle**2)
+
+    def integrand(bend: float, step: int = 1) -> NDArray[np.complex128]:
+        s = saddle + width * (1j * _SINH[::step] + bend * (_COSH[::step] - 1))
+        slope = width * (1j * _COSH[::step] + bend * _SINH[::step])
+        return np.exp(-(w @ np.log(1 - np.multiply.outer(a, s))) - np.log(-s)) * slope
+
+    # All singularities are on the real axis, so the hyperbola may bend to either side; towards the wrong one the integrand
+    # grows and cancels.
+    with np.errstate(over="ignore", invalid="ignore"):
+        left, right = (np.nan_to_num(np.abs(integrand(bend, 5)), nan=np.inf).sum() for bend in (-_BEND, _BEND))
+    values = integrand(_BEND if right < left else -_BEND).imag
+    return min(max(float(_STEP * (values.sum() - values[0] / 2) / math.pi), 0.0), 1.0)
+
+
+def _root(p_value: Callable[[float], float], inner: float, width: float, end: float, tail: float) -> float:
+    """The mean between `inner` and `end` at which a p-value falls to `tail`, searched within `width` of `inner` first.
+
+    Regula falsi (the Illinois algorithm; Dowell and Jarratt, BIT 11, 1971) on normal deviates, which are nearly linear.
+    """
+
+    def deviate(mean: float) -> float:
+        return NORMAL.inv_cdf(min(max(p_value(mean), 1e-300), 1 - 1e-15)) - NORMAL.inv_cdf(tail)
+
+    outer = end * min(end * inner + width, 1.0)
+    at_inner, at_outer = deviate(inner), deviate(outer)
+    if at_outer > 0:
+        outer, at_outer = end, deviate(end)
+    if at_outer >= 0 or at_inner <= 0:
+        return outer if at_outer >= 0 else inner
+    middle, last = inner, 0
+    for _ in range(60):
+        middle = (inner * at_outer - outer * at_inner) / (at_outer - at_inner)
+        at_middle = deviate(middle)
+        if abs(at_middle) < _EXACT or abs(outer - inner) < _EXACT:
+            break
+        if at_middle > 0:
+            inner, at_inner = middle, at_middle
+            at_outer, last = (at_outer / 2 if last > 0 else at_outer), 1
+        else:
+            outer, at_outer = middle, at_middle
+            at_inner, last = (at_inner / 2 if last < 0 else at_inner), -1
+    return middle
+
+
+def sign_flip_p(sums: Iterable[int]) -> float:
+    """Exact p-value P(|S| >= |observed|), where S adds up the images' |sums| with fair random signs."""
+    signed = [s for s in sums if s]
+    observed = abs(sum(signed))
+    counts = {0: 1}  # partial sum -> number of sign choices that give it
+    for magnitude in map(abs, signed):
+        extended: dict[int, int] = {}
+        for total, count in counts.items():
+            extended[total + magnitude] = extended.get(total + magnitude, 0) + count
+            extended[total - magnitude] = extended.get(total - magnitude, 0) + count
+        counts = extended
+    extreme = sum(count for total, count in counts.items() if abs(total) >= observed)
+    return extreme / 2 ** len(signed)
+
+
 def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> float:
-    """P-value of `sign_flip_p` for sums that are not whole numbers, from random signs; never zero."""
+    """Monte Carlo estimate of the p-value of `sign_flip_p`, for sums that are not whole numbers; never zero."""
     magnitudes = np.abs(np.asarray([s for s in sums if abs(s) > 1e-12]))
     observed = abs(math.fsum(sums)) - 1e-9
     rng, extreme, step = np.random.default_rng(seed), 0, max(1, 2_000_000 // max(len(magnitudes), 1))
@@ -33,18 +201,3 @@ def monte_carlo_p(sums: Sequence[float], seed: int = 0, draws: int = 20_000) -> 
         signs = 2.0 * rng.integers(0, 2, (count, len(magnitudes)), dtype=np.int8) - 1.0
         extreme += int((np.abs(signs @ magnitudes) >= observed).sum())
     return (extreme + 1) / (draws + 1)
-
-
-def sign_flip_p(sums: Iterable[int]) -> float:
-    """The exact p-value P(|S| >= |observed|), where S adds up |sums| with fair random signs."""
-    signed = [s for s in sums if s]
-    magnitudes, observed = [abs(s) for s in signed], abs(sum(signed))
-    ways = {0: 1}  # value of the sum so far -> number of sign choices
-    for magnitude in magnitudes:
-        following: dict[int, int] = {}
-        for value, count in ways.items():
-            following[value + magnitude] = following.get(value + magnitude, 0) + count
-            following[value - magnitude] = following.get(value - magnitude, 0) + count
-        ways = following
-    extreme = sum(count for value, count in ways.items() if abs(value) >= observed)
-    return extreme / 2 ** len(magnitudes)

@@ -1,9 +1,12 @@
-"""Rules that score answers, each as its source states it. Scores are in 0 to 1; None: no answer in the text."""
+"""Rules that score answers, each as its source states it. Scores are in 0 to 1; None: no answer was found in the text.
+
+Options of a multiple-choice question are letter -> text. No choice is made at random where a text has none.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
@@ -34,7 +37,7 @@ def _fraction(text: str) -> float | None:
 
 
 def anls(answer: str, expected: Sequence[str], threshold: float = 0.5) -> float:
-    """Average normalised Levenshtein similarity, of one answer.
+    """Average normalised Levenshtein similarity (ANLS), of one answer.
 
     1 - distance / length of the longer text, for the most similar expected answer; 0 if that is below the threshold.
     Case and runs of spaces don't matter. Biten et al. 2019 (ST-VQA, arXiv 1905.13648, equation 1) and the evaluation
@@ -77,19 +80,19 @@ def final_number(answer: str) -> float | None:
     lm-eval's `flexible-extract` takes.
     """
     marked = answer.rpartition("####")[2]
-    found = _NUMBER.findall(marked)
-    if not found:
+    numbers = _NUMBER.findall(marked)
+    if not numbers:
         return None
-    return float((found[0] if "####" in answer else found[-1]).replace(",", ""))
+    return float((numbers[0] if "####" in answer else numbers[-1]).replace(",", ""))
 
 
 def box(answer: str, scale: float = 1.0) -> tuple[float, float, float, float] | None:
     """Read a box: the last four numbers in a row of the text as (left, top, right, bottom), divided by `scale`."""
     number, between = r"-?(?:\d+\.?\d*|\.\d+)", r"[\s,;()\[\]<>]+"
-    found = re.findall(rf"(?<![\w.])({number}){between}({number}){between}({number}){between}({number})", answer)
-    if not found:
+    boxes = re.findall(rf"(?<![\w.])({number}){between}({number}){between}({number}){between}({number})", answer)
+    if not boxes:
         return None
-    left, top, right, bottom = (float(value) / scale for value in found[-1])
+    left, top, right, bottom = (float(value) / scale for value in boxes[-1])
     return left, top, right, bottom
 
 
@@ -101,3 +104,132 @@ def iou(a: Sequence[float], b: Sequence[float]) -> float:
         return 0.0
     areas = sum(max(right - left, 0) * max(bottom - top, 0) for left, top, right, bottom in (a, b))
     return width * height / (areas - width * height)
+
+
+_MMMU_KEYS = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
+_MMMU_NUMBERS = (
+    r"-?\b\d{1,3}(?:,\d{3})+\b",  # with commas
+    r"-?\d+(?:\.\d+)?[eE][+-]?\d+",  # scientific
+    r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])",
+)
+
+
+def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
+    """The letter that stands last in the text as `(A)`, else as a word; else, in a text of over five words, the option
+    whose content stands last.
+
+    As MMMU's `parse_multi_choice_response` (Yue et al. 2023, arXiv 2311.16502; MMMU-Benchmark/MMMU,
+    `eval_utils.py`), which draws an option where this returns None.
+    """
+    text = answer
+    for mark in ",.!?;:'":
+        text = text.strip(mark)
+    text = f" {text} "
+    long = len(text.split()) > 5
+    forms = [{letter: f"({letter})" for letter in options}, {letter: f" {letter} " for letter in options}]
+    for form in forms:
+        if places := {letter: text.rfind(shown) for letter, shown in form.items() if shown in text}:
+            return max(places, key=lambda letter: places[letter])
+    lower = text.lower()
+    places = {letter: lower.rfind(option.lower()) for letter, option in options.items() if option.lower() in lower}
+    return max(places, key=lambda letter: places[letter]) if long and places else None
+
+
+def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
+    """Whether an expected text stands in a key part of the answer, or an expected number (to two decimals) is among them.
+
+    As `parse_open_response` and `eval_open` of MMMU's `eval_utils.py`.
+    """
+    parts = _mmmu_key_parts(answer)
+    numbers = [number for part in parts for pattern in _MMMU_NUMBERS for number in re.findall(pattern, part)]
+    answers = {value for text in (*parts, *numbers) for value in _mmmu_values(text)}
+    targets = [value for text in expected for value in _mmmu_values(text)]
+    texts = [value for value in answers if isinstance(value, str)]
+    return any(
+        target in answers or any(isinstance(target, str) and target in text for text in texts) for target in targets
+    )
+
+
+def _mmmu_key_parts(answer: str) -> list[str]:
+    """From each line the shortest text that follows a word like "is"; without any such word the whole answer."""
+    lines = answer.strip().strip(".").lower().split("\n")
+    parts = []
+    for number, line in enumerate(lines, 1):
+        keys = (*_MMMU_KEYS, "=") if number == len(lines) else _MMMU_KEYS
+        shortest = ""
+        for key in keys:
+            tail = line.split(key)[-1].strip()
+            if key in line and (not shortest or len(tail) < len(shortest)):
+                shortest = tail
+        if shortest and shortest not in tuple(":,.!?;'"):
+            parts.append(shortest)
+    return parts or ["\n".join(lines)]
+
+
+def _mmmu_values(text: str) -> list[str | float]:
+    """Normalize a text as a rounded number, or as lower case with a space before or behind a single letter."""
+    text = text.strip()
+    try:
+        return [round(float(text.replace(",", "")), 2)]
+    except ValueError:
+        lower = text.lower()
+        return [f" {lower}", f"{lower} "] if len(lower) == 1 else [lower]
+
+
+def mmbench_choice(answer: str, options: Mapping[str, str]) -> str | None:
+    """The only option letter among the words; else the only option whose text stands in the answer.
+
+    This is the matching that MMBench (Liu et al. 2023, arXiv 2307.06281) does before it asks a language model, as in
+    VLMEvalKit's `can_infer`: in a text of over three words an "A" may be the article and makes letters uncertain.
+    """
+    words = re.sub(r"[.()\[\],:;!*#{}]", " ", answer).split()
+    letters = [letter for letter in options if letter in words]
+    if len(letters) == 1 and not ("A" in words and len(words) > 3):
+        return letters[0]
+    named = [letter for letter, option in options.items() if option.lower() in answer.lower()]
+    return named[0] if len(named) == 1 else None
+
+
+_CONTRACTIONS = """
+ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've he's
+how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've o'clock
+oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll somebody's someone'd
+someone'd've someone'll someone's something'd something'd've something'll that's there'd there'd've there're there's they'd
+they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's where'd where's
+where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'll
+y'all'd've you'd you'd've you'll you're you've
+"""
+# The official table: each contraction with one apostrophe missing, and one entry that is the other way round.
+CONTRACTIONS = {
+    word[: at.start()] + word[at.end() :]: word for word in _CONTRACTIONS.split() for at in re.finditer("'", word)
+} | {"somebody'd": "somebodyd"}
+_DIGITS = "zero one two three four five six seven eight nine ten"
+NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(_DIGITS.split())}
+ARTICLES = {"a", "an", "the"}
+PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+
+
+def vqa_accuracy(answer: str, people: Sequence[str]) -> float:
+    """VQA accuracy: the mean, over leaving out each of ten people, of min(1, number of others who gave this answer / 3).
+
+    Antol et al. 2015 (arXiv 1505.00468).
+    """
+    text, others = vqa_normalise(answer), [vqa_normalise(person) for person in people]
+    same = others.count(text)
+    return sum(min(1.0, (same - (other == text)) / 3) for other in others) / len(others)
+
+
+def vqa_normalise(text: str) -> str:
+    """Normalize an answer for comparison: lower case, without punctuation and articles, numbers as digits.
+
+    As the official evaluation (GT-Vision-Lab/VQA, `vqaEval.py`) in the form of TextVQA's evaluator (Singh et al. 2019, arXiv
+    1904.08920; pythia's `EvalAIAnswerProcessor`).
+    """
+    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
+    text = text.replace("\n", " ").replace("\t", " ").strip()
+    stripped = text
+    for mark in PUNCTUATION:
+        beside_space = f"{mark} " in text or f" {mark}" in text
+        stripped = stripped.replace(mark, "" if beside_space else " ")
+    words = [NUMBERS.get(word, word) for word in re.sub(r"\.(?!\d)", "", stripped).split()]
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)

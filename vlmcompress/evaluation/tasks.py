@@ -1,7 +1,7 @@
-"""Suites: lm-eval tasks whose samples have ids of their own, so that two models' answers can be paired.
+"""Suites: lm-eval tasks whose samples have ids, so that two models' answers can be paired.
 
 A suite is a task or group under `eval/tasks` by name, a user's task as YAML, or plain data (image, question, answer) scored
-by exact match. Its samples may be a fixed choice of `limit` from all of them.
+by exact match. Of its samples, `limit` may be chosen, stratified by family.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 from collections import Counter
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vlmcompress.common import hub
 from vlmcompress.data import sources
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.evaluation import catalogue, questions
+from vlmcompress.evaluation import catalogue
+from vlmcompress.evaluation.compare import WITHOUT_FAMILY
 
 CUSTOM = "custom"
 DEFAULT = "world"
@@ -46,7 +50,7 @@ class LoadedSuite:
     Attributes:
         name: name of the bundled suite, of the YAML file without its suffix, or of the data file.
         source: where its data came from, for people.
-        metric: name of the score, or "score" if the tasks have several; `scoring`: in a sentence, how it is given.
+        metric: name of the score, or "score" if the tasks have several; `scoring`: how it is given, in a sentence.
         max_tokens: the most tokens of an answer.
         available: number of samples before the choice.
         derived_ids: whether some samples had no id in the data and got a hash of their content.
@@ -72,7 +76,7 @@ class LoadedSuite:
         """Encode the images of a sample as PNG."""
         place = next(place for place in self.places if place.id == identity)
         task = self.tasks[place.task]
-        return [questions.png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
+        return [png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
 
 
 def load_suite(
@@ -100,8 +104,8 @@ def load_suite(
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
     if name in catalogue.names() or Path(name).suffix in YAML:
-        found = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
-        source = data or (found if name.partition("_")[0] == DEFAULT else None)
+        bundled = sources.bundled(baseline, "test") or sources.bundled(candidate, "test")
+        source = data or (bundled if name.partition("_")[0] == DEFAULT else None)
         if suite is None and source is None:
             raise UserError(
                 f"no data is bundled with {baseline}; give data (--data FILE: image, question, answer) or a suite (--suite)"
@@ -133,12 +137,12 @@ def quiet() -> Iterator[None]:
         building.tqdm = bar
 
 
-def _manager(metadata: Mapping[str, Any], more: Sequence[Path] = ()) -> Any:
+def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=[*catalogue.folders(), *more], include_defaults=False, metadata=dict(metadata))
+    return TaskManager(include_path=[*catalogue.folders(), *folders], include_defaults=False, metadata=dict(metadata))
 
 
 def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(file: Path) -> str | None:
-    """The name of the group that a task file defines; lm-eval finds a group, unlike a task, by its name alone.
+    """The name of the group that a task file defines, as lm-eval finds groups by name only; None for a task.
 
     Raises:
         UserError: there is no such file, or it defines neither a group nor a task with data.
@@ -179,9 +183,9 @@ def _group(file: Path) -> str | None:
 
 
 def _why(error: Exception) -> str:
-    """What was wrong with a task file or its data, in a line. Python's own words for a value of a wrong kind say no key."""
+    """What was wrong with a task file or its data, in a line."""
     text = " ".join(str(error).split())[:300]
-    if isinstance(error, TypeError | AttributeError):
+    if isinstance(error, TypeError | AttributeError):  # Python's message names no key
         return f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
     return f"{type(error).__name__}: {text}"
 
@@ -193,7 +197,7 @@ def _configured_source(tasks: Mapping[str, Any]) -> str:
 
 def _custom(path: Path) -> Any:
     """Make a task of plain data; each row is one conversation."""
-    from vlmcompress.evaluation.conversations import Conversations
+    from vlmcompress.evaluation.lm import Conversations
 
     path = hub.local(path, "dataset", splits=hub.TEST)
     samples = sources.load_samples(path, samples=None, seed=0, check_images=False)
@@ -205,19 +209,18 @@ def _custom(path: Path) -> Any:
 
 
 def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, seed: int) -> LoadedSuite:
-    """Give all samples their ids and families, choose, and leave each task the chosen documents only."""
-    found = [(task, *row) for task, loaded in tasks.items() for row in _rows(task, loaded)]
-    derived = any(was_derived for *_, was_derived in found)
-    ids = _unique([(task, identity) for task, identity, *_ in found], source)
-    pool = [Sample(identity, (), "", None, family) for identity, (_, _, family, _) in zip(ids, found, strict=True)]
-    chosen = {sample.id for sample in questions.stratified(pool, limit, seed)}
+    """Give all samples ids and families, choose from them, and leave each task the chosen documents only."""
+    rows = [(task, *row) for task, loaded in tasks.items() for row in _rows(task, loaded)]
+    ids = _unique([(task, identity) for task, identity, *_ in rows], source)
+    samples = [Sample(identity, (), "", None, family) for identity, (_, _, family, _) in zip(ids, rows, strict=True)]
+    chosen = {sample.id for sample in stratified(samples, limit, seed)}
     places, kept = [], {}
     for task, loaded in tasks.items():
-        rows = [(identity, row[2]) for identity, row in zip(ids, found, strict=True) if row[0] == task]
-        indices = [index for index, (identity, _) in enumerate(rows) if identity in chosen]
+        documents = [(identity, row[2]) for identity, row in zip(ids, rows, strict=True) if row[0] == task]
+        indices = [index for index, (identity, _) in enumerate(documents) if identity in chosen]
         if indices:
             kept[task] = _restrict(loaded, indices)
-            places += [Place(*rows[row], task, index) for index, row in enumerate(indices)]
+            places += [Place(*documents[document], task, index) for index, document in enumerate(indices)]
     metrics = {metric(task) for task in kept.values()}
     first = next(iter(kept.values()))
     return LoadedSuite(
@@ -226,16 +229,37 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         metric=metrics.pop() if len(metrics) == 1 else "score",
         scoring=str((first.config.metadata or {}).get("scoring", "")),
         max_tokens=max(_max_tokens(task) for task in kept.values()),
-        available=len(found),
+        available=len(rows),
         seed=seed,
-        derived_ids=derived,
+        derived_ids=any(derived for *_, derived in rows),
         tasks=kept,
         places=tuple(places),
     )
 
 
+def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[Sample]:
+    """At most `limit` samples: families in proportion (largest remainders), within a family by a hash of seed and id."""
+    if limit is None or limit >= len(samples):
+        return list(samples)
+    if limit < 1:
+        raise UserError(f"--limit {limit}: must be at least 1")
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.family or WITHOUT_FAMILY, []).append(sample)
+    shares = {name: limit * len(group) / len(samples) for name, group in groups.items()}
+    quota = {name: int(share) for name, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda name: (quota[name] - shares[name], name))
+    for name in by_remainder[: limit - sum(quota.values())]:
+        quota[name] += 1
+    kept: set[str] = set()
+    for name, group in groups.items():
+        ranked = sorted(group, key=lambda s: hashlib.sha256(f"{seed} {s.id}".encode()).digest())
+        kept |= {s.id for s in ranked[: quota[name]]}
+    return [s for s in samples if s.id in kept]
+
+
 def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
-    """List id, family, and whether the id was made from the content, for each document of a task."""
+    """Id, family, and whether the id was derived from the content, of each document of a task."""
     if task.OUTPUT_TYPE != "generate_until":
         raise UserError(f"task {name} has output_type {task.OUTPUT_TYPE}; only generate_until works with images")
     documents = task.eval_docs
@@ -248,7 +272,7 @@ def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
             identity = _content_id(task, documents[index])
             repeats[identity] += 1
             identity += f"#{repeats[identity]}" if repeats[identity] > 1 else ""
-        yield str(identity), questions.WITHOUT_FAMILY if family is None else str(family), derived
+        yield str(identity), WITHOUT_FAMILY if family is None else str(family), derived
 
 
 def _content_id(task: Any, document: Mapping[str, Any]) -> str:
@@ -260,7 +284,7 @@ def _content_id(task: Any, document: Mapping[str, Any]) -> str:
 
 
 def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
-    """Make ids unique: an id stays as the data have it, or begins with its task's name if another task has the same.
+    """Ids as the data have them, or behind their task's name if two tasks share one.
 
     Args:
         ids: task and id of each sample.
@@ -289,3 +313,10 @@ def metric(task: Any) -> str:
 
 def _max_tokens(task: Any) -> int:
     return int((task.config.generation_kwargs or {}).get("max_gen_toks", 256))
+
+
+def png(image: Image.Image) -> bytes:
+    """An image encoded as PNG, in RGB."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vlmcompress.evaluation import noninferiority
-from vlmcompress.evaluation.bounds import NORMAL, MeanDifference
+from vlmcompress.evaluation.paired import NORMAL, MeanDifference
 
 ERROR = 0.025
 """One-sided error of every verdict, as `vlmcompress eval` has it."""

@@ -13,7 +13,7 @@ from typing import Any
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.common.workers import Failed, Workers
 from vlmcompress.errors import UserError
-from vlmcompress.evaluation.divergence import divergence
+from vlmcompress.evaluation.compare import divergence
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.results import Ratio
 from vlmcompress.search.belief import Evidence

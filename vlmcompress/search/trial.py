@@ -15,15 +15,15 @@ from typing import Any
 
 from vlmcompress import engines
 from vlmcompress.calibration.solve import QuantMethod
+from vlmcompress.checkpoint import sides
 from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import Progress, silent
 from vlmcompress.engines.base import Settings
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.accuracy import FIRST_TOKENS
-from vlmcompress.evaluation.ask import Asked, ask_suite
+from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.recipe import Recipe, resolve
-from vlmcompress.results import sides
 from vlmcompress.runs.calibrate import calibrate
 from vlmcompress.runs.quantize import quantize
 from vlmcompress.runs.recover import Asked as Recovery
@@ -62,7 +62,7 @@ class Setup:
 class Answers:
     """A checkpoint's answers, and the bytes of its weights."""
 
-    asked: Asked
+    asked: SuiteAnswers
     weight_bytes: int
 
     @property

@@ -24,8 +24,8 @@ from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import duration
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority, tasks
-from vlmcompress.evaluation.bounds import MeanDifference
 from vlmcompress.evaluation.compare import LEVEL
+from vlmcompress.evaluation.paired import MeanDifference
 from vlmcompress.search import outcome, space
 from vlmcompress.search.book import QUESTIONS, WORK, open_book
 from vlmcompress.search.candidate import Candidate

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.kit.made_results import comparison, make_bench, make_results, make_suite
+from tests.kit.made_results import comparison as compared
+from tests.kit.made_results import make_bench, make_results, make_suite
 from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.commands import report as options
 from vlmcompress.errors import UserError
-from vlmcompress.report import files, runs
-from vlmcompress.results import Results
-from vlmcompress.results import records as schema
+from vlmcompress.report import comparison, files
+from vlmcompress.results import Results, load
 
 ONLY_ACCURACY: dict[str, Any] = {"bench": None, "gate": None}
 ONLY_SPEED: dict[str, Any] = {"suites": [], "samples": [], "pictures": {}, "gate": None}
@@ -29,22 +29,22 @@ def written(folder: Path, **named: Results) -> list[Path]:
 
 def test_an_evaluation_and_a_benchmark_of_one_candidate_become_one() -> None:
     accuracy, speed = make_results(**ONLY_ACCURACY), make_results(**ONLY_SPEED)
-    (merged,) = runs.merge([accuracy, speed])
+    (merged,) = comparison.merge([accuracy, speed])
     assert merged.suites == accuracy.suites and merged.bench == speed.bench and merged.samples == accuracy.samples
-    assert runs.merge([speed, accuracy])[0].pictures == accuracy.pictures
-    assert len(runs.merge([accuracy, make_results(**{**ONLY_ACCURACY, "suites": [make_suite("other")]})])) == 1
+    assert comparison.merge([speed, accuracy])[0].pictures == accuracy.pictures
+    assert len(comparison.merge([accuracy, make_results(**{**ONLY_ACCURACY, "suites": [make_suite("other")]})])) == 1
 
 
 @pytest.mark.parametrize("changes", [{"name": "other"}, {"bench": None, "gate": None}, ONLY_SPEED])
 def test_what_differs_or_contradicts_stays_apart(changes: dict[str, Any]) -> None:
-    assert len(runs.merge([make_results(gate=None), make_results(**changes)])) == 2
+    assert len(comparison.merge([make_results(gate=None), make_results(**changes)])) == 2
 
 
 def test_one_run_in_two_folders_gives_its_report(tmp_path: Path) -> None:
     folders = written(tmp_path, a=make_results(**ONLY_ACCURACY), b=make_results(**ONLY_SPEED))
-    runs.write_comparison(folders, tmp_path / "both")
+    comparison.write(folders, tmp_path / "both")
     assert {path.name for path in (tmp_path / "both").iterdir()} == NAMES
-    merged = schema.load(tmp_path / "both")
+    merged = load(tmp_path / "both")
     assert merged.bench and merged.suites
 
 
@@ -54,7 +54,7 @@ def test_comparison_of_three(tmp_path: Path) -> None:
         "b": make_results("awq", suites=[make_suite(outcome="broken")], gate=None, bench=make_bench(1.9)),
         "c": make_results("../x y", bench=None, suites=[make_suite("other")]),
     }
-    files = runs.write_comparison([*written(tmp_path, **found)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
+    files = comparison.write([*written(tmp_path, **found)[:2], tmp_path / "c" / "results.json"], tmp_path / "out")
     data = json.loads(files["json"].read_text())
     assert [row["name"] for row in data["runs"]] == ["awq", "awq-2", "../x y"]
     assert [row["folder"] for row in data["runs"]] == ["awq", "awq-2", "-x-y"]
@@ -71,8 +71,10 @@ def test_comparison_of_three(tmp_path: Path) -> None:
 
 
 def test_headline_of_one_that_passes() -> None:
-    rows = runs.summarise([make_results("good"), make_results("bad", gate=None, suites=[make_suite(outcome="broken")])])
-    passed, failed, best = runs.headline(rows)
+    rows = comparison.summarise(
+        [make_results("good"), make_results("bad", gate=None, suites=[make_suite(outcome="broken")])]
+    )
+    passed, failed, best = comparison.headline(rows)
     assert (passed, failed) == ("1 of 1 candidate passes gate default.", "0 of 1 candidate passes a margin of 1 point.")
     assert best.startswith("good: 1.96x smaller, 1.")
 
@@ -80,29 +82,29 @@ def test_headline_of_one_that_passes() -> None:
 def test_passes_of_several_margins_are_counted_apart() -> None:
     """30 points are no floor like 1 point; and a speed of one repeat makes nobody the fastest."""
     margins = {0.01: "broken", 0.02: "awq", 0.3: "awq"}
-    suites = [[make_suite(overall=comparison(known, margin=margin))] for margin, known in margins.items()]
+    suites = [[make_suite(overall=compared(known, margin=margin))] for margin, known in margins.items()]
     results = [make_results(f"m{i}", gate=None, suites=one) for i, one in enumerate([*suites, suites[0], suites[2]])]
     bench = results[1].bench
     assert bench is not None
     ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 3.0, "interval": None})
     once = bench.model_copy(update={"summary": {"serve": {"cold": {"request_throughput": ratio}}}})
-    rows = runs.summarise([results[0], results[1].model_copy(update={"bench": once}), *results[2:]])
-    assert runs.headline(rows)[:3] == [
+    rows = comparison.summarise([results[0], results[1].model_copy(update={"bench": once}), *results[2:]])
+    assert comparison.headline(rows)[:3] == [
         "0 of 2 candidates pass a margin of 1 point.",
         "1 of 1 candidate passes a margin of 2 points.",
         "2 of 2 candidates pass a margin of 30 points.",
     ]
-    assert "m1" not in runs.headline(rows)[-1] and "3.00x, can't tell" in runs.markdown(rows)
+    assert "m1" not in comparison.headline(rows)[-1] and "3.00x, can't tell" in comparison.markdown(rows)
 
 
 def test_inputs_are_not_overwritten(tmp_path: Path) -> None:
     folders = written(tmp_path, demo=make_results("x"), other=make_results("demo"))
     with pytest.raises(UserError, match="holds one of the runs"):
-        runs.write_comparison(folders, folders[0])
+        comparison.write(folders, folders[0])
     with pytest.raises(UserError, match="would be replaced"):
-        runs.write_comparison(folders, tmp_path)
-    assert schema.load(folders[0]).candidate.name == "x"
-    runs.write_comparison(folders[:1], folders[0])  # one run may be written again
+        comparison.write(folders, tmp_path)
+    assert load(folders[0]).candidate.name == "x"
+    comparison.write(folders[:1], folders[0])  # one run may be written again
 
 
 def test_verb(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Describe checkpoints and this machine for results."""
+"""Describe a checkpoint, as one side of a comparison, and this machine for a `results.json`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from vlmcompress.results import Calibration, Made, Side
 
 
 def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
-    """Describe a checkpoint from its folder; of a model that a server knows only the name can be told."""
+    """Describe a checkpoint from its folder; of a model on a server only its name is known."""
     path = Path(model)
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
     record = manifest.read(path) if (path / manifest.MANIFEST).is_file() else {}
     made = _made(path, record) if record else None
-    own, attached = _carried(path), engine.get("reduce") or ""
+    reducer, attached = _reducer(path), engine.get("reduce") or ""
     return Side(
-        name=hub.facts(path)["source"] + (f" with {attached}" if attached != own and attached else ""),
+        name=hub.facts(path)["source"] + (f" with {attached}" if attached != reducer and attached else ""),
         path=hub.shown(path),
         weight_bytes=_weight_bytes(path),
         scheme=made.scheme if made else "",
-        reducer=attached or own,
+        reducer=attached or reducer,
         made=made,
         layer_errors=record.get("errors") or {},
         engine=dict(engine),
@@ -53,8 +53,10 @@ def _weight_bytes(path: Path) -> int:
 
 
 def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
-    """Read from a manifest how its checkpoint was made, and from `config.json` its number formats. None where a file isn't
-    what this version writes, as an error here would cost the results of hours."""
+    """Read from a manifest how its checkpoint was made, and from `config.json` its number formats.
+
+    None where a file isn't what this version writes: an error here would cost hours of measurement.
+    """
     try:
         model, recipe, data = (record.get(key) or {} for key in ("model", "recipe", "calibration"))
         return Made(
@@ -68,7 +70,7 @@ def _made(path: Path, record: Mapping[str, Any]) -> Made | None:
             kv_cache=recipe.get("kv_cache") or "",
             skip=recipe.get("skip") or [],
             resize=str(Resize(**recipe["resize"])) if recipe.get("resize") else "",
-            reducer=_carried(path),
+            reducer=_reducer(path),
             calibration=_calibration(data) if data else None,
             seed=record.get("seed"),
             warnings=record.get("warnings") or [],
@@ -98,24 +100,28 @@ def _formats(path: Path) -> list[str]:
     groups = quantization.get("config_groups") or {}
     if quantization and not groups:
         return [card.other_format(quantization)]
-    found = [
+    formats = [
         f"weights {card.number_format(group['weights'])}, activations {card.number_format(group['input_activations'])}"
         for group in groups.values()
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(formats))
 
 
-def _carried(path: Path) -> str:
-    """The reducer that a checkpoint carries, in the command line's form; "" for none. UserError: its block is not right."""
+def _reducer(path: Path) -> str:
+    """The reducer in a checkpoint's config.json, as the command line writes it; "" for none.
+
+    Raises:
+        UserError: its block is not right.
+    """
     file = path / "config.json"
     try:
-        found = reducer_block.read(read_json(file, "config")) if file.is_file() else None
+        block = reducer_block.read(read_json(file, "config")) if file.is_file() else None
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    return str(found.reducer) if found else ""
+    return str(block.reducer) if block else ""
 
 
-def checkpoint(model: str | Path) -> Path:
+def folder(model: str | Path) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
     Raises:
@@ -126,12 +132,12 @@ def checkpoint(model: str | Path) -> Path:
         raise UserError(f"{path}: no such checkpoint folder")
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
-    _carried(path)
+    _reducer(path)
     return path
 
 
 def origin() -> dict[str, Any]:
-    """The head of a `Results`: date, version and machine."""
+    """Date, version and machine, the first fields of a `Results`."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,

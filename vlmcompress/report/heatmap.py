@@ -14,7 +14,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from vlmcompress.common.text import percentage, times
-from vlmcompress.report.charts.svg import element
+from vlmcompress.report.svg import element
 
 _CELL, _ROW, _LABELS, _HEAD = 14, 18, 130, 6
 _NARROW, _WIDE = (330, 40.0), (740, 34.0)  # pixels of all cells, and of one at most: in half the page, in all of it
@@ -51,19 +51,19 @@ class Grid:
 
 
 def grids(errors: Mapping[str, Mapping[str, float]]) -> list[Grid]:
-    """Arrange errors of layers as grids by part and modality; of many like layers in a block (experts) the worst is shown."""
-    found: dict[tuple[str, str], Grid] = {}
+    """Errors of layers as grids by part and modality; of many like layers in a block (experts) the worst."""
+    by_key: dict[tuple[str, str], Grid] = {}
     for layer, by_modality in errors.items():
         part, block, kind = split(layer)
         for modality, error in by_modality.items():
-            grid = found.setdefault((part, modality), Grid(part, modality))
+            grid = by_key.setdefault((part, modality), Grid(part, modality))
             row = grid.cells.setdefault(kind, {})
             row[block] = max(error, row.get(block, 0.0))
-    return list(found.values())
+    return list(by_key.values())
 
 
 def split(layer: str) -> tuple[str, int, str]:
-    """Split `model.language_model.layers.3.mlp.down_proj` into ("language_model", 3, "mlp.down_proj"); block 0 if none."""
+    """`model.language_model.layers.3.mlp.down_proj` as ("language_model", 3, "mlp.down_proj"); block 0 if none."""
     if match := re.fullmatch(r"(.+?)\.(\d+)\.(.+)", layer):
         names = [name for name in match[1].split(".") if name not in ("model", "layers", "blocks", "encoder", "layer")]
         return ".".join(names) or match[1], int(match[2]), re.sub(r"\.\d+\.", ".*.", match[3])
@@ -71,15 +71,15 @@ def split(layer: str) -> tuple[str, int, str]:
     return part or kind, 0, kind
 
 
-def extremes(found: list[Grid]) -> tuple[float, float]:
+def extremes(grids: list[Grid]) -> tuple[float, float]:
     """The scale that all grids share: smallest positive and largest error."""
-    errors = [error for grid in found for row in grid.cells.values() for error in row.values() if error > 0]
+    errors = [error for grid in grids for row in grid.cells.values() for error in row.values() if error > 0]
     return (min(errors), max(errors)) if errors else (1e-6, 1.0)
 
 
 def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
-    """Draw the errors of a grid. Strength of colour is the logarithm of the error. Every cell has its percentage as a
-    tooltip, and written in it where it fits."""
+    """The errors of a grid, the deeper the colour the larger their logarithm. Cells have their percentage as a tooltip, and
+    written in them where it fits."""
 
     def cell(_kind: str, _block: int, error: float) -> Cell:
         return Cell(percentage(error), "cell", strength(error, scale), compact(100 * error))
@@ -88,9 +88,9 @@ def heatmap(grid: Grid, scale: tuple[float, float]) -> Markup:
 
 
 def changes(before: Grid, after: Grid, most: float) -> Markup:
-    """Draw the factors between two grids. Strength of colour is the logarithm of after / before, full at `most` or its
-    inverse; better and worse have colours of their own. Every cell has its factor as a tooltip, and written in it where it
-    fits. Layers that only one of the two grids has are left out."""
+    """The factors between two grids, the deeper the colour the larger their logarithm, full at `most` or its inverse; better
+    and worse differ in colour. Cells have their factor as a tooltip, and written in them where it fits. Layers that only one
+    of the two grids has are left out."""
     shared = {
         kind: {block: error for block, error in row.items() if block in after.cells.get(kind, {})}
         for kind, row in before.cells.items()
@@ -122,14 +122,14 @@ def largest_change(pairs: Iterable[tuple[Grid, Grid]]) -> float:
 
 
 def legend(scale: tuple[float, float]) -> list[Swatch]:
-    """Make the legend of errors: the scale in steps of equal factors, from the palest."""
+    """The legend of errors: the scale in steps of equal factors, from the palest."""
     low, high = scale
     steps = [low * (high / low) ** (i / (_STEPS - 1)) for i in range(_STEPS)] if high > low else [high]
     return [Swatch("", strength(error, scale), percentage(error)) for error in steps]
 
 
 def change_legend(most: float) -> list[Swatch]:
-    """Make the legend of changes: the scale from the largest gain to the largest loss."""
+    """The legend of changes: the scale from the largest gain to the largest loss."""
     if most <= 1:
         return [Swatch("", 0.0, "unchanged")]
     root = math.sqrt(most)
@@ -156,7 +156,7 @@ class Cell(NamedTuple):
 
 
 def compact(value: float) -> str:
-    """Write a number from zero on in few characters: `12`, `1.2`, `0.12`, `0.03`, `0.0002`, `<0.0001`."""
+    """A number from zero on in few characters: `12`, `1.2`, `0.12`, `0.03`, `0.0002`, `<0.0001`."""
     if value == 0 or value >= 9.95:
         return f"{value:.0f}"
     if value >= 0.095:

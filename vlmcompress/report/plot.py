@@ -1,23 +1,28 @@
-"""Plots of dots with names over two axes with a grid: those of a sweep, of a search and of candidates compared.
+"""Plots of named dots over two axes with a grid, for sweeps, searches and comparisons of candidates.
 
 A plot is drawn twice, for a `Frame` as broad as a page and for one as broad as a phone; the page's style sheet shows the one
-that fits (`both`). So text is never scaled below what can be read.
+that fits (`both`), so that text is never scaled below what can be read. Names are placed greedily, the same way every time:
+they overlap neither each other nor dots and lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from markupsafe import Markup
 
 from vlmcompress.report import words
-from vlmcompress.report.charts.labels import Box, Name, along, apart, lead, place, width
-from vlmcompress.report.charts.svg import Axis, element, picture
+from vlmcompress.report.svg import Axis, Box, apart, element, picture, width
 from vlmcompress.report.words import typeset
 
 _DOT = 6  # half the side of the box that names keep off
+_GAP = 9  # from a dot's centre to its name
+_CLOSE = 12  # from a dot to its name without a line between them
+_STEP = 6  # between boxes along a line
+_CELLS = 9  # places across that are tried for a name that finds none beside its dot
 _GREY = {"fill": "#777"}  # what a drawing that is a file of its own shows; a page's style sheet goes before it
 
 
@@ -84,31 +89,32 @@ class Plot:
     @property
     def area(self) -> Box:
         """What the axes span, between their numbers."""
-        font, texts = self.frame.font, [self._up(tick) for tick in self.up.ticks]
+        font, texts = self.frame.font, [self._tick(tick) for tick in self.up.ticks]
         left = max(width(text, font) for text in texts) + 10
         return Box(left, 1.9 * font, self.frame.width - 14.0, self.frame.height - 3.4 * font)
 
     def x(self, value: float) -> float:
-        """The place of a value across."""
+        """A value's pixel across."""
         area = self.area
         return area.left + (area.right - area.left) * self.across.share(value)
 
     def y(self, value: float) -> float:
-        """The place of a value upwards."""
+        """A value's pixel from the top."""
         area = self.area
         return area.bottom - (area.bottom - area.top) * self.up.share(value)
 
-    def _up(self, tick: float) -> str:
+    def _tick(self, tick: float) -> str:
+        """The text of a tick upwards."""
         return typeset("+" * (self.signed and tick > 0) + words.brief(tick))
 
     def grid(self, across: str, up: str) -> list[Markup]:
         """Draw the grid with its numbers, as many as have room, and the names of both axes."""
         area, font, marks = self.area, self.frame.font, []
         texts = [typeset(f"{words.brief(tick)}{self.unit}") for tick in self.across.ticks]
-        boxes = [
-            _around(self.x(t), area.bottom, width(text, font)) for t, text in zip(self.across.ticks, texts, strict=True)
-        ]
-        step = apart(boxes)
+        centres, halves = map(self.x, self.across.ticks), [width(text, font) / 2 for text in texts]
+        step = apart(
+            [Box(x - half, area.bottom, x + half, area.bottom) for x, half in zip(centres, halves, strict=True)]
+        )
         for i, (tick, text) in enumerate(zip(self.across.ticks, texts, strict=True)):
             x = self.x(tick)
             marks.append(element("line", x1=x, x2=x, y1=area.top, y2=area.bottom, stroke="#8884", class_="grid"))
@@ -119,7 +125,7 @@ class Plot:
             y = self.y(tick)
             kind = "zero" if tick == 0 else "grid"
             marks.append(element("line", x1=area.left, x2=area.right, y1=y, y2=y, stroke="#8884", class_=kind))
-            marks.append(element("text", self._up(tick), x=area.left - 7, y=y + 4, text_anchor="end", **_GREY))
+            marks.append(element("text", self._tick(tick), x=area.left - 7, y=y + 4, text_anchor="end", **_GREY))
         below = self.frame.height - 0.4 * font
         marks.append(
             element("text", f"{across} \N{RIGHTWARDS ARROW}", x=area.right, y=below, text_anchor="end", **_GREY)
@@ -186,7 +192,7 @@ class Plot:
         return element("g", element("title", dot.tooltip), *marks, class_=f"dot-of {dot.css}".strip())
 
     def _names(self, dots: Sequence[Dot], keep_off: Sequence[Box]) -> list[Markup]:
-        font, found = self.frame.font, []
+        font, marks = self.frame.font, []
         spots = [(self.x(dot.x) + dot.aside, self.y(dot.y)) for dot in dots]
         boxes = [Box(x - _DOT, y - _DOT, x + _DOT, y + _DOT) for x, y in spots]
         names = [
@@ -201,16 +207,16 @@ class Plot:
             if way := lead(name, box):
                 end = way[-1]
                 ends = {"x1": name.x, "y1": name.y, "x2": end.left + 1, "y2": end.top + 1}
-                found.append(element("line", **ends, stroke="#888", class_="lead"))
+                marks.append(element("line", **ends, stroke="#888", class_="lead"))
             anchor, x = ("end", box.right) if box.right <= name.x else ("start", box.left)
             look = {"font_weight": 650 if name.bold else None, "class_": "name"}
-            found.append(
+            marks.append(
                 element("text", name.text, x=x, y=box.bottom - 0.35 * font, text_anchor=anchor, **look, **_GREY)
             )
-        return found
+        return marks
 
     def picture(self, label: str, *marks: Markup) -> Markup:
-        """Build the drawing of marks. `label` says in words what it shows."""
+        """The SVG of these marks. `label` says in words what it shows."""
         frame = self.frame
         return picture(label, frame.width, frame.height, *marks, font=frame.font, class_=f"plot {frame.name}")
 
@@ -240,5 +246,90 @@ def mark(shape: str, x: float, y: float, radius: float, colour: str, hollow: boo
     return element("path", d=SHAPES[shape], transform=place, stroke_width=0.3 if hollow else 0, **look)
 
 
-def _around(x: float, y: float, long: float) -> Box:
-    return Box(x - long / 2, y, x + long / 2, y)
+@dataclass(frozen=True)
+class Name:
+    """The name of a dot at (x, y). `needed`: it is drawn even where it has to cover marks or be far off."""
+
+    text: str
+    x: float
+    y: float
+    needed: bool = False
+    bold: bool = False
+
+
+def place(
+    names: Sequence[Name], marks: Sequence[Box], frame: Box, size: float, reach: float = 3.5
+) -> list[tuple[Name, Box]]:
+    """A box for each name that overlaps no other name and stays in the frame, near its dot and off the marks.
+
+    Args:
+        names: the most important first; they choose in this order.
+        marks: dots, lines and other text, which names keep off.
+        size: of the font, in pixels.
+        reach: font sizes that a name that is not needed may be away from its dot.
+
+    Returns:
+        The names that found room; of those that are not needed, none that would cover a mark, or whose lead to its dot would
+        cross another's name.
+    """
+    placed: list[tuple[Name, Box]] = []
+    taken: list[Box] = []  # by leads
+    for name in names:
+        best: tuple[float, Box] | None = None
+        for box, away in sorted(_choices(name, frame, size), key=lambda choice: choice[1]):
+            if best and away >= best[0]:
+                break  # the rest is farther still
+            if any(box.shared(other) for _, other in placed):
+                continue
+            covered = sum(box.shared(mark) for mark in (*marks, *taken))
+            crossed = sum(spot.shared(other) for spot in lead(name, box) for _, other in placed)
+            if not name.needed and (covered or crossed or away > reach * size):
+                continue
+            cost = covered + size * crossed + away
+            if best is None or cost < best[0]:
+                best = cost, box
+        if best:
+            placed.append((name, best[1]))
+            taken += lead(name, best[1])
+    return placed
+
+
+def lead(name: Name, box: Box) -> list[Box]:
+    """Small boxes along the line from a dot to its name's box, the nearest to the name last; none where the two are close."""
+    x, y = min(max(name.x, box.left), box.right), min(max(name.y, box.top), box.bottom)
+    if abs(x - name.x) <= _CLOSE and abs(y - name.y) <= _CLOSE:
+        return []
+    return along((name.x, name.y), (x, y))
+
+
+def along(start: tuple[float, float], end: tuple[float, float]) -> list[Box]:
+    """Small boxes along a straight line, ends included."""
+    (x1, y1), (x2, y2) = start, end
+    count = 1 + int(math.hypot(x2 - x1, y2 - y1) / _STEP)
+    spots = ((x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count) for i in range(count + 1))
+    return [Box(x - 1, y - 1, x + 1, y + 1) for x, y in spots]
+
+
+def _choices(name: Name, frame: Box, size: float) -> Iterator[tuple[Box, float]]:
+    """Boxes inside the frame, each with its distance from the best: right of the dot, left, above and below, then anywhere."""
+    long, high = width(name.text, size) * (1.1 if name.bold else 1.0), 1.25 * size
+    places = []
+    for line in range(-8, 9):
+        top = name.y + line * high - high / 2
+        away = abs(line) * high
+        places += [(name.x + _GAP, top, away), (name.x - _GAP - long, top, away + 1)]
+        if line:
+            start = min(max(name.x - long / 2, frame.left), frame.right - long)
+            places.append((start, top + math.copysign(_GAP - high / 2, line), away + 2))
+    if name.needed:
+        rows = int((frame.bottom - frame.top) / high)
+        step = max(0.0, frame.right - frame.left - long) / (_CELLS - 1)
+        for row in range(rows):
+            top = frame.top + row * high
+            for cell in range(_CELLS):
+                left = frame.left + cell * step
+                places.append((left, top, 1.5 * math.hypot(left + long / 2 - name.x, top + high / 2 - name.y)))
+    for left, top, away in places:
+        box = Box(left, top, left + long, top + high)
+        if box.within(frame):
+            yield box, away

@@ -1,8 +1,8 @@
-"""Report many runs together, to find the candidate that trades accuracy for size and speed best.
+"""Compare several runs, to choose the candidate that trades accuracy for size and speed best.
 
-An evaluation and a benchmark of one candidate against one baseline are two runs of `vlmcompress` but one thing to a reader:
-`merge` puts them together. The merged runs are compared in `report.html` and `report.md`, with a table and charts of
-accuracy against size and speed, in `comparison.json` for programs, and each has its own report in a folder below.
+`merge` makes one run of an evaluation and a benchmark of the same candidate and baseline. The merged runs are compared in
+`report.html` and `report.md`, with a table and charts of accuracy against size and speed, and in `comparison.json` for
+programs; each has its own report in a folder below.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from markupsafe import Markup
 from vlmcompress.common.folders import dump, save
 from vlmcompress.common.text import points, size, times
 from vlmcompress.errors import UserError
-from vlmcompress.report import findings, words
-from vlmcompress.report.charts.pareto import Point, pareto
-from vlmcompress.report.charts.plot import HALF, both
-from vlmcompress.report.files import check, refuse_foreign, write
-from vlmcompress.report.markdown import MARKS, escape, table
-from vlmcompress.report.page import drawn, render
-from vlmcompress.results import Comparison, Results, Verdict
-from vlmcompress.results import records as schema
+from vlmcompress.report import files, findings, html, words
+from vlmcompress.report.plot import HALF, both
+from vlmcompress.report.scatter import Point, pareto
+from vlmcompress.report.text import MARKS, escape, table
+from vlmcompress.results import Comparison, Results, Verdict, load
 
 SCHEMA = 1
 COMPARISON = "comparison.json"
@@ -38,8 +35,8 @@ class Row:
 
     Attributes:
         smaller, faster: factors over the baseline, more is better; None: unknown.
-        speed_shown: whether faster or slower is more than the repeats show by chance.
-        held_to: what the verdict is about: a gate by its name, or margins; empty without a verdict.
+        speed_of: the metric that `faster` is of; `speed_shown`: whether it is more than chance, see `words.unclear`.
+        held_to: the gate or margins that the verdict is about; empty without a verdict.
     """
 
     name: str
@@ -60,24 +57,23 @@ class Row:
         return {**asdict(self), "suites": {name: c.model_dump(mode="json") for name, c in self.suites.items()}}
 
 
-def merge(found: Sequence[Results]) -> list[Results]:
+def merge(runs: Sequence[Results]) -> list[Results]:
     """Merge runs that are about the same candidate and baseline and don't contradict each other.
 
     Runs contradict each other, and stay apart, if both have a benchmark, a gate or a suite of the same name. Facts that a
     report has once (date, machine, settings of the engine) come from the first of two merged runs.
     """
     merged: list[Results] = []
-    for run in found:
-        for i, other in enumerate(merged):
-            if _same(run, other):
-                merged[i] = _join(other, run)
-                break
-        else:
+    for run in runs:
+        index = next((i for i, other in enumerate(merged) if _compatible(run, other)), None)
+        if index is None:
             merged.append(run)
+        else:
+            merged[index] = _join(merged[index], run)
     return merged
 
 
-def _same(a: Results, b: Results) -> bool:
+def _compatible(a: Results, b: Results) -> bool:
     shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
     return a.identity() == b.identity() and not (shared or (a.bench and b.bench) or (a.gate and b.gate))
 
@@ -95,7 +91,7 @@ def _join(a: Results, b: Results) -> Results:
     )
 
 
-def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
+def write(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
     """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
 
     One run, or several that `merge` makes one, gives the report of `files.write`.
@@ -111,18 +107,18 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrit
             or a report that is not to be overwritten.
     """
     out, inputs = Path(out), {_folder(folder) for folder in folders}
-    runs = merge([schema.load(folder) for folder in folders])
+    runs = merge([load(folder) for folder in folders])
     if len(inputs) > 1 and out.resolve() in inputs:
         raise UserError(f"{out} holds one of the runs; choose another folder for the report")
     if len(runs) == 1:
-        check(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
-        return write(runs[0], out)
+        files.check(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
+        return files.write(runs[0], out)
     rows = summarise(runs)
-    if spoilt := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
-        raise UserError(f"{out / spoilt} holds one of the runs and would be replaced; choose another folder")
-    refuse_foreign(out, COMPARISON)
+    if overwritten := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
+        raise UserError(f"{out / overwritten} holds one of the runs and would be replaced; choose another folder")
+    files.refuse_foreign(out, COMPARISON)
     for run, row in zip(runs, rows, strict=True):
-        write(run, out / row.folder)
+        files.write(run, out / row.folder)
     return save(
         out,
         {
@@ -134,7 +130,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrit
 
 
 def summarise(runs: Sequence[Results]) -> list[Row]:
-    """Make a row for each run, in the order given; names that occur twice are numbered."""
+    """A row for each run, in their order; names that occur twice are numbered."""
     rows: list[Row] = []
     for run in runs:
         name = _unused(run.candidate.name, [row.name for row in rows])
@@ -154,14 +150,14 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 speed_shown=speed is not None and not words.unclear(speed[1]),
                 verdict=findings.overall(run),
                 held_to=_held_to(run),
-                suites={suite.name: findings.rows(suite, run.gate)[0].found for suite in run.suites},
+                suites={suite.name: findings.rows(suite, run.gate)[0].comparison for suite in run.suites},
             )
         )
     return rows
 
 
 def _held_to(run: Results) -> str:
-    """Name what a run's verdict is about: `gate strict`, `a margin of 1 point`, `margins of 1 point and 5 points`."""
+    """What a run's verdict is about: `gate strict`, `a margin of 1 point`, `margins of 1 point and 5 points`."""
     if run.gate:
         return f"gate {run.gate.name}"
     margins = [words.margin(share) for share in sorted({suite.overall.margin for suite in run.suites})]
@@ -169,33 +165,34 @@ def _held_to(run: Results) -> str:
 
 
 def _unused(name: str, used: Sequence[str]) -> str:
-    """Return the name, numbered if it is taken."""
+    """The name, numbered if it is taken."""
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(used) + 3))) if n not in used)
 
 
 def _folder(path: str | Path) -> Path:
-    """Find the folder of a run, given as the folder or as its `results.json`."""
+    """The folder of a run, from the folder's path or that of its `results.json`."""
     path = Path(path).resolve()
     return path.parent if path.is_file() else path
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """Say how many candidates kept their accuracy, for each limit that some are held to, and which of those is best."""
+    """Sentences on how many candidates kept their accuracy, for each gate or margin, and which of those is best."""
     judged = [row for row in rows if row.verdict]
     kept = [row for row in judged if row.verdict == "pass"]
     lines = [] if judged else [f"{len(rows)} candidates."]
     for limit in dict.fromkeys(row.held_to for row in judged):
-        passed, held = ([row for row in some if row.held_to == limit] for some in (kept, judged))
+        passed, held = ([row for row in group if row.held_to == limit] for group in (kept, judged))
         lines.append(
             f"{len(passed)} of {len(held)} {'candidates pass' if len(held) > 1 else 'candidate passes'} {limit}."
         )
-    able = kept if judged else rows
-    if len(able) == 1:
-        gains = [(able[0].smaller, "smaller"), (able[0].faster if able[0].speed_shown else None, "faster")]
-        shown = ", ".join(f"{times(gain)} {what}" for gain, what in gains if gain)
-        return [*lines, f"{able[0].name}: {shown}."] if shown else lines
+    eligible = kept if judged else rows
+    if len(eligible) == 1:
+        (only,) = eligible
+        gains = [(only.smaller, "smaller"), (only.faster if only.speed_shown else None, "faster")]
+        text = ", ".join(f"{times(gain)} {what}" for gain, what in gains if gain)
+        return [*lines, f"{only.name}: {text}."] if text else lines
     for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
-        measured = [row for row in able if getattr(row, what) and (what == "smaller" or row.speed_shown)]
+        measured = [row for row in eligible if getattr(row, what) and (what == "smaller" or row.speed_shown)]
         if measured:
             best = max(measured, key=lambda row: getattr(row, what))
             lines.append(f"{most}{' of those' if judged else ''}: {best.name}, {times(getattr(best, what))} {what}.")
@@ -203,7 +200,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Render the comparison as Markdown."""
+    """The comparison's `report.md`."""
     suites = list(dict.fromkeys(name for row in rows for name in row.suites))
     head = [
         "candidate",
@@ -216,56 +213,60 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     lines = []
     for row in rows:
-        shown = [_accuracy(row.suites.get(suite)) for suite in suites]
-        gains = [times(row.smaller) if row.smaller else "", _faster(row)]
-        weights = size(row.weight_bytes) if row.weight_bytes else ""
-        lines.append([row.name, MARKS[row.verdict] if row.verdict else "", row.scheme, weights, *gains, *shown])
+        lines.append(
+            [
+                row.name,
+                MARKS[row.verdict] if row.verdict else "",
+                row.scheme,
+                size(row.weight_bytes) if row.weight_bytes else "",
+                times(row.smaller) if row.smaller else "",
+                times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else "",
+                *(_difference(row.suites.get(suite)) for suite in suites),
+            ]
+        )
     parts = [f"# {len(rows)} candidates compared", "  \n".join(map(escape, headline(rows))), table(head, lines)]
     if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
         parts.append(escape(f"Faster: {'; '.join(measured)}."))
     return "\n\n".join(parts) + "\n"
 
 
-def _faster(row: Row) -> str:
-    """Write how much faster a candidate is, and whether that may be chance."""
-    return times(row.faster) + ", can't tell" * (not row.speed_shown) if row.faster else ""
-
-
-def _accuracy(c: Comparison | None) -> str:
+def _difference(c: Comparison | None) -> str:
     return f"{points(c.difference)} ({points(c.low)} to {points(c.high)})" if c else ""
 
 
 def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
-    """Render the comparison's page."""
+    """The comparison's `report.html`."""
     sections = []
     for name in dict.fromkeys(suite.name for run in runs for suite in run.suites):
-        asked = [
+        measured = [
             (row, findings.rows(suite, run.gate))
             for run, row in zip(runs, rows, strict=True)
             for suite in run.suites
             if suite.name == name
         ]
-        families = dict.fromkeys(one.name for _, (_, *found) in asked for one in found)
+        families = dict.fromkeys(family.name for _, (_, *by_family) in measured for family in by_family)
         section = {
             "name": name,
-            **drawn([found[0]._replace(name=row.name) for row, found in asked]),
-            "charts": _charts([(row, found[0].found) for row, found in asked]),
+            **html.differences([overall._replace(name=row.name) for row, (overall, *_) in measured]),
+            "charts": _charts([(row, overall.comparison) for row, (overall, *_) in measured]),
             "families": {
-                family: [next((one for one in found if one.name == family), None) for _, (_, *found) in asked]
+                family: [
+                    next((line for line in by_family if line.name == family), None) for _, (_, *by_family) in measured
+                ]
                 for family in families
             },
         }
         sections.append(section)
-    return render("comparison.html.j2", rows=rows, suites=sections, headline=headline(rows))
+    return html.render("comparison.html.j2", rows=rows, suites=sections, headline=headline(rows))
 
 
-def _charts(found: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]:
-    """Draw accuracy against size, and against speed, where at least two candidates have both."""
+def _charts(compared: Sequence[tuple[Row, Comparison]]) -> list[tuple[str, Markup]]:
+    """Charts of accuracy against size, and against speed, where at least two candidates have both."""
     charts = []
     for what, title in (("smaller", "size"), ("faster", "speed")):
-        dots = [Point(row.name, gain, c) for row, c in found if (gain := getattr(row, what))]
+        dots = [Point(row.name, gain, c) for row, c in compared if (gain := getattr(row, what))]
         if len(dots) > 1:
-            margin = max(c.margin for _, c in found)
+            margin = max(c.margin for _, c in compared)
             chart = both(partial(pareto, dots, f"times {what}", margin), HALF)
             charts.append((f"Accuracy against {title}", chart))
     return charts

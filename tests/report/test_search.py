@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmcompress.report import search_text
+from vlmcompress.report import search
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ def test_headline(confirmed: str | None, tail: str) -> None:
     row = {"name": "int8", "gain": 1.5, "winner": True, "rough": False, "chance": 0.87}
     data: dict[str, Any] = {"winner": {"name": "int8"}, "candidates": [row], "max_drop": 0.1, "optimize": "throughput"}
     data |= {"gains": "measured"} | ({"confirmed": {"verdict": confirmed}} if confirmed else {})
-    assert search_text.headline(data) == f"int8: 1.50x the requests a second {tail}"
+    assert search.headline(data) == f"int8: 1.50x the requests a second {tail}"

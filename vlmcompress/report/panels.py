@@ -1,4 +1,4 @@
-"""Charts of the distributions of both sides in a small fixed frame: cumulative curves and histograms."""
+"""Small charts of a report: dots with whiskers in rows of tables, cumulative curves and histograms in panels."""
 
 from __future__ import annotations
 
@@ -7,20 +7,94 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
-from vlmcompress.common.text import figures
+from vlmcompress.common.text import figures, points
 from vlmcompress.report import words
-from vlmcompress.report.charts.labels import Box, apart, width
-from vlmcompress.report.charts.svg import Axis, element, linear, logarithmic
+from vlmcompress.report.findings import Row
+from vlmcompress.report.svg import Axis, Box, apart, element, linear, logarithmic, width
+from vlmcompress.report.words import typeset
+from vlmcompress.results import Ratio
 
-WIDTH, HEIGHT, FONT = 320, 214, 13
+_EDGE = 0.06  # share of a row's width, left free on both sides for half a label
+WIDTH, HEIGHT, FONT = 320, 214, 13  # of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 16, 10, 38
 _POINTS = 120  # points of a curve
 
 Values = Sequence[float]
 
 
+def accuracy_axis(rows: Sequence[Row]) -> Axis:
+    """An axis that holds every interval, zero and the first row's margin, but at most 30 points: neither a wild family nor
+    the wide margin of families may flatten the rest."""
+    low = min(-0.01, -rows[0].comparison.margin, *(row.comparison.low for row in rows))
+    high = max(0.01, *(row.comparison.high for row in rows))
+    return linear(max(low, -0.3), min(high, 0.3))
+
+
+def gain_axis(rows: Sequence[Ratio]) -> Axis:
+    """A logarithmic axis for ratios, with 1x inside."""
+    ends = [words.gain(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
+    return logarithmic(min([0.9, *ends]), max([1.1, *ends]))
+
+
+def ruler(axis: Axis, unit: str = "points") -> Markup:
+    """An axis's labels, for a table's head."""
+    show = (lambda v: f"{v:g}x") if unit == "times" else lambda v: points(v).removesuffix(".0")
+    labels = [
+        element(
+            "text", typeset(show(t)), x=_across(axis, t), y=13, text_anchor="middle", class_="half" if i % 2 else None
+        )
+        for i, t in enumerate(axis.ticks)
+    ]
+    return element("svg", *labels, class_="row ruler", role="img", aria_label=f"axis, {unit}")
+
+
+def accuracy(row: Row, axis: Axis) -> Markup:
+    """A difference and its interval; zero is a line. Where the row is judged, the region beyond the margin is shaded."""
+    c = row.comparison
+    judged = f": {words.VERDICTS[c.verdict]}" * row.judged
+    label = typeset(f"{points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}{judged}")
+    marks = _whisker(axis, c.low, c.difference, c.high)
+    shaded = []
+    if row.judged and -c.margin >= axis.low:
+        shaded = [element("rect", x=0, y="-50%", width=_across(axis, -c.margin), height="200%", class_="lost")]
+    group = element("g", *marks, class_=c.verdict if row.judged else "even")
+    return _row(label, *shaded, *_row_grid(axis, 0.0), group)
+
+
+def gain(name: str, r: Ratio, axis: Axis) -> Markup:
+    """A ratio, turned so that right is better; whiskers are the extremes of the repeats."""
+    if not words.comparable(r):
+        return _row(f"{words.metric(name)}: not comparable", *_row_grid(axis, 1.0))
+    low, high = sorted(words.gain(r, x) for x in (r.low, r.high))
+    middle = words.gain(r, r.ratio)
+    tone = "even" if words.unclear(r) else "pass" if middle > 1 else "fail"
+    ends = f" ({spread} in the repeats)" if (spread := words.spread(r)) else ""
+    label = typeset(f"{words.metric(name)}: {words.pace(r)}{ends}")
+    return _row(label, *_row_grid(axis, 1.0), element("g", *_whisker(axis, low, middle, high), class_=tone))
+
+
+def _row(label: str, *marks: Markup) -> Markup:
+    return element("svg", element("title", label), *marks, class_="row", role="img", aria_label=label)
+
+
+def _row_grid(axis: Axis, zero: float) -> list[Markup]:
+    ends = {"y1": "-50%", "y2": "150%"}
+    lines = [element("line", x1=_across(axis, t), x2=_across(axis, t), **ends, class_="grid") for t in axis.ticks]
+    return [*lines, element("line", x1=_across(axis, zero), x2=_across(axis, zero), **ends, class_="zero")]
+
+
+def _whisker(axis: Axis, low: float, middle: float, high: float) -> list[Markup]:
+    line = element("line", x1=_across(axis, low), x2=_across(axis, high), y1="50%", y2="50%", class_="range")
+    return [line, element("circle", cx=_across(axis, middle), cy="50%", r=4.5)]
+
+
+def _across(axis: Axis, value: float) -> str:
+    """A value's place across, as a percentage of the row's width."""
+    return f"{100 * (_EDGE + (1 - 2 * _EDGE) * axis.share(value)):.2f}%"
+
+
 def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> Markup:
-    """Draw the share of values below x, on a logarithmic axis, where a constant ratio of two sides is a constant distance.
+    """The share of values below x, on a logarithmic axis, where a constant ratio of two sides is a constant distance.
 
     Args:
         runs: side ("baseline", "candidate", or "" for neither) -> one list of values a repeat. Each repeat is a thin curve,
@@ -41,7 +115,7 @@ def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Values]]) -> M
 
 
 def histogram(title: str, unit: str, sides: Mapping[str, Values]) -> Markup:
-    """Draw counts in at most 24 bins that both sides share: the baseline filled, the candidate as an outline over it."""
+    """Counts in at most 24 bins that both sides share: the baseline filled, the candidate as an outline over it."""
     everything = np.concatenate([np.asarray(values, float) for values in sides.values()])
     low, high = float(everything.min()), float(everything.max())
     bins = int(min(24, max(1, high - low + 1)))
@@ -93,8 +167,8 @@ def _curve(values: Values, axis: Axis, kind: str) -> Markup:
 
 
 def _medians(axis: Axis, medians: Mapping[str, tuple[float, str]]) -> list[Markup]:
-    """Mark medians by dots on their curves. The lower has its text left above its dot, the higher right below, as curves rise
-    to the right; where there is no room on that side, both are on the other, a line apart."""
+    """Medians as dots on their curves. The lower has its text left above its dot, the higher right below, as curves rise to
+    the right; where there is no room on that side, both are on the other, a line apart."""
     marks, y = [], _y(0.5)
     sides: list[bool] = []  # whether each text stands to the left
     for side, (median, text) in sorted(medians.items(), key=lambda item: item[1][0]):

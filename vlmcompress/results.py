@@ -1,8 +1,7 @@
 """Results of an evaluation or a benchmark as typed, versioned data: the content of `results.json`.
 
-Everything that measures returns these models and everything that judges or draws reads them; nothing else passes between
-the two. Scores are in 0 to 1, differences are candidate minus baseline, times are seconds unless a name ends in `_ms`,
-sizes are bytes.
+All that `evaluation` and `bench` pass on to gates and reports. Scores are in 0 to 1, differences are candidate minus
+baseline, times are seconds unless a name ends in `_ms`, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -132,6 +131,12 @@ class Scored(_Record):
     candidate_visual: Count | None = None
     image: str = ""
     kl: float | None = None
+
+    @property
+    def change(self) -> Literal[0, 1, 2]:
+        """0 if the answer got worse, 1 if it got better, 2 if its score is the same."""
+        change = self.candidate_score - self.baseline_score
+        return 0 if change < 0 else 1 if change > 0 else 2
 
 
 class Comparison(_Record):
@@ -374,20 +379,21 @@ def load(path: str | Path) -> Results:
     if version != SCHEMA:
         raise UserError(f"{file} has schema {version}, this version reads {SCHEMA}; write the report again")
     try:
-        found = Results.model_validate(data)
+        results = Results.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: {where}: {first['msg'].lower()}; write the report again") from error
-    ratios = [r for modes in found.bench.summary.values() for r in modes.values()] if found.bench else []
-    if any(r.ratio <= 0 and not r.higher_is_better for by_metric in ratios for r in by_metric.values()):
+    modes = results.bench.summary.values() if results.bench else []
+    ratios = [ratio for states in modes for metrics in states.values() for ratio in metrics.values()]
+    if any(ratio.ratio <= 0 and not ratio.higher_is_better for ratio in ratios):
         raise UserError(f"{file}: bench.summary has a time or a size of nothing; write the report again")
-    return found
+    return results
 
 
 def joined(new: Results, old: Results) -> Results:
     """Add to `new` the accuracy or the speed that only `old` has, if both are of the same checkpoints."""
     if new.identity() != old.identity():
         return new
-    kept = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]
-    return new.model_copy(update={name: getattr(old, name) for name in kept})
+    missing = [name for name in ("suites", "samples", "pictures", "bench") if not getattr(new, name)]
+    return new.model_copy(update={name: getattr(old, name) for name in missing})

@@ -9,11 +9,11 @@ import pytest
 
 from tests.kit import rtn
 from tests.kit.tiny import build
-from vlmcompress.checkpoint import manifest
+from vlmcompress.checkpoint import manifest, sides
 from vlmcompress.checkpoint import write as checkpoint
 from vlmcompress.common.text import size, smaller
 from vlmcompress.diagnosis import files as doctor
-from vlmcompress.results import Calibration, sides
+from vlmcompress.results import Calibration
 
 
 @pytest.fixture(scope="module")
