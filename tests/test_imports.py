@@ -42,6 +42,7 @@ def test_the_root_holds_the_door_and_the_ground():
         "cli",
         "errors",
         "modifiers",
+        "results",
     }
 
 
