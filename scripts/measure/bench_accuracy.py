@@ -69,7 +69,9 @@ def measure(
         manifests.append(quantize(recipe).manifest)
     rows = []
     options = EvalOptions(engines.get("vllm"), engines.get("vllm"), limit=limit)
-    for name, manifest, results in zip(names, manifests, evaluate_all(outs, source, [None], None, options), strict=True):
+    for name, manifest, results in zip(
+        names, manifests, evaluate_all(outs, source, [None], None, options), strict=True
+    ):
         size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
