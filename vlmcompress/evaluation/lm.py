@@ -25,7 +25,6 @@ from vlmcompress.data.samples import MARK, Sample
 from vlmcompress.engines.base import Answer, Request
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import benchmarks, local_data
-from vlmcompress.evaluation.tasks import png
 
 MAX_TOKENS = 256  # lm-eval's default
 SCORING = "Exact match after case folding, collapsing spaces and dropping a final full stop."
@@ -137,7 +136,7 @@ def cut(answer: Answer, stops: Sequence[str]) -> Answer:
 
 def write_image(image: Image.Image, folder: Path) -> Path:
     """Write an image as a PNG file in `folder`, named by its content."""
-    encoded = png(image)
+    encoded = local_data.png(image)
     file = folder / f"{hashlib.sha256(encoded).hexdigest()[:32]}.png"
     if not file.exists():
         try:

@@ -13,10 +13,13 @@ as the Hub has it, JSON lines, or what `Dataset.save_to_disk` writes.
 from __future__ import annotations
 
 import functools
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from vlmcompress.common import hub, json_files
 from vlmcompress.data.images import LazyImages
@@ -79,6 +82,13 @@ def images(doc: Mapping[str, Any]) -> LazyImages:
 def encoded(value: Mapping[str, Any]) -> bytes | Path:
     """The encoded bytes or path of an image as `datasets` stores it."""
     return value["bytes"] if value["bytes"] is not None else Path(value["path"])
+
+
+def png(image: Image.Image) -> bytes:
+    """An image encoded as PNG, in RGB."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 def _locate(name: str, source: str, split: str, data: str | None, pretrained: str | None) -> Path:

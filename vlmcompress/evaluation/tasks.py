@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import io
 import json
 import logging
 from collections import Counter
@@ -18,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from vlmcompress.common import hub
 from vlmcompress.data import sources
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.evaluation import catalogue
+from vlmcompress.evaluation import catalogue, local_data
 from vlmcompress.evaluation.compare import WITHOUT_FAMILY
 
 CUSTOM = "custom"
@@ -76,7 +73,7 @@ class LoadedSuite:
         """Encode the images of a sample as PNG."""
         place = next(place for place in self.places if place.id == identity)
         task = self.tasks[place.task]
-        return [png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
+        return [local_data.png(image) for image in task.doc_to_image(task.eval_docs[place.index]) or ()]
 
 
 def load_suite(
@@ -313,10 +310,3 @@ def metric(task: Any) -> str:
 
 def _max_tokens(task: Any) -> int:
     return int((task.config.generation_kwargs or {}).get("max_gen_toks", 256))
-
-
-def png(image: Image.Image) -> bytes:
-    """An image encoded as PNG, in RGB."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
