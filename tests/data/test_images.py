@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.kit.pictures import file_of, picture, refused
-from vlmcompress.data.images import LazyImages, from_reference, open_image
+from vlmcompress.data.samples import LazyImages, from_reference, open_image
 
 
 def pixels(data: bytes) -> np.ndarray:

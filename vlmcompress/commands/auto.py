@@ -21,7 +21,6 @@ MOST = 1000
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")

@@ -20,7 +20,6 @@ PASSES_ON = "vllm serve"
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="the candidate's folder")
     parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
     parser.add_argument(

@@ -25,7 +25,6 @@ STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="STATS", required=True, help="folder to write")
     _flags.data(parser)

@@ -19,7 +19,6 @@ PLACE = 11
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     _flags.recipe(parser)
     _flags.tensor_parallel(parser, "devices that are to share the model; default: 1")
     parser.add_argument("--engine", help="vllm, transformers, sglang, lmdeploy or tensorrt-llm; default: the recipe's")

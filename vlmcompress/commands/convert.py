@@ -12,7 +12,6 @@ PLACE = 42
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("model", metavar="MODEL", help="folder of the quantized checkpoint, or its id on the Hub")
     converting(parser, default="compressed-tensors")
     parser.epilog = (

@@ -20,7 +20,6 @@ ENGINES = ("vllm",)
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
     parser.add_argument("--source", metavar="MODEL", help="compare with the original, too")
     parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")

@@ -23,7 +23,6 @@ KEPT_BY = "report"
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="the candidate: a checkpoint, or a model that the server knows")
     parser.add_argument(
         "--baseline",

@@ -17,7 +17,6 @@ PLACE = 41
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("checkpoint", metavar="OUT", help="folder of the compressed checkpoint")
     converting(parser)
     parser.epilog = (

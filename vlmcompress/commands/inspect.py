@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
-from typing import Any
 
 from vlmcompress.commands import _flags, _process
 from vlmcompress.commands._outcome import OK, Outcome
@@ -18,7 +18,6 @@ PLACE = 13
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     _flags.model(parser)
     parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
     parser.add_argument("--question", metavar="Q", default="", help="text behind the images; some methods look at it")
@@ -29,9 +28,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Write the picture and say what became of the tokens of each image."""
     _process.import_transformers()
+    from vlmcompress.common.folders import save
     from vlmcompress.data.encode import encode_prompt
-    from vlmcompress.data.images import open_image
-    from vlmcompress.data.samples import Sample
+    from vlmcompress.data.samples import Sample, open_image
     from vlmcompress.hf_hooks import refusal
     from vlmcompress.hf_hooks.capture import decide
     from vlmcompress.hf_hooks.cost import too_small
@@ -61,7 +60,9 @@ def run(args: argparse.Namespace) -> Outcome:
         f"{reducer}: {text}" for reducer in reducers for layout in layouts for text in too_small(reducer, layout)
     }:
         print(f"warning: {note}", file=sys.stderr)
-    _write(out, sheet(images, layouts, decisions))
+    png = io.BytesIO()
+    sheet(images, layouts, decisions).save(png, "PNG")
+    save(out.parent, {"picture": (out.name, png.getvalue())})
     shown = [
         {
             "image": str(name),
@@ -76,17 +77,3 @@ def run(args: argparse.Namespace) -> Outcome:
     ]
     data = {"ok": True, "model": str(args.model), "images": shown, "file": str(out)}
     return OK, data, "\n".join([*lines, f"Wrote {out}."])
-
-
-def _write(out: Path, picture: Any) -> None:
-    """Write a PNG, whole or not at all."""
-    from vlmcompress.common.folders import user_errors
-
-    part = out.with_name(f".{out.name}.part")
-    with user_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            picture.save(part, "PNG")
-            part.replace(out)
-        finally:
-            part.unlink(missing_ok=True)

@@ -24,7 +24,6 @@ DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "h
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .safetensors")
     parser.add_argument(

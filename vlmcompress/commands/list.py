@@ -29,7 +29,6 @@ _RESIZE |= {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("what", nargs="?", choices=tuple(KINDS))
 
 

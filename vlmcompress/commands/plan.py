@@ -27,7 +27,6 @@ SIZES = "224x224,448x448,672x672,896x896,1024x1024,1344x1344,2048x2048"
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument(
         "model",
         metavar="MODEL",

@@ -19,7 +19,6 @@ HEAD = 24  # lines of the card that are shown
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="folder of the checkpoint")
     parser.add_argument("repository", metavar="ORG/NAME", help="repository; made where there is none")
     parser.add_argument("--private", action="store_true", help="make a new repository private")

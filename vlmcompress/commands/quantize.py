@@ -29,7 +29,6 @@ PLACE = 21
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     _flags.recipe(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
     _flags.resumable(parser, "OUT")

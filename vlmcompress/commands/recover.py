@@ -31,7 +31,6 @@ DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument(
         "model",
         metavar="MODEL",

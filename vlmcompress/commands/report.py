@@ -11,7 +11,6 @@ PLACE = 33
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     parser.add_argument(
         "runs", metavar="DIR", nargs="+", help="folder with a results.json, from eval or bench --report"
     )

@@ -18,7 +18,6 @@ SHOWN = 12  # layers in the table
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("checkpoint", metavar="OUT", help="folder written by vlmcompress quantize")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one: show what changed from OUT to OTHER")
     parser.add_argument("-o", "--out", metavar="FILE", help="write a page with heat maps; .html")

@@ -28,7 +28,6 @@ CONFIRMATION = "confirmation"
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")

@@ -14,7 +14,6 @@ PASSES_ON = "vllm serve"
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("out", metavar="OUT", help="folder of the checkpoint; the original's works as well")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")

@@ -26,7 +26,6 @@ PLOTS = (".html", ".svg")
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("stats", metavar="STATS", help="what calibrate wrote")
     _flags.model(parser)
     _flags.target(parser, "leave out what this machine does not run")

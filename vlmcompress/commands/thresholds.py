@@ -16,7 +16,6 @@ PLACE = 27
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")

@@ -24,7 +24,6 @@ CACHE_BYTES = {"fp8": 1, "bf16": 2}
 
 
 def options(parser: Parser) -> None:
-    """Add the verb's flags."""
     parser.add_argument("model", metavar="MODEL", help="folder with config.json and the processor's files, or an id")
     parser.add_argument(
         "--image-size", metavar="WxH", action="append", required=True, help="may be repeated: images of one prompt"

@@ -21,8 +21,7 @@ from typing import Any
 
 from vlmcompress.common import hub, json_files
 from vlmcompress.common.messages import reason
-from vlmcompress.data.images import MAX_PIXELS, SUFFIXES
-from vlmcompress.data.samples import Sample, to_sample
+from vlmcompress.data.samples import MAX_PIXELS, SUFFIXES, Sample, to_sample
 from vlmcompress.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from vlmcompress.data.images import LazyImages
-from vlmcompress.data.samples import MARK
+from vlmcompress.data.samples import MARK, LazyImages
 from vlmcompress.evaluation import local_data, scoring
 
 Row = dict[str, Any]

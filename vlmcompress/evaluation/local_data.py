@@ -22,7 +22,7 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.common import hub, json_files
-from vlmcompress.data.images import LazyImages
+from vlmcompress.data.samples import LazyImages
 from vlmcompress.data.sources import bundled
 from vlmcompress.errors import UserError
 

@@ -3,6 +3,8 @@
 Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
 """
 
+# ruff: noqa: F401  # what is imported here is what the package offers
+
 from vlmcompress.models._checks import UNSUPPORTED
 from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._images import ImageSetting, Layout, Piece
@@ -40,7 +42,6 @@ from vlmcompress.models._modules import (
     vision_linears,
 )
 from vlmcompress.models._names import (
-    disk_module,
     disk_names,
     left_out,
     linear_names,
@@ -68,72 +69,3 @@ from vlmcompress.models._read import (
 )
 from vlmcompress.models._spec import Draft, Group, LinearGroup, ModelSpec
 from vlmcompress.models._stream import Stream, Values, stream, untied
-
-__all__ = [
-    "CONFIG_FILES",
-    "REGISTRY",
-    "UNSUPPORTED",
-    "VLM",
-    "Draft",
-    "Expert",
-    "Experts",
-    "Group",
-    "ImageSetting",
-    "Layout",
-    "LinearGroup",
-    "ModelSpec",
-    "Piece",
-    "Source",
-    "Stream",
-    "Values",
-    "all_specs",
-    "attentions",
-    "check_files",
-    "check_shapes",
-    "compressed",
-    "decoder_blocks",
-    "decoder_layers",
-    "disk_module",
-    "disk_names",
-    "draft_blocks",
-    "draft_dropped",
-    "draft_fault",
-    "draft_lost",
-    "draft_modules",
-    "draft_tensors",
-    "found_draft",
-    "kept_draft",
-    "kept_modules",
-    "keys_are_values",
-    "layer_class",
-    "left_out",
-    "linear_names",
-    "load",
-    "load_processor",
-    "memory_names",
-    "mixture",
-    "module_names",
-    "open_model",
-    "quiet",
-    "quantization_block",
-    "quantization_method",
-    "read_config",
-    "read_json",
-    "refuse_quantized",
-    "resolve",
-    "routers",
-    "shards",
-    "build_meta_model",
-    "spec_for",
-    "stored_bytes",
-    "stored_tensors",
-    "stream",
-    "tensor_headers",
-    "tied_names",
-    "unfound",
-    "unfound_text",
-    "untied",
-    "values_name",
-    "vision_linears",
-    "written_names",
-]

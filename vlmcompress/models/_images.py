@@ -145,7 +145,7 @@ def native(processor: Any, width: int, height: int, images: int) -> Layout:
     unit = images_of.patch_size * images_of.merge_size
     low, high = images_of.size["shortest_edge"], images_of.size["longest_edge"]
     rows, columns = (side // unit for side in smart_resize(height, width, unit, min_pixels=low, max_pixels=high))
-    return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
+    return Layout((_whole(rows, columns, width, height),))
 
 
 def filmed(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -164,7 +164,7 @@ def patched(processor: Any, width: int, height: int, images: int) -> Layout:
     unit = processor.patch_size * processor.spatial_merge_size
     ratio = max(1.0, max(width, height) / processor.image_processor.size["longest_edge"])
     columns, rows = ((math.floor(side / ratio) - 1) // unit + 1 for side in (width, height))
-    return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
+    return Layout((_whole(rows, columns, width, height),))
 
 
 def budgeted(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -175,13 +175,13 @@ def budgeted(processor: Any, width: int, height: int, images: int) -> Layout:
     patch, pool = images_of.patch_size, images_of.pooling_kernel_size
     sides = get_aspect_ratio_preserving_size(height, width, patch, images_of.max_soft_tokens * pool**2, pool)
     rows, columns = (side // (patch * pool) for side in sides)
-    return Layout((Piece(rows, columns, (0.0, 0.0, float(width), float(height))),))
+    return Layout((_whole(rows, columns, width, height),))
 
 
 def pooled(processor: Any, width: int, height: int, images: int) -> Layout:
     """Layout of Gemma 3: the image resized to a square whatever its shape (pan and scan is off unless a call asks for it)."""
     n = math.isqrt(processor.image_seq_length)
-    return Layout((Piece(n, n, (0.0, 0.0, float(width), float(height))),))
+    return Layout((_whole(n, n, width, height),))
 
 
 def tiled(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -233,15 +233,20 @@ def adaptive(processor: Any, width: int, height: int, images: int) -> Layout:
         height=height, width=width, min_image_tokens=images_of.min_image_tokens, **limits
     )
     columns, rows = (math.ceil(side // unit / factor) for side in (wide, high))
-    whole = Piece(rows, columns, (0.0, 0.0, float(width), float(height)))
+    whole = _whole(rows, columns, width, height)
     n = math.ceil(images_of.tile_size // unit / factor)
     pieces = _tiles(n, across, down, width, height).pieces[:-1]
     return Layout((*pieces, whole) if images_of.use_thumbnail or not pieces else pieces)
 
 
+def _whole(rows: int, columns: int, width: int, height: int) -> Piece:
+    """The piece that shows a whole image in `rows x columns` tokens."""
+    return Piece(rows, columns, (0.0, 0.0, float(width), float(height)))
+
+
 def _tiles(n: int, across: int, down: int, width: int, height: int) -> Layout:
     """Make pieces: `across x down` tiles of `n x n` tokens that fill the image, row by row, then one of the whole image."""
-    whole = Piece(n, n, (0.0, 0.0, float(width), float(height)))
+    whole = _whole(n, n, width, height)
     if across * down == 1:
         return Layout((whole,))
     xs = [width * i / across for i in range(across + 1)]

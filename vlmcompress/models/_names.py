@@ -113,11 +113,6 @@ def written_names(names: Mapping[str, str], spec: ModelSpec) -> dict[str, str]:
     return {memory: spec.hub_name(memory) for memory in names} if unfound(names, spec) else dict(names)
 
 
-def disk_module(memory_module: str, names: dict[str, str]) -> str:
-    """Name on disk of a module with a `weight`, e.g. of a linear layer."""
-    return names[f"{memory_module}.weight"].removesuffix(".weight")
-
-
 def linear_names(model: nn.Module) -> list[str]:
     """Memory names of all linear layers."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

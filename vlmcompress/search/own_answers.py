@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vlmcompress.common.folders import save
 from vlmcompress.common.progress import Progress
-from vlmcompress.data.images import SUFFIXES
+from vlmcompress.data.samples import SUFFIXES
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import noninferiority
 from vlmcompress.evaluation.compare import LEVEL
