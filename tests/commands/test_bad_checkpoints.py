@@ -32,10 +32,10 @@ def case(message: str) -> Callable:
     return register
 
 
-def rows(folder: Path, *given: dict) -> str:
+def rows(folder: Path, *records: dict) -> str:
     """A data file; `a.png` lies beside it."""
     Image.new("RGB", (30, 30), "red").save(folder / "a.png")
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     return str(folder / "data.jsonl")
 
 

@@ -165,10 +165,10 @@ def test_bad_input(name, original, tmp_path, capfd):
     spoil, message = CASES[name]
     folder = tmp_path / "it"
     shutil.copytree(original, folder)
-    more = spoil(folder)
+    flags = spoil(folder)
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     arguments = ["quantize", str(folder / "model"), "-o", str(folder / "new"), "--scheme", "gptq"]
-    code = cli.main([*arguments, "--calib", str(folder / "calib.jsonl"), *more])
+    code = cli.main([*arguments, "--calib", str(folder / "calib.jsonl"), *flags])
     printed = capfd.readouterr()
     assert code == 2, printed.err
     assert printed.out == ""

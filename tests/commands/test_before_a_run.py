@@ -44,17 +44,17 @@ def test_dry_run_writes_nothing(capfd, model, calib, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("more", [[], ["--calib", "/no/such/data"], ["--text", "/no/such/text", "--calib", "."]])
-def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, more):
+@pytest.mark.parametrize("flags", [[], ["--calib", "/no/such/data"], ["--text", "/no/such/text", "--calib", "."]])
+def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, flags):
     """Data that are needed and not named, or not there: the same line, before any weight is read."""
-    command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", *more]
+    command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", *flags]
     command += ["--set", "options.group_size=64"]
     said = []
     for form in (["--dry-run"], []):
         assert cli.main([*command, *form]) == 2
         said.append(capfd.readouterr().err)
     assert said[0] == said[1] and said[0].count("\n") == 1
-    assert ("does not exist" if more else "scheme 'awq' needs calibration images; name some with --calib") in said[0]
+    assert ("does not exist" if flags else "scheme 'awq' needs calibration images; name some with --calib") in said[0]
 
 
 @pytest.mark.parametrize(

@@ -287,12 +287,12 @@ def test_list_reducers_says_what_their_modules_say(capfd):
     from vlmcompress.reducers import REGISTRY
 
     assert cli.main(["list", "reducers", "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)["reducers"]
-    assert [entry["name"] for entry in found] == sorted([*REGISTRY.names(), "resize"])
-    (resize,) = (entry for entry in found if entry["name"] == "resize")
-    assert resize["stage"] == "processor" and resize["served"] and resize.keys() == found[0].keys()
-    found.remove(resize)
-    for entry in found:
+    listed = json.loads(capfd.readouterr().out)["reducers"]
+    assert [entry["name"] for entry in listed] == sorted([*REGISTRY.names(), "resize"])
+    (resize,) = (entry for entry in listed if entry["name"] == "resize")
+    assert resize["stage"] == "processor" and resize["served"] and resize.keys() == listed[0].keys()
+    listed.remove(resize)
+    for entry in listed:
         module = REGISTRY.get(entry["name"])
         assert (entry["stage"], entry["count"], entry["served"]) == (module.STAGE, module.COUNT, module.SERVED)
         assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
@@ -300,14 +300,14 @@ def test_list_reducers_says_what_their_modules_say(capfd):
         for family in FAMILIES.names():
             reason = refusal(FAMILIES.constant(family, "ARCHITECTURE"), parse(entry["name"]))
             assert (reason is None) == (family in entry["vllm"])
-    (videos_only,) = (entry["vllm"] for entry in found if entry["name"] == "evs")
+    (videos_only,) = (entry["vllm"] for entry in listed if entry["name"] == "evs")
     assert {"qwen2-vl", "qwen2-5-vl", "qwen3-vl"} <= {*videos_only} and not {"llava", "idefics3"} & {*videos_only}
     assert cli.main(["list", "reducers"]) == 0
     text = " ".join(capfd.readouterr().out.split())
     assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
     assert " fastv llm fixed count transformers only FastV: after" in text
     assert " resize processor measured count every engine Make images smaller" in text
-    assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in found)
+    assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in listed)
 
 
 def test_methods_that_beat_no_baseline_are_labelled():

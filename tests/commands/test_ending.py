@@ -78,8 +78,8 @@ def test_a_signal_that_is_ignored_stays_so(capfd, monkeypatch, number):
 
 def test_standard_output_that_is_full():
     """One line and the code of other output errors, with `--json`, too, and for an error that finds no room."""
-    for more, code, line in (([], 2, FULL), (["--json"], 2, FULL), (["--nope", "--json"], 2, "takes no '--nope'")):
+    for flags, code, line in (([], 2, FULL), (["--json"], 2, FULL), (["--nope", "--json"], 2, "takes no '--nope'")):
         with open("/dev/full", "w") as full:
-            command = [sys.executable, "-m", "vlmcompress", "list", *more]
+            command = [sys.executable, "-m", "vlmcompress", "list", *flags]
             done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
         assert done.returncode == code and line in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -29,23 +29,23 @@ def noise(*size: int) -> Image.Image:
 
 
 def looked(family: str, images: list[Image.Image], text: str) -> list[reducers.Reduction]:
-    one = vlm(family)
-    layouts = [one.spec.layout(one.processor, *image.size, len(images)) for image in images]
-    return capture.decide(one, encode_prompt(Sample("x", images, "what is it"), one), layouts, parse(text))
+    model = vlm(family)
+    layouts = [model.spec.layout(model.processor, *image.size, len(images)) for image in images]
+    return capture.decide(model, encode_prompt(Sample("x", images, "what is it"), model), layouts, parse(text))
 
 
 def features(family: str, images: list[Image.Image]) -> torch.Tensor:
     """`[tokens, d]`: the visual rows of all images that the language model gets."""
-    one, rows = vlm(family), []
-    inputs = encode_prompt(Sample("x", images, "what is it"), one)
-    inputs["pixel_values"] = inputs["pixel_values"].to(one.model.dtype)
-    text = one.model.get_submodule(one.spec.layers.rpartition(".")[0])
+    model, rows = vlm(family), []
+    inputs = encode_prompt(Sample("x", images, "what is it"), model)
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.model.dtype)
+    text = model.model.get_submodule(model.spec.layers.rpartition(".")[0])
     hook = text.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["inputs_embeds"][0]), with_kwargs=True
     )
-    one.model(**inputs)
+    model.model(**inputs)
     hook.remove()
-    return rows[0][inputs["input_ids"][0] == getattr(one.model.config, one.spec.image_token)]
+    return rows[0][inputs["input_ids"][0] == getattr(model.model.config, model.spec.image_token)]
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def features(family: str, images: list[Image.Image]) -> torch.Tensor:
 @pytest.mark.parametrize("text", ["divprune:0.3", "uniform:0.3"])
 def test_each_image_as_the_method_decides_on_its_features(family, text):
     images, chosen = [noise(112, 84), noise(90, 150)], parse(text)
-    rows, one = features(family, images), vlm(family)
-    for image, found in zip(images, looked(family, images, text), strict=True):
-        layout = one.spec.layout(one.processor, *image.size, len(images))
-        own, rows = rows[: layout.tokens], rows[layout.tokens :]
+    rows, model = features(family, images), vlm(family)
+    for image, decision in zip(images, looked(family, images, text), strict=True):
+        layout = model.spec.layout(model.processor, *image.size, len(images))
+        image_rows, rows = rows[: layout.tokens], rows[layout.tokens :]
         kept = {number for number, cell in enumerate(layout.cells()) if cell is None}  # newlines stay
         for grid, index in layout.grids():
-            part = reducers.reduce(chosen.module, Signals(grid, features=own[index]), chosen.options)
+            part = reducers.reduce(chosen.module, Signals(grid, features=image_rows[index]), chosen.options)
             kept |= {index[number] for number in part.anchor.tolist()}
-        assert found.anchor.tolist() == sorted(kept)
-        assert len(found.target) == layout.tokens and (found.target >= 0).sum() == len(kept)
+        assert decision.anchor.tolist() == sorted(kept)
+        assert len(decision.target) == layout.tokens and (decision.target >= 0).sum() == len(kept)
     assert len(rows) == 0
 
 
@@ -72,9 +72,9 @@ def test_pixels_are_those_of_the_image():
     image = noise(140, 84)
     image.paste((10, 20, 30), (56, 0, 140, 84))
     inputs = encode_prompt(Sample("x", [image], ""), vlm("qwen2-5-vl"))
-    (found,) = signals(vlm("qwen2-5-vl").processor.image_processor, inputs["pixel_values"], inputs["image_grid_thw"])
-    assert found.grid == (1, 3, 5)
-    for token, levels in enumerate(found.pixels):
+    (signal,) = signals(vlm("qwen2-5-vl").processor.image_processor, inputs["pixel_values"], inputs["image_grid_thw"])
+    assert signal.grid == (1, 3, 5)
+    for token, levels in enumerate(signal.pixels):
         x, y = 28 * (token % 5), 28 * (token // 5)
         part = torch.tensor(list(image.crop((x, y, x + 28, y + 28)).get_flattened_data()), dtype=torch.float32)
         assert torch.equal(levels.sort().values, part.flatten().repeat(2).sort().values)  # two frames, both the image
@@ -96,7 +96,7 @@ def test_images_that_go_stay_or_shrink_while_generating():
     """What is drawn of methods that leave one token of whole images, all, or drop some behind the prompt's last token."""
     images = [noise(112, 84), noise(112, 84)]
     left = {
-        text: [Counts.of(one).left for one in looked("qwen2-5-vl", images, text)]
+        text: [Counts.of(reduction).left for reduction in looked("qwen2-5-vl", images, text)]
         for text in (
             "litevlm:0.5",
             "pevlm",
@@ -139,7 +139,7 @@ def test_verb(capfd, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "message"),
+    ("family", "flags", "message"),
     [
         ("llava", ["--reduce", "dart:2"], "keep must be a number above 0 and at most 1, got 2"),
         ("llava", ["--reduce", "relevance:0.5"], "'relevance' looks at the question; add --question"),
@@ -157,10 +157,10 @@ def test_verb(capfd, tmp_path):
         ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], "CLS"),
     ],
 )
-def test_bad_input(capfd, tmp_path, family, more, message):
+def test_bad_input(capfd, tmp_path, family, flags, message):
     noise(60, 60).save(tmp_path / "a.png")
     default = ["inspect", str(checkpoint(family)), "--image", str(tmp_path / "a.png"), "-o", str(tmp_path / "out.png")]
-    assert cli.main([*default, *more]) == 2
+    assert cli.main([*default, *flags]) == 2
     shown = capfd.readouterr().err
     assert message in shown and shown.count("\n") == 1
     assert not (tmp_path / "out.png").exists()

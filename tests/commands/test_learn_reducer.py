@@ -43,12 +43,12 @@ def run(capsys, *arguments):
 @pytest.fixture(scope="module")
 def scorers(models, data, tmp_path_factory):
     """Model -> the file of its scorer."""
-    folder, found = tmp_path_factory.mktemp("scorers"), {}
+    folder, files = tmp_path_factory.mktemp("scorers"), {}
     for name, model in models.items():
-        found[name] = folder / f"{name}.safetensors"
-        given = ("learn-reducer", model, "-o", found[name], "--calib", data, "--keep", "0.5", *FEW, "--steps", 30)
-        assert cli.main([*map(str, given)]) == 0
-    return found
+        files[name] = folder / f"{name}.safetensors"
+        arguments = ("learn-reducer", model, "-o", files[name], "--calib", data, "--keep", "0.5", *FEW, "--steps", 30)
+        assert cli.main([*map(str, arguments)]) == 0
+    return files
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])
@@ -68,11 +68,11 @@ def test_a_checkpoint_carries_it(models, scorers, tmp_path, capsys, name):
     vlm = load(model)
     batch = encode(vlm, 1)
     with torch.no_grad(), attach(vlm, "learned", {"keep": 0.5, "scorer": str(scorers[name])}) as attached:
-        wanted = vlm.model(**batch).logits
+        expected = vlm.model(**batch).logits
         kept = [unit.reduction.anchor.tolist() for unit in attached.seen]
     read = AutoModelForImageTextToText.from_pretrained(out, dtype="auto").eval()
     with torch.no_grad(), attach_carried(read, vlm.processor, out) as attached:
-        assert torch.equal(read(**batch).logits, wanted)
+        assert torch.equal(read(**batch).logits, expected)
         assert [unit.reduction.anchor.tolist() for unit in attached.seen] == kept
     (out / scorer_file.CARRIED).write_bytes(b"")
     code, text, _ = run(capsys, "doctor", out, "--source", model)
@@ -84,12 +84,12 @@ def test_calibration_goes_on_behind_it(models, scorers, data, tmp_path, capsys):
     model, stats, other = models["llava"], tmp_path / "stats", tmp_path / "other.safetensors"
     reduce = ("--reduce", f"learned:0.5,scorer={scorers['llava']}")
     assert run(capsys, "calibrate", model, "-o", stats, "--calib", data, *reduce)[0] == 0
-    given = ("quantize", model, "--scheme", "int8", "--stats", stats)
-    code, _, err = run(capsys, *given, *reduce, "-o", tmp_path / "out")
+    arguments = ("quantize", model, "--scheme", "int8", "--stats", stats)
+    code, _, err = run(capsys, *arguments, *reduce, "-o", tmp_path / "out")
     assert code == 0, err
-    found = scorer_file.read(scorers["llava"])
-    scorer_file.save(other, found.weights | {"bias": found.weights["bias"] + 1}, found.facts)
-    code, _, err = run(capsys, *given, "--reduce", f"learned:0.5,scorer={other}", "-o", tmp_path / "no")
+    scorer = scorer_file.read(scorers["llava"])
+    scorer_file.save(other, scorer.weights | {"bias": scorer.weights["bias"] + 1}, scorer.facts)
+    code, _, err = run(capsys, *arguments, "--reduce", f"learned:0.5,scorer={other}", "-o", tmp_path / "no")
     assert code == 2 and "statistics" in err and not (tmp_path / "no").exists()
 
 
@@ -109,8 +109,8 @@ def test_what_it_says(models, data, tmp_path, capsys):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, capsys, monkeypatch):
-    given = ("learn-reducer", models["llava"], "--calib", data, *FEW)
-    assert run(capsys, *given, "-o", tmp_path / "whole.safetensors")[0] == 0
+    arguments = ("learn-reducer", models["llava"], "--calib", data, *FEW)
+    assert run(capsys, *arguments, "-o", tmp_path / "whole.safetensors")[0] == 0
     out, backward = tmp_path / "part.safetensors", learn_reducer._Training._backward
 
     def interrupted(self, index, factor):
@@ -120,10 +120,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
 
     with monkeypatch.context() as patch:
         patch.setattr(learn_reducer._Training, "_backward", interrupted)
-        assert run(capsys, *given, "-o", out)[0] == 130 and not out.exists()
-    code, _, err = run(capsys, *given, "-o", out, "--resume", "--lr", "0.02")
+        assert run(capsys, *arguments, "-o", out)[0] == 130 and not out.exists()
+    code, _, err = run(capsys, *arguments, "-o", out, "--resume", "--lr", "0.02")
     assert code == 2 and "--resume: the interrupted run had --lr 0.01, this one has 0.02" in err
-    assert run(capsys, *given, "-o", out, "--resume")[0] == 0
+    assert run(capsys, *arguments, "-o", out, "--resume")[0] == 0
     assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_pat
     backward, measured = run_class._backward, iter([0.5, 0.4, 0.3, 0.1])  # uniform, coverage, untrained, step 4
     monkeypatch.setattr(run_class, "_measured", lambda self, gate: next(measured))
     monkeypatch.setattr(
-        run_class, "_backward", lambda self, *given: backward(self, *given) if self.step < 6 else float("nan")
+        run_class, "_backward", lambda self, *arguments: backward(self, *arguments) if self.step < 6 else float("nan")
     )
     code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *FEW)
     assert code == 0, err
@@ -141,7 +141,7 @@ def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("flags", "text"),
     [
         (("--keep", "0"), "keep must be a number above 0"),
         (("--keep", "1"), "--keep is 1; it should be above 0 and below 1"),
@@ -158,9 +158,9 @@ def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_pat
         (("--text", "x.jsonl"), "--text is for calibration"),
     ],
 )
-def test_bad_input_is_one_line(models, data, tmp_path, capsys, more, text):
+def test_bad_input_is_one_line(models, data, tmp_path, capsys, flags, text):
     out = tmp_path / "s.safetensors"
-    code, _, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *more)
+    code, _, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *flags)
     assert code == 2 and text in err and err.count("\n") == 1 and not out.exists()
 
 
@@ -168,26 +168,26 @@ def test_what_else_is_refused(models, scorers, data, tmp_path, capsys):
     names = ("a.safetensors", "b.bin")
     there, odd = (tmp_path / name for name in names)
     there.write_bytes(b"mine")
-    given = ("learn-reducer", models["llava"], "--calib", data)
+    arguments = ("learn-reducer", models["llava"], "--calib", data)
     for out, text in (
         (there, "is there already; choose another name, or add --overwrite"),
         (odd, "ends in .safetensors"),
     ):
-        code, _, err = run(capsys, *given, "-o", out)
+        code, _, err = run(capsys, *arguments, "-o", out)
         assert code == 2 and text in err
     assert there.read_bytes() == b"mine"
     texts = tmp_path / "texts.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     texts.write_text("".join(json.dumps({"id": str(i), "messages": turns}) + "\n" for i in range(30)))
-    code, _, err = run(capsys, *given[:2], "--calib", texts, "-o", tmp_path / "c.safetensors")
+    code, _, err = run(capsys, *arguments[:2], "--calib", texts, "-o", tmp_path / "c.safetensors")
     assert code == 2 and "has no images" in err
-    given = ("quantize", models["llava"], "--scheme", "none", "-o", tmp_path / "out")
+    arguments = ("quantize", models["llava"], "--scheme", "none", "-o", tmp_path / "out")
     for reduce, text in (
         ("learned:0.5", "'learned' has no scorer; train one with"),
         ("learned:0.5,scorer=nowhere.safetensors", "cannot read scorer nowhere.safetensors"),
         (f"learned:0.5,scorer={scorers['qwen2-5-vl']}", "of another model"),
     ):
-        code, _, err = run(capsys, *given, "--reduce", reduce)
+        code, _, err = run(capsys, *arguments, "--reduce", reduce)
         assert code == 2 and text in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
@@ -206,13 +206,13 @@ def test_samples_of_text_alone_go_along(models, tmp_path, capsys):
 
 def test_all_images_on_one_side_are_refused(models, tmp_path, capsys):
     rows = [sample.id for sample in load_samples(mixed(tmp_path, lambda i: True), samples=40, seed=0)]
-    first, last = ({int(one) for one in part} for part in (rows[:32], rows[32:]))
-    out, given = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "calib.jsonl")
+    first, last = ({int(number) for number in part} for part in (rows[:32], rows[32:]))
+    out, arguments = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "calib.jsonl")
     mixed(tmp_path, lambda i: i in first)
-    code, _, err = run(capsys, *given, "-o", out, *FEW)
+    code, _, err = run(capsys, *arguments, "-o", out, *FEW)
     assert code == 2 and "none of the 8 samples that are held out has an image" in err and err.count("\n") == 1
     code, _, err = run(
-        capsys, "recover", *given[1:], "--reduce", "uniform:0.5", "-o", tmp_path / "out", "--samples", 40
+        capsys, "recover", *arguments[1:], "--reduce", "uniform:0.5", "-o", tmp_path / "out", "--samples", 40
     )
     assert code == 2 and "none of the 8 samples that are held out has an image" in err
     assert last and not out.exists()
@@ -237,19 +237,19 @@ def test_files_of_others_are_not_touched(models, scorers, data, tmp_path, capsys
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     other = tmp_path / "other.safetensors"
     safetensors.torch.save_file({"a": torch.ones(2)}, other)
-    given = ("learn-reducer", model, "--calib", data, *FEW)
-    for out, more, text in (
+    arguments = ("learn-reducer", model, "--calib", data, *FEW)
+    for out, flags, text in (
         (model / "model.safetensors", ["--overwrite"], "is inside the source model"),
         (model / "scorer.safetensors", [], "is inside the source model"),
         (other, ["--overwrite"], "is no scorer, so it is not ours to overwrite"),
         (tmp_path / "folder.safetensors", ["--overwrite"], "is a folder"),
     ):
         (tmp_path / "folder.safetensors").mkdir(exist_ok=True)
-        code, _, err = run(capsys, *given, "-o", out, *more)
+        code, _, err = run(capsys, *arguments, "-o", out, *flags)
         assert code == 2 and text in err and err.count("\n") == 1, err
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
     assert safetensors.torch.load_file(other)["a"].tolist() == [1, 1]
     out = shutil.copy(scorers["llava"], tmp_path / "mine.safetensors")
-    code, _, err = run(capsys, *given, "-o", out, "--overwrite")
+    code, _, err = run(capsys, *arguments, "-o", out, "--overwrite")
     assert code == 0, err
     assert scorer_file.read(Path(out)).facts["steps"] == 12

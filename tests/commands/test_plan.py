@@ -36,7 +36,7 @@ def test_text_says_what_to_do(models, capsys):
 
 
 def test_json_has_everything_and_adds_up(models, capsys):
-    given = (
+    arguments = (
         "--target",
         "h100",
         "--reserve",
@@ -49,7 +49,7 @@ def test_json_has_everything_and_adds_up(models, capsys):
         "64x64",
         "--json",
     )
-    data = json.loads(run(capsys, models["qwen3-vl"], *given)[1])
+    data = json.loads(run(capsys, models["qwen3-vl"], *arguments)[1])
     assert data["ok"] and data["recommended"] == "fp8"
     memory = data["memory"]
     assert memory["token_bytes"] == 2 * 2 * 32 * 2 * 2  # keys and values, 2 heads of 32, 16 bits, 2 blocks
@@ -69,11 +69,11 @@ def test_json_has_everything_and_adds_up(models, capsys):
 
 
 def test_a_cache_of_a_given_size(models, capsys):
-    given = ("--kv-cache-memory", "1GiB", "--image-size", "64x64", "--target", "cpu", "--json")
-    one = json.loads(run(capsys, models["llava"], *given)[1])
-    eight = json.loads(run(capsys, models["llava"], *given, "--kv-cache", "fp8")[1])
-    assert {row["cache_space"] for row in one["formats"] if row["fits"]} == {2**30}
-    assert one["memory"]["token_bytes"] == 2 * eight["memory"]["token_bytes"]
+    arguments = ("--kv-cache-memory", "1GiB", "--image-size", "64x64", "--target", "cpu", "--json")
+    single = json.loads(run(capsys, models["llava"], *arguments)[1])
+    eight = json.loads(run(capsys, models["llava"], *arguments, "--kv-cache", "fp8")[1])
+    assert {row["cache_space"] for row in single["formats"] if row["fits"]} == {2**30}
+    assert single["memory"]["token_bytes"] == 2 * eight["memory"]["token_bytes"]
     assert eight["quantize"].count("--kv-cache fp8") == 1 and any("calibrates" in note for note in eight["notes"])
 
 
@@ -91,8 +91,8 @@ def test_without_a_machine_there_is_no_verdict(models, capsys):
 
 
 def test_notes_about_types_of_the_cache(models, capsys):
-    def notes(model, *given):
-        return "\n".join(json.loads(run(capsys, models[model], "--json", *given)[1])["notes"])
+    def notes(model, *arguments):
+        return "\n".join(json.loads(run(capsys, models[model], "--json", *arguments)[1])["notes"])
 
     assert "q_norm" in notes("llava", "--target", "h100") and "q_norm" not in notes("qwen3-vl", "--target", "h100")
     assert "int8_per_token_head" in notes("qwen3-vl", "--target", "a100")
@@ -102,12 +102,12 @@ def test_notes_about_types_of_the_cache(models, capsys):
 
 def test_a_table_and_a_drawing_over_sizes(models, tmp_path, capsys):
     file = tmp_path / "sizes.svg"
-    given = ("--target", "h100", "--reduce", "dart:0.25", "--sizes", "64x64,128x128,192x192", "--plot", file)
-    code, text, _ = run(capsys, models["qwen3-vl"], *given)
+    arguments = ("--target", "h100", "--reduce", "dart:0.25", "--sizes", "64x64,128x128,192x192", "--plot", file)
+    code, text, _ = run(capsys, models["qwen3-vl"], *arguments)
     assert code == 0 and "192x192" in text
     drawn = file.read_text()
     assert drawn.startswith("<svg") and drawn.count("<polyline") == 2 and "dart:0.25" in drawn
-    data = json.loads(run(capsys, models["qwen3-vl"], *given, "--json")[1])
+    data = json.loads(run(capsys, models["qwen3-vl"], *arguments, "--json")[1])
     requests = [[row["loads"][name]["requests"] for row in data["sizes"]] for name in ("all", "dart:0.25")]
     assert requests[0][0] > requests[0][-1] and all(few <= many for few, many in zip(*requests, strict=True))
     assert requests[0][-1] < requests[1][-1]
@@ -148,7 +148,7 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (("--target", "h10"), "did you mean 'h100'"),
         (("--text-tokens", "4000"), "the model takes 2,048"),
@@ -169,8 +169,8 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
         (("--reduce", "fastv:0.5"), "--reduce fastv"),
     ],
 )
-def test_bad_flags(models, capsys, given, said):
-    code, out, error = run(capsys, models["llava"], *given)
+def test_bad_flags(models, capsys, arguments, said):
+    code, out, error = run(capsys, models["llava"], *arguments)
     assert code == 2 and not out and said in error and error.count("\n") == 1
 
 
@@ -179,20 +179,20 @@ def test_what_drafting_takes(tmp_path, capsys):
     folder, bare = tiny.build("qwen3-5", tmp_path / "whole"), tmp_path / "bare"
     bare.mkdir()
     shutil.copy(folder / "config.json", bare)
-    given = ("--images-per-request", "0", "--target", "h100", "--json")
-    plain = json.loads(run(capsys, folder, *given)[1])
+    arguments = ("--images-per-request", "0", "--target", "h100", "--json")
+    plain = json.loads(run(capsys, folder, *arguments)[1])
     head = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "mtp." in name)
     for source in (folder, bare):
-        found = json.loads(run(capsys, source, *given, "--speculative", "mtp")[1])
+        drafting = json.loads(run(capsys, source, *arguments, "--speculative", "mtp")[1])
         # keys and values of one block with 2 heads of 32, in 16 bits
-        assert found["speculative"] == {"method": "mtp", "tokens": 1, "weights": head, "token_bytes": 2 * 2 * 32 * 2}
-        assert found["memory"]["token_bytes"] == plain["memory"]["token_bytes"] + 256
-        weights = [(one["name"], one["device_weights"]) for one in plain["formats"] if not one["refused"]]
-        with_head = {one["name"]: one["device_weights"] for one in found["formats"]}
+        assert drafting["speculative"] == {"method": "mtp", "tokens": 1, "weights": head, "token_bytes": 2 * 2 * 32 * 2}
+        assert drafting["memory"]["token_bytes"] == plain["memory"]["token_bytes"] + 256
+        weights = [(row["name"], row["device_weights"]) for row in plain["formats"] if not row["refused"]]
+        with_head = {row["name"]: row["device_weights"] for row in drafting["formats"]}
         assert all(with_head[name] == bytes_ + head for name, bytes_ in weights)
-    ngram = json.loads(run(capsys, folder, *given, "--speculative", "ngram:2")[1])
+    ngram = json.loads(run(capsys, folder, *arguments, "--speculative", "ngram:2")[1])
     assert ngram["memory"]["token_bytes"] == plain["memory"]["token_bytes"]
-    states = [sum(group["states"] for group in one["memory"]["groups"]) for one in (plain, ngram)]
+    states = [sum(group["states"] for group in row["memory"]["groups"]) for row in (plain, ngram)]
     assert states[1] == states[0] + 2
 
 

@@ -46,28 +46,28 @@ def apart(monkeypatch, tmp_path) -> None:
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Hub]:
-    with serving() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.address)
-        monkeypatch.setenv("HF_TOKEN", found.token)
+    with serving() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
 
-        yield found
+        yield hub
 
 
 def before(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def dry(made: Path, capfd, *more: str) -> dict:
-    assert cli.main(["push", str(made), "my-org/tiny-w4", "--dry-run", "--json", *more]) == 0
+def dry(made: Path, capfd, *flags: str) -> dict:
+    assert cli.main(["push", str(made), "my-org/tiny-w4", "--dry-run", "--json", *flags]) == 0
     return json.loads(capfd.readouterr().out)
 
 
 def test_dry_run_shows_what_would_be_uploaded(made, capfd) -> None:
     """Every file of the folder, no more; without a token or a network; the folder stays as it is."""
     was = before(made)
-    found = dry(made, capfd)
-    assert set(found["files"]) == set(was) and found["url"] is None
-    assert {name: size for name, size in found["files"].items() if name not in (card.CARD, manifest.MANIFEST)} == {
+    report = dry(made, capfd)
+    assert set(report["files"]) == set(was) and report["url"] is None
+    assert {name: size for name, size in report["files"].items() if name not in (card.CARD, manifest.MANIFEST)} == {
         name: len(content) for name, content in was.items() if name not in (card.CARD, manifest.MANIFEST)
     }
     assert cli.main(["push", str(made), "my-org/tiny-w4", "--dry-run", "--private"]) == 0
@@ -115,11 +115,11 @@ def test_an_odd_card_of_the_original_is_left_alone(kept, made, tmp_path, capfd) 
 
 
 def results(made: Path, folder: Path, **changes: object) -> Path:
-    found = made_results.make_results()
+    measured = made_results.make_results()
     side = {"weight_bytes": manifest.read(made)["size"]["weights_after"], "layer_errors": {}} | changes
-    found = found.model_copy(update={"candidate": found.candidate.model_copy(update=side)})
+    measured = measured.model_copy(update={"candidate": measured.candidate.model_copy(update=side)})
     folder.mkdir()
-    (folder / FILE).write_text(json.dumps(found.to_dict()))
+    (folder / FILE).write_text(json.dumps(measured.to_dict()))
     return folder
 
 

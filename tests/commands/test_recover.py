@@ -46,20 +46,20 @@ def run(capsys, *arguments):
 def test_what_is_written(models, data, tmp_path, capsys, name):
     """It loads, carries the reducer, is close to the original behind it, passes the doctor, and can be quantized."""
     model, out = models[name], tmp_path / "out"
-    given = ("--reduce", "divprune:0.25", "--calib", data, "-o", out, "--steps", 12, "--every", 4, "--lr", 1e-3)
-    code, text, err = run(capsys, "recover", model, *given, "--json")
+    arguments = ("--reduce", "divprune:0.25", "--calib", data, "-o", out, "--steps", 12, "--every", 4, "--lr", 1e-3)
+    code, text, err = run(capsys, "recover", model, *arguments, "--json")
     assert code == 0, err
-    found = json.loads(text)
-    assert follow(found["next"], data, tmp_path) == ["eval", "quantize"]
-    kl = found["recovery"]["held_out_kl"]
-    assert found["recovery"]["changed"] and 0 < kl["after"] < kl["before"]
-    assert found["recovery"]["samples"] == {"trained_on": 16, "held_out": 8, "answers_of_the_teacher": 0}
+    data_out = json.loads(text)
+    assert follow(data_out["next"], data, tmp_path) == ["eval", "quantize"]
+    kl = data_out["recovery"]["held_out_kl"]
+    assert data_out["recovery"]["changed"] and 0 < kl["after"] < kl["before"]
+    assert data_out["recovery"]["samples"] == {"trained_on": 16, "held_out": 8, "answers_of_the_teacher": 0}
     assert divergence(model, out, data) == pytest.approx(kl["after"], rel=1e-3)
     config = json.loads((out / "config.json").read_text())
     assert config["vlmcompress"]["reduce"]["method"] == "divprune" and "quantization_config" not in config
     before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
-    assert {key: (one.shape, one.dtype) for key, one in before.items()} == {
-        key: (one.shape, one.dtype) for key, one in after.items()
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in before.items()} == {
+        key: (tensor.shape, tensor.dtype) for key, tensor in after.items()
     }
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert any("q_proj" in key for key in changed) and not any("embed_tokens" in key for key in changed)
@@ -78,7 +78,7 @@ def test_the_student_says_what_the_model_generates_behind_its_reducer(models, da
     for model in models.values():
         vlm = load(model, dtype=torch.float64)
         batch = encode(load_samples(data, samples=1, seed=0), vlm)[0]
-        batch = {key: one.double() if one.is_floating_point() else one for key, one in batch.items()}
+        batch = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
         cut, count = distillation.answer_tokens(batch)
         with torch.no_grad():
             teacher = distillation.teacher_logits(vlm, batch)
@@ -88,7 +88,7 @@ def test_the_student_says_what_the_model_generates_behind_its_reducer(models, da
             other["input_ids"] = batch["input_ids"].clone()
             other["input_ids"][:, cut] += 1
             with attach(vlm, "relevance", {"keep": 0.5}):
-                first, second = (distillation.student_logits(vlm, one) for one in (batch, other))
+                first, second = (distillation.student_logits(vlm, tensor) for tensor in (batch, other))
             assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
 
 
@@ -98,17 +98,17 @@ def test_the_student_says_what_the_model_generates_behind_its_reducer(models, da
 def test_gradients_reach_the_projector_behind_every_kind_of_reducer(models, data, name, reduce):
     vlm = load(models[name], dtype=torch.float32)
     batch = encode(load_samples(data, samples=1, seed=0), vlm)[0]
-    weights = [one for key, one in vlm.model.named_parameters() if key.startswith(vlm.spec.projector[0])]
-    for one in weights:
-        one.requires_grad_()
+    weights = [weight for key, weight in vlm.model.named_parameters() if key.startswith(vlm.spec.projector[0])]
+    for weight in weights:
+        weight.requires_grad_()
     chosen = resolve({"model": str(models[name]), "scheme": "none", "reduce": reduce}).recipe.reduce
     with attach(vlm, chosen), distillation.graph(vlm):
         distillation.student_logits(vlm, batch).square().sum().backward()
-    assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in weights if one.ndim == 2)
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights if weight.ndim == 2)
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, capsys):
-    model, asked = models["llava"], Asked(steps=6, every=2, batch=2, lr=1e-3)
+    model, training = models["llava"], Asked(steps=6, every=2, batch=2, lr=1e-3)
 
     def recipe(name: str) -> Recipe:
         keys = {"data": str(data), "samples": 24}
@@ -118,16 +118,16 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models, data, tmp_path, ca
         if label == "recovering" and done == 5:
             raise KeyboardInterrupt
 
-    whole = recover(recipe("whole"), asked)
+    whole = recover(recipe("whole"), training)
     with pytest.raises(KeyboardInterrupt):
-        recover(recipe("resumed"), asked, progress=broken)
-    given = ("--reduce", "divprune:0.25", "--calib", data, "--samples", 24, "-o", tmp_path / "resumed", "--resume")
-    code, _, err = run(capsys, "recover", model, *given, *FEW)
+        recover(recipe("resumed"), training, progress=broken)
+    arguments = ("--reduce", "divprune:0.25", "--calib", data, "--samples", 24, "-o", tmp_path / "resumed", "--resume")
+    code, _, err = run(capsys, "recover", model, *arguments, *FEW)
     assert code == 2 and "--resume: the interrupted run had --steps 6, this one has 4; give the same" in err
     steps = []
-    resumed = recover(recipe("resumed"), asked, resume=True, progress=lambda *one: steps.append(one))
+    resumed = recover(recipe("resumed"), training, resume=True, progress=lambda *report: steps.append(report))
     assert [done for label, done, _ in steps if label == "recovering"] == [5, 6]
-    weights = [(one.out / "model.safetensors").read_bytes() for one in (whole, resumed)]
+    weights = [(report.out / "model.safetensors").read_bytes() for report in (whole, resumed)]
     assert weights[0] == weights[1] and whole.manifest["recovery"] == resumed.manifest["recovery"]
 
 
@@ -162,16 +162,39 @@ def test_the_model_answers_where_the_data_do_not(models, data, tmp_path, capsys)
         row.pop("answer")
     asking = data.parent / "asking.jsonl"
     asking.write_text("\n".join(map(json.dumps, rows)))
-    given = ("--reduce", "divprune:0.25", "--calib", asking, "-o", tmp_path / "out", *FEW, "--json", "--samples", 24)
-    code, text, err = run(capsys, "recover", models["llava"], *given)
+    arguments = (
+        "--reduce",
+        "divprune:0.25",
+        "--calib",
+        asking,
+        "-o",
+        tmp_path / "out",
+        *FEW,
+        "--json",
+        "--samples",
+        24,
+    )
+    code, text, err = run(capsys, "recover", models["llava"], *arguments)
     assert code == 0, err
     assert 16 <= json.loads(text)["recovery"]["samples"]["answers_of_the_teacher"] <= 20
 
 
 def test_nothing_better_leaves_the_weights(models, data, tmp_path, capsys):
     model, out = models["llava"], tmp_path / "out"
-    given = ("--reduce", "divprune:0.25", "--calib", data, "-o", out, *FEW, "--lr", 0.9, "--train", "norms,projector")
-    code, text, err = run(capsys, "recover", model, *given)
+    arguments = (
+        "--reduce",
+        "divprune:0.25",
+        "--calib",
+        data,
+        "-o",
+        out,
+        *FEW,
+        "--lr",
+        0.9,
+        "--train",
+        "norms,projector",
+    )
+    code, text, err = run(capsys, "recover", model, *arguments)
     assert code == 0, err
     assert "Nothing was better than the original weights" in text and "no better" in text and "it diverged" in text
     before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
@@ -184,16 +207,16 @@ def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
     big = calibration_rows.write(tmp_path, 20)
     for row in range(20):
         Image.open(tmp_path / f"{row}.png").resize((224, 224)).save(tmp_path / f"{row}.png")
-    given = ("--reduce", "resize:0.5", "--reduce", "divprune:0.5", "--calib", big, "-o", tmp_path / "out", *FEW)
-    code, text, err = run(capsys, "recover", models["qwen2-5-vl"], *given, "--train", "tower,projector", "--json")
+    arguments = ("--reduce", "resize:0.5", "--reduce", "divprune:0.5", "--calib", big, "-o", tmp_path / "out", *FEW)
+    code, text, err = run(capsys, "recover", models["qwen2-5-vl"], *arguments, "--train", "tower,projector", "--json")
     assert code == 0, err
-    found = json.loads(text)
-    assert found["resize"]["tokens"] and set(found["recovery"]["parameters"]) == {"tower", "projector"}
-    assert found["recovery"]["held_out_kl"]["before"] > 0
+    facts = json.loads(text)
+    assert facts["resize"]["tokens"] and set(facts["recovery"]["parameters"]) == {"tower", "projector"}
+    assert facts["recovery"]["held_out_kl"]["before"] > 0
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (
             ("--reduce", "divprune:0.25", "--train", "projektor"),
@@ -209,8 +232,8 @@ def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
         (("--reduce", "divprune:0.25", "--set", "scheme=fp8"), "--set scheme: no such key of recover"),
     ],
 )
-def test_bad_input(models, data, tmp_path, capsys, given, said):
-    code, _, err = run(capsys, "recover", models["llava"], *given, "--calib", data, "-o", tmp_path / "out")
+def test_bad_input(models, data, tmp_path, capsys, arguments, said):
+    code, _, err = run(capsys, "recover", models["llava"], *arguments, "--calib", data, "-o", tmp_path / "out")
     assert code == 2 and said in err and len(err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
 

@@ -33,8 +33,8 @@ def world(tmp_path_factory) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps(config))
     for name, scheme in SCHEMES.items():
         reduce = ("--reduce", "divprune:0.5") if name == "int4" else ()
-        given = ("quantize", folder / "model", *scheme, *reduce, "--calib", data, "-o", folder / name)
-        assert cli.main([*map(str, given)]) == 0
+        arguments = ("quantize", folder / "model", *scheme, *reduce, "--calib", data, "-o", folder / name)
+        assert cli.main([*map(str, arguments)]) == 0
     return folder
 
 
@@ -44,8 +44,8 @@ def run(capsys, *arguments):
 
 
 def asked(world: Path, name: str, out: Path, train: str = "scales") -> tuple:
-    given = ("--teacher", world / "model", "--train", train, "--calib", world / "calib.jsonl")
-    return "recover", world / name, *given, "-o", out
+    arguments = ("--teacher", world / "model", "--train", train, "--calib", world / "calib.jsonl")
+    return "recover", world / name, *arguments, "-o", out
 
 
 @pytest.mark.parametrize(("name", "train"), [("int4", "scales,norms"), ("int8", "scales")])
@@ -54,20 +54,20 @@ def test_what_is_written(world, tmp_path, capsys, name, train):
     out = tmp_path / "out"
     code, text, err = run(capsys, *asked(world, name, out, train), *FEW, "--json")
     assert code == 0, err
-    found = json.loads(text)
-    kl = found["recovery"]["held_out_kl"]
-    assert found["recovery"]["changed"] and 0 < kl["after"] < 0.9 * kl["before"]
-    assert set(found["recovery"]["parameters"]) == set(train.split(","))
-    assert follow(found["next"], world / "calib.jsonl", tmp_path) == ["eval"]
-    assert str(world / "model") in found["next"][0]
+    facts = json.loads(text)
+    kl = facts["recovery"]["held_out_kl"]
+    assert facts["recovery"]["changed"] and 0 < kl["after"] < 0.9 * kl["before"]
+    assert set(facts["recovery"]["parameters"]) == set(train.split(","))
+    assert follow(facts["next"], world / "calib.jsonl", tmp_path) == ["eval"]
+    assert str(world / "model") in facts["next"][0]
     near = (
         0.02 if name == "int4" else 0.5
     )  # transformers rounds activations to steps of max / 127.5, engines of max / 127
     for folder, value in ((world / name, kl["before"]), (out, kl["after"])):
         assert divergence(world / "model", folder, world / "calib.jsonl") == pytest.approx(value, rel=near)
     before, after = (load_file(folder / "model.safetensors") for folder in (world / name, out))
-    assert [(key, one.shape, one.dtype) for key, one in before.items()] == [
-        (key, one.shape, one.dtype) for key, one in after.items()
+    assert [(key, tensor.shape, tensor.dtype) for key, tensor in before.items()] == [
+        (key, tensor.shape, tensor.dtype) for key, tensor in after.items()
     ]
     moved = {key for key in before if not torch.equal(before[key], after[key])}
     scales = {key for key in before if key.endswith("weight_scale")}
@@ -97,7 +97,7 @@ def test_what_is_refused(world, tmp_path, capsys):
     whole = asked(world, "int4", out)
     other = tiny.build("qwen2-5-vl", tmp_path / "other")
     assert run(capsys, "quantize", world / "model", "--scheme", "fp8", "-o", tmp_path / "fp8")[0] == 0
-    for given, said in (
+    for arguments, said in (
         (("recover", world / "int4", "--train", "scales", "-o", out), "--train scales needs --teacher ORIGINAL"),
         (asked(world, "int4", out, "norms"), "--teacher goes with --train scales"),
         (asked(world, "int4", out, "scales,lora"), "--train lora: beside scales only projector and norms"),
@@ -107,5 +107,5 @@ def test_what_is_refused(world, tmp_path, capsys):
         ((*whole[:3], world / "int8", *whole[4:]), "quantized already"),
         ((whole[0], tmp_path / "fp8", *whole[2:]), "scales are trained of int weights in compressed-tensors"),
     ):
-        code, _, err = run(capsys, *given)
+        code, _, err = run(capsys, *arguments)
         assert code == 2 and said in err and err.count("\n") == 1 and not out.exists(), (said, err)

@@ -47,8 +47,8 @@ def test_plan_summary_card_and_doctor_say_the_same(models, tmp_path, capsys):
 def test_a_card_says_how_a_reducer_is_given_the_question(models, tmp_path, capsys):
     """Not of one that only transformers runs, whose words are the prompt's."""
     for reducer, engine, said in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
-        given = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
-        assert run(capsys, "quantize", models["llava"], *given, "-o", tmp_path / "out")[0] == 0
+        arguments = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
+        assert run(capsys, "quantize", models["llava"], *arguments, "-o", tmp_path / "out")[0] == 0
         card = (tmp_path / "out" / "README.md").read_text()
         assert (
             'a server runs with `--trust-request-mm-kwargs`, what a request has under `"mm_processor' in card
@@ -57,8 +57,8 @@ def test_a_card_says_how_a_reducer_is_given_the_question(models, tmp_path, capsy
 
 def test_what_only_transformers_runs_is_not_offered_to_vllm(models, tmp_path, capsys):
     model, out = models["llava"], tmp_path / "out"
-    given = ("quantize", model, "--scheme", "none", "--reduce", "fastv:0.5,layer=1", "--set", "engine=transformers")
-    code, text, _ = run(capsys, *given, "-o", out)
+    arguments = ("quantize", model, "--scheme", "none", "--reduce", "fastv:0.5,layer=1", "--set", "engine=transformers")
+    code, text, _ = run(capsys, *arguments, "-o", out)
     assert code == 0 and "vlmcompress serve" not in text and "--engine hf" in text
     card = (out / "README.md").read_text()
     assert "No engine but transformers runs this reducer." in card and "vllm serve" not in card
@@ -84,7 +84,7 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "code", "said"),
+    ("model", "arguments", "code", "said"),
     [
         (
             "llava",
@@ -104,9 +104,9 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
         ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], 2, "does not have; use cdpruner"),
     ],
 )
-def test_check(models, capsys, model, given, code, said):
-    found, text, _ = run(capsys, "check", models[model], "--scheme", "none", *given)
-    assert found == code and said in text
+def test_check(models, capsys, model, arguments, code, said):
+    data, text, _ = run(capsys, "check", models[model], "--scheme", "none", *arguments)
+    assert data == code and said in text
 
 
 def test_eval_attaches_only_to_transformers(models, capsys):
@@ -122,8 +122,17 @@ def test_eval_attaches_only_to_transformers(models, capsys):
 
 def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys):
     calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
-    given = ("calibrate", models["llava"], "--calib", tmp_path / "calib.jsonl", "--samples", 2, "--needs", "absmean")
-    code, text, _ = run(capsys, *given, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
+    arguments = (
+        "calibrate",
+        models["llava"],
+        "--calib",
+        tmp_path / "calib.jsonl",
+        "--samples",
+        2,
+        "--needs",
+        "absmean",
+    )
+    code, text, _ = run(capsys, *arguments, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
     assert code == 0 and "behind      uniform:0.25, whose dropped tokens are not counted" in text
     assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
     code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
@@ -161,8 +170,8 @@ def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys)
 
 
 def test_a_share_of_images_needs_images(models, tmp_path, capsys):
-    given = ("quantize", models["qwen2-5-vl"], "--scheme", "none", "-o", tmp_path / "out")
-    code, _, err = run(capsys, *given, "--reduce", "resize:0.5")
+    arguments = ("quantize", models["qwen2-5-vl"], "--scheme", "none", "-o", tmp_path / "out")
+    code, _, err = run(capsys, *arguments, "--reduce", "resize:0.5")
     assert code == 2 and "resize:0.5 needs calibration images" in err
-    code, _, err = run(capsys, *given, "--reduce", "resize:tokens=4")
+    code, _, err = run(capsys, *arguments, "--reduce", "resize:tokens=4")
     assert code == 0, err

@@ -60,8 +60,8 @@ def loud(monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
-def quantize(folder: Path, *more: str, scheme: str = "rtn") -> list[str]:
-    return ["quantize", str(folder / "llava"), "-o", str(folder / "new"), "--scheme", scheme, *more]
+def quantize(folder: Path, *flags: str, scheme: str = "rtn") -> list[str]:
+    return ["quantize", str(folder / "llava"), "-o", str(folder / "new"), "--scheme", scheme, *flags]
 
 
 def calibrated(folder: Path) -> list[str]:
@@ -252,14 +252,14 @@ for path_kind in ("long", "nul", "loop"):
 def template(folder: Path, kind: str, scheme: str) -> list[str]:
     file = folder / "llava" / "chat_template.jinja"
     loop = "{% for j in range(99999) %}{% endfor %}"
-    more = {
+    texts = {
         "range": "{% for i in range(1000000000) %}x{% endfor %}",
         "loops": f"{{% for i in range(99999) %}}{loop}{{% endfor %}}",
         "text": "{{ 'x' * 100000000000 }}",
         "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "syntax": "{% for %}",
     }[kind]
-    file.write_text(file.read_text() + more)
+    file.write_text(file.read_text() + texts)
     return tokens(folder) if scheme == "tokens" else quantize(folder)
 
 

@@ -41,8 +41,8 @@ def loud(monkeypatch):
 
 @pytest.fixture
 def server() -> Iterator[Hub]:
-    with serving() as found:
-        yield found
+    with serving() as hub_server:
+        yield hub_server
 
 
 @pytest.fixture
@@ -116,12 +116,12 @@ def test_headers_are_enough(online, source, capfd, verb):
         "tokens": ["tokens", "--image-size", "64x64"],
     }
     same = {"check": "findings", "dry": "groups", "tokens": "images"}[verb]
-    found = []
+    texts = []
     for model in ("org/tiny", str(source)):
         assert cli.main([*verbs[verb], model, "--json"]) == 0
-        found.append(capfd.readouterr().out)
-    assert json.loads(found[0])[same] == json.loads(found[1])[same]
-    assert "vlmcompress-headers-" not in found[0]
+        texts.append(capfd.readouterr().out)
+    assert json.loads(texts[0])[same] == json.loads(texts[1])[same]
+    assert "vlmcompress-headers-" not in texts[0]
     sent = sum(count for name, count in online.served if name.endswith(".safetensors"))
     assert sent <= (0 if verb == "tokens" else 2**16) < (source / "model.safetensors").stat().st_size
 
@@ -134,8 +134,8 @@ def test_headers_of_any_length(online, source, monkeypatch):
     for first in (8, end - 1, end, end + 1, 2 * end):
         monkeypatch.setattr(_hub_fetch, "_HEAD", first)
         there = tensor_files.read_entries(hub.local("org/tiny", weights="headers") / "model.safetensors")
-        assert [(one.name, one.spec, one.start) for one in there] == [
-            (one.name, one.spec, one.start) for one in entries
+        assert [(entry.name, entry.spec, entry.start) for entry in there] == [
+            (entry.name, entry.spec, entry.start) for entry in entries
         ]
 
 
@@ -276,10 +276,10 @@ def test_data_sets(online, files, opened, capsys):
     path = hub.local("org/data", "dataset")
     folder = path if opened == "." else Path(str(path).removesuffix(opened))
     assert folder.name == commit and path == folder / opened
-    wanted = (
+    expected = (
         {opened} if opened.endswith(".parquet") else {n for n in files if n.endswith((".png", ".jpg", "rows.jsonl"))}
     )
-    assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == wanted
+    assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == expected
     assert ("this first one is used" in capsys.readouterr().err) == ("00002" in opened)
 
 

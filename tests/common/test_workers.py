@@ -85,24 +85,24 @@ def two(nodes: Nodes) -> Iterator[Workers]:
         patch.setenv("NOT_PASSED", "yes")
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         ours = signal.getsignal(signal.SIGTERM)
-        with closing(workers.of(nodes.address)) as found:
+        with closing(workers.of(nodes.address)) as cluster:
             kept = signal.getsignal(signal.SIGTERM) is ours
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
             assert kept, "Ray's own would end a run with code 15, and no word of how to go on"
-            yield found
+            yield cluster
 
 
 def test_two_nodes_do_what_one_process_does(two: Workers) -> None:
     assert (two.name, two.size) == ("ray, 2 workers", 2)
     numbers = [3, 1, -4, 1, 5, -9, 2]
-    assert sorted(two.map(jobs.square, numbers), key=lambda found: found[0]) == list(
+    assert sorted(two.map(jobs.square, numbers), key=lambda outcome: outcome[0]) == list(
         workers.InTurn().map(jobs.square, numbers)
     )
     assert not list(two.map(jobs.square, []))
     with pytest.raises(ZeroDivisionError):
         list(two.map(jobs.inverse, [1, 2, 0, 3]))
-    found = dict(two.map(jobs.setting, ["VLMCOMPRESS_PASSED", "NOT_PASSED"]))
-    assert found == {0: "yes", 1: None}
+    outcome = dict(two.map(jobs.setting, ["VLMCOMPRESS_PASSED", "NOT_PASSED"]))
+    assert outcome == {0: "yes", 1: None}
 
 
 def test_closing_stops_what_is_open(two: Workers, tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_closing_stops_what_is_open(two: Workers, tmp_path: Path) -> None:
 
 def test_a_job_that_kills_its_workers_fails(two: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "RETRIES", 1)
-    found = dict(two.map(jobs.die, [0, 1, 2]))
-    assert (found[0], found[2]) == (0, 2)
-    assert isinstance(found[1], Failed) and found[1].reason.startswith("a worker of Ray was lost, 2 times (")
+    outcomes = dict(two.map(jobs.die, [0, 1, 2]))
+    assert (outcomes[0], outcomes[2]) == (0, 2)
+    assert isinstance(outcomes[1], Failed) and outcomes[1].reason.startswith("a worker of Ray was lost, 2 times (")
 
 
 def test_a_lost_nodes_job_is_done_again(
@@ -136,12 +136,12 @@ def test_a_lost_nodes_job_is_done_again(
     thread = threading.Thread(target=kill)
     thread.start()
     try:
-        found = dict(two.map(jobs.wait_for_go, [(str(tmp_path), number) for number in range(2)]))
+        outcomes = dict(two.map(jobs.wait_for_go, [(str(tmp_path), number) for number in range(2)]))
         thread.join()
     finally:
         nodes.complete()
-    (left,) = {node for _, node in found.values()}
-    assert found == {number: (number, left) for number in range(2)} and left != killed[0]
+    (left,) = {node for _, node in outcomes.values()}
+    assert outcomes == {number: (number, left) for number in range(2)} and left != killed[0]
     starts = sorted((tmp_path / str(number)).read_text().split() for number in range(2))
     assert starts == sorted([[left], [killed[0], left]])
     assert not capfd.readouterr().out, "standard output is for results"

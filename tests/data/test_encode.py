@@ -59,27 +59,27 @@ def with_template(vlm: VLM, template: str | None) -> VLM:
 
 def visual_positions(vlm: VLM, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Oracle [tokens]: where the decoder is fed something else than the embedding of the token."""
-    seen: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
     decoder = (
         vlm.model.model.language_model if hasattr(vlm.model.model, "language_model") else vlm.model.model.text_model
     )
     hook = decoder.register_forward_pre_hook(
-        lambda _module, _args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+        lambda _module, _args, kwargs: positions.append(kwargs["inputs_embeds"]), with_kwargs=True
     )
     try:
         vlm.model(**inputs)
     finally:
         hook.remove()
     plain = vlm.model.get_input_embeddings()(inputs["input_ids"])
-    return (seen[0] != plain).any(-1)[0]
+    return (positions[0] != plain).any(-1)[0]
 
 
 def answer_positions(vlm: VLM, ids: torch.Tensor) -> torch.Tensor:
     """Oracle [tokens]: read token by token; between the header of an assistant's turn and the token that ends it."""
-    inside, header, found = False, "", []
+    inside, header, positions = False, "", []
     for index in ids.tolist():
         piece = vlm.processor.tokenizer.decode([index])
-        found.append(inside)
+        positions.append(inside)
         if piece == "<|im_end|>":
             inside = False
         elif piece == "<|im_start|>":
@@ -88,7 +88,7 @@ def answer_positions(vlm: VLM, ids: torch.Tensor) -> torch.Tensor:
             header += piece
             if piece == "\n":
                 inside, header = header == "<|im_start|>assistant\n", ""
-    return torch.tensor(found)
+    return torch.tensor(positions)
 
 
 def test_masks(family, loaded):
@@ -135,7 +135,7 @@ def answered(vlm: VLM, sample: Sample) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "expected"),
     [
         # The prompt for an answer opens a thought that the finished turn does not have.
         (CHAT + "{% if add_generation_prompt %}assistant:<think>{% endif %}", "cat"),
@@ -149,9 +149,9 @@ def answered(vlm: VLM, sample: Sample) -> str:
         (CHAT.replace(";", "<|im_start|>"), "cat"),
     ],
 )
-def test_templates_of_all_kinds(loaded, template, wanted):
+def test_templates_of_all_kinds(loaded, template, expected):
     vlm = with_template(loaded("llava"), template)
-    assert answered(vlm, Sample("a", PAIR, "cat or dog?", "cat")) == wanted
+    assert answered(vlm, Sample("a", PAIR, "cat or dog?", "cat")) == expected
 
 
 def test_template_of_the_tokenizer_is_used(loaded):

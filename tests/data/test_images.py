@@ -40,20 +40,20 @@ def test_exif_rotation_is_applied(orientation):
     }[orientation]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    found = pixels(file_of(picture(), exif=exif))
-    assert found.shape == upright.shape and (found == upright).all()
+    rotated = pixels(file_of(picture(), exif=exif))
+    assert rotated.shape == upright.shape and (rotated == upright).all()
 
 
 def test_transparency_lies_on_white():
     """Oracle: c * a + 255 * (1 - a)."""
     rgba = np.random.default_rng(1).integers(0, 256, (9, 7, 4), dtype=np.uint8)
     alpha = rgba[..., 3:] / 255
-    wanted = rgba[..., :3] * alpha + 255 * (1 - alpha)
-    assert np.abs(pixels(file_of(Image.fromarray(rgba))) - wanted).max() <= 1
+    expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
+    assert np.abs(pixels(file_of(Image.fromarray(rgba))) - expected).max() <= 1
     gray = Image.fromarray(rgba[..., 0]).convert("LA")
     gray.putalpha(Image.fromarray(rgba[..., 3]))
-    wanted = (rgba[..., :1] * alpha + 255 * (1 - alpha)).repeat(3, axis=2)
-    assert np.abs(pixels(file_of(gray)) - wanted).max() <= 1
+    expected = (rgba[..., :1] * alpha + 255 * (1 - alpha)).repeat(3, axis=2)
+    assert np.abs(pixels(file_of(gray)) - expected).max() <= 1
 
 
 def test_palette_with_and_without_a_transparent_entry():
@@ -73,8 +73,8 @@ def test_colour_that_means_transparent():
 
 def test_cmyk_jpeg():
     """Oracle: without black, the colour is 255 minus ink."""
-    found = pixels(file_of(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=100))
-    assert np.abs(found - [0, 255, 255]).max() <= 3
+    decoded = pixels(file_of(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=100))
+    assert np.abs(decoded - [0, 255, 255]).max() <= 3
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
@@ -83,10 +83,10 @@ def test_sixteen_bit_gray_is_scaled_not_clipped(kind):
     assert pixels(file_of(Image.fromarray(values), kind))[0, :, 0].tolist() == [0, 1, 100, 255]
 
 
-@pytest.mark.parametrize(("values", "wanted"), [([0, 0.5, 1], [0, 128, 255]), ([0, 100, 255], [0, 100, 255])])
-def test_float_gray(values, wanted):
+@pytest.mark.parametrize(("values", "expected"), [([0, 0.5, 1], [0, 128, 255]), ([0, 100, 255], [0, 100, 255])])
+def test_float_gray(values, expected):
     image = Image.fromarray(np.array([values], dtype=np.float32))
-    assert pixels(file_of(image, "TIFF"))[0, :, 1].tolist() == wanted
+    assert pixels(file_of(image, "TIFF"))[0, :, 1].tolist() == expected
 
 
 def test_nan_pixels_are_refused():

@@ -33,22 +33,22 @@ def world(tmp_path_factory):
 
 
 def recipe(world, out, scheme="none", **calib):
-    given = {"data": str(world / "calib.jsonl"), "text": str(world / "text.jsonl"), "samples": 8} | calib
-    calib = {key: value for key, value in given.items() if value is not None}
+    calibrate = {"data": str(world / "calib.jsonl"), "text": str(world / "text.jsonl"), "samples": 8} | calib
+    calib = {key: value for key, value in calibrate.items() if value is not None}
     return resolve({"model": str(world / "llava"), "out": str(out), "scheme": scheme, "calibrate": calib}).recipe
 
 
 def test_as_many_of_each(world):
     data, text = str(world / "calib.jsonl"), str(world / "text.jsonl")
-    found, texts = load_mixed(data, text, samples=8, seed=0)
-    assert len(found) == len(texts) == 4
-    assert all(sample.images for sample in found) and not any(sample.images for sample in texts)
-    assert data_hash(found) == data_hash(load_samples(data, samples=4, seed=0))
+    pictured, texts = load_mixed(data, text, samples=8, seed=0)
+    assert len(pictured) == len(texts) == 4
+    assert all(sample.images for sample in pictured) and not any(sample.images for sample in texts)
+    assert data_hash(pictured) == data_hash(load_samples(data, samples=4, seed=0))
     again = load_mixed(data, text, samples=8, seed=0)
     other = load_mixed(data, text, samples=8, seed=1)
     assert data_hash(again[1]) == data_hash(texts) != data_hash(other[1])
-    found, texts = load_mixed(data, text, samples=100, seed=0)
-    assert len(found) == len(texts) == 6, "the data have six"
+    pictured, texts = load_mixed(data, text, samples=100, seed=0)
+    assert len(pictured) == len(texts) == 6, "the data have six"
     assert {sample.answer for sample in texts} & {"0", "2", "4", "6", None} == {sample.answer for sample in texts}
     assert any(sample.question.startswith("passage") for sample in texts)
     assert load_mixed(data, None, samples=3, seed=0)[1] == []
@@ -84,11 +84,11 @@ def test_statistics_are_those_of_both(world, tmp_path):
     vlm = models.load(world / "llava")
     batches = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").batches
     assert ["pixel_values" in batch for batch in batches] == [True] * 4 + [False] * 4
-    found, _ = statistics_folder.read(tmp_path / "both").load(0)
+    both, _ = statistics_folder.read(tmp_path / "both").load(0)
     pooled = {"text": 1.0, "vision": 1.0, "answer": 1.0}
     inputs: list[torch.Tensor] = []
     vlm.model.set_attn_implementation("eager")
-    group = found["qkv"]
+    group = both["qkv"]
     linear = vlm.model.get_submodule(decoder_blocks(vlm.model, vlm.spec)[0][0].linears[0])
     linear.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0].float()))
     for batch in batches:

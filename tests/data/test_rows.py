@@ -88,16 +88,16 @@ def test_messages_in_the_style_of_openai():
         {"role": "user", "content": "and now?"},
         {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
     ]
-    wanted = [
+    expected = [
         ("system", "be brief"),
         ("user", "first ", 5, 6, 7),
         ("assistant", "a"),
         ("user", "and now?"),
         ("assistant", "b"),
     ]
-    for given in (messages, json.dumps(messages)):
-        sample = read({"messages": given})
-        assert shown(sample) == wanted
+    for column in (messages, json.dumps(messages)):
+        sample = read({"messages": column})
+        assert shown(sample) == expected
         assert (sample.question, sample.answer, len(sample.prompt())) == ("and now?", "b", 4)
 
 
@@ -109,10 +109,10 @@ def test_conversations_of_llava_and_sharegpt():
         {"from": "human", "value": "Which colour?"},
         {"from": "gpt", "value": "Red."},
     ]
-    wanted = [("user", 5, "What is it?"), ("assistant", "A cat."), ("user", "Which colour?"), ("assistant", "Red.")]
-    for given in (turns, json.dumps(turns)):
-        sample = read({"image": FILES[5], "conversations": given})
-        assert shown(sample) == wanted
+    expected = [("user", 5, "What is it?"), ("assistant", "A cat."), ("user", "Which colour?"), ("assistant", "Red.")]
+    for column in (turns, json.dumps(turns)):
+        sample = read({"image": FILES[5], "conversations": column})
+        assert shown(sample) == expected
         assert (sample.question, sample.answer, len(sample.prompt())) == ("Which colour?", "Red.", 3)
     system = {"from": "system", "value": "be brief"}
     alone = read({"conversations": [system, {"from": "human", "value": "2+2?"}, {"from": "chatgpt", "value": "4"}]})
@@ -135,8 +135,8 @@ def test_messages_take_images_of_the_column():
     assert shown(read({"messages": [before, ask], "images": column})) == [("system", "s"), ("user", 5, 6, "x")]
     again = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a <image>"}]
     again += [{"role": "user", "content": "<image>?"}]
-    found = shown(read({"messages": again, "image": column}))
-    assert found == [("user", 5), ("assistant", "a <image>"), ("user", 6, "?")]
+    turns = shown(read({"messages": again, "image": column}))
+    assert turns == [("user", 5), ("assistant", "a <image>"), ("user", 6, "?")]
     mixed = {"role": "user", "content": [{"type": "image", "path": uri(7)}, part, {"type": "text", "text": "x"}]}
     assert shown(read({"messages": [mixed], "image": FILES[5]})) == [("user", 7, 5, "x")]
 

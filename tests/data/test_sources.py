@@ -57,10 +57,10 @@ def test_all_sources_agree(tmp_path):
     lines = (tmp_path / "list.jsonl").read_text().splitlines()
     listed.write_text(f"[{','.join(filter(None, lines))}]")
     sources = [json_lines(tmp_path / "rows.jsonl", table), parquet(tmp_path / "rows.parquet", table), saved, listed]
-    found = [load_samples(source, samples=4, seed=1) for source in sources]
-    for samples in found:
-        assert ids(samples) == ids(found[0]) and len(samples) == 4
-        assert data_hash(samples) == data_hash(found[0])
+    loaded = [load_samples(source, samples=4, seed=1) for source in sources]
+    for samples in loaded:
+        assert ids(samples) == ids(loaded[0]) and len(samples) == 4
+        assert data_hash(samples) == data_hash(loaded[0])
         for sample in samples:
             number = int(sample.id[1:])
             assert (sample.question, sample.answer, sample.family) == (f"q{number}", f"a{number}", "f")
@@ -82,25 +82,25 @@ def test_choice_depends_on_ids_and_seed_only(tmp_path):
 
 def test_fewer_than_asked_are_all_used_and_said(tmp_path):
     path = parquet(tmp_path / "a.parquet", rows(3))
-    found = load_samples(path, samples=5, seed=0)
-    assert sorted(ids(found)) == ["r0", "r1", "r2"]
-    facts = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, requested=5)
+    loaded = load_samples(path, samples=5, seed=0)
+    assert sorted(ids(loaded)) == ["r0", "r1", "r2"]
+    facts = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 3, path, requested=5)
     assert (facts["samples"], facts["asked"]) == (3, 5)
     assert notes(facts) == ["a.parquet has 3 samples, 5 were asked for; all are used"]
-    enough = provenance(found, [{"modality": torch.ones(1, 2)}] * 3, path, requested=3)
+    enough = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 3, path, requested=3)
     assert "asked" not in enough and "prompts" not in enough and notes(enough) == []
 
 
 def test_prompts_for_images_without_questions_are_said(tmp_path):
     for name in "abcde":
         (tmp_path / f"{name}.png").write_bytes(file_of(picture(8, 6)))
-    found = load_samples(tmp_path, samples=5, seed=0)
-    facts = provenance(found, [{"modality": torch.ones(1, 2)}] * 5, tmp_path)
-    asked = facts["prompts"]
-    assert sum(asked.values()) == 5 and set(asked) == {sample.question for sample in found} <= set(PROMPTS)
+    loaded = load_samples(tmp_path, samples=5, seed=0)
+    facts = provenance(loaded, [{"modality": torch.ones(1, 2)}] * 5, tmp_path)
+    prompts = facts["prompts"]
+    assert sum(prompts.values()) == 5 and set(prompts) == {sample.question for sample in loaded} <= set(PROMPTS)
     (line,) = notes(facts)
     assert line.startswith(
-        f"{tmp_path.name} has images without questions; each gets one of {len(asked)} prompts, like '"
+        f"{tmp_path.name} has images without questions; each gets one of {len(prompts)} prompts, like '"
     )
 
 
@@ -121,9 +121,9 @@ def test_conversations_in_every_kind_of_file(tmp_path):
 def test_rows_without_an_image_are_taken_and_said(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "2+2?", "answer": "4", "topic": "sums"}')
-    (sample,) = found = load_samples(path, samples=2, seed=0)
+    (sample,) = loaded = load_samples(path, samples=2, seed=0)
     assert (sample.question, sample.answer, len(sample.images)) == ("2+2?", "4", 0)
-    assert any("shows an image" in line for line in notes(provenance(found, [{"modality": torch.ones(1, 2)}], path)))
+    assert any("shows an image" in line for line in notes(provenance(loaded, [{"modality": torch.ones(1, 2)}], path)))
 
 
 def test_missing_and_repeated_ids(tmp_path):
@@ -141,10 +141,10 @@ def test_folder(tmp_path, caplog):
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     with caplog.at_level(logging.WARNING):
-        found = load_samples(tmp_path, samples=None, seed=0)
-    assert ids(found) == ["b.png", "link.png", "sub/a.PNG"]
+        loaded = load_samples(tmp_path, samples=None, seed=0)
+    assert ids(loaded) == ["b.png", "link.png", "sub/a.PNG"]
     assert "1 files that are not images are ignored (.txt)" in caplog.text
-    assert all(sample.answer is None and sample.question in PROMPTS for sample in found)
+    assert all(sample.answer is None and sample.question in PROMPTS for sample in loaded)
     (tmp_path / "sub" / "broken.jpg").write_bytes(b"\xff\xd8junk")
     refused(lambda: load_samples(tmp_path, samples=None, seed=0), "sub/broken.jpg", "not an image")
 

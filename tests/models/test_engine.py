@@ -47,9 +47,9 @@ def result(family, kind, folders, answered) -> dict:
     spec = models.spec_for(models.read_config(folders[family, kind]))
     if spec.vllm_cpu:
         pytest.skip(spec.vllm_cpu)
-    found = answered[folders[family, kind]]
-    assert "error" not in found, found
-    return found
+    answer = answered[folders[family, kind]]
+    assert "error" not in answer, answer
+    return answer
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,17 +25,17 @@ SPELLINGS = ["hub", "transformers", "memory"]
 def folders(checkpoint, tmp_path_factory) -> dict[str, Path]:
     """`FAMILY KIND` -> folder: the family in each spelling, and quantized from two of them."""
     pytest.importorskip("vllm")
-    found = {}
+    checkpoints = {}
     for family in filter(can_process, FAMILIES):
-        found |= {f"{family} {kind}": checkpoint(family, kind == "hub") for kind in ("hub", "transformers")}
-        found[f"{family} memory"] = in_memory_names(checkpoint(family), tmp_path_factory.mktemp("memory"))
+        checkpoints |= {f"{family} {kind}": checkpoint(family, kind == "hub") for kind in ("hub", "transformers")}
+        checkpoints[f"{family} memory"] = in_memory_names(checkpoint(family), tmp_path_factory.mktemp("memory"))
         for kind in ("hub", "transformers"):
-            source, out = found[f"{family} {kind}"], tmp_path_factory.mktemp("quantized") / "out"
+            source, out = checkpoints[f"{family} {kind}"], tmp_path_factory.mktemp("quantized") / "out"
             spec = models.spec_for(models.read_config(source))
             tower = rtn.SCHEMES["fp8"] if spec.vision_groups else None
             rtn.write(source, out, rtn.SCHEMES["w4-symmetric"], tower, kv_cache=True)
-            found[f"{family} {kind} quantized"] = out
-    return found
+            checkpoints[f"{family} {kind} quantized"] = out
+    return checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -58,42 +58,42 @@ def in_memory_names(source: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_the_tables_find_what_vllm_finds(family, kind, folders, placed):
     """`models.unfound` names exactly the tensors that vLLM has no place for, and vLLM misses some only then."""
-    folder, found = folders[f"{family} {kind}"], placed[f"{family} {kind}"]
+    folder, places = folders[f"{family} {kind}"], placed[f"{family} {kind}"]
     spec, meta_model = models.spec_for(models.read_config(folder)), models.build_meta_model(folder)
     names = models.disk_names(meta_model, models.tensor_headers(folder))
-    assert found["lost"].keys() == models.unfound(names, spec).keys()
-    assert bool(found["missing"]) == bool(found["lost"])
+    assert places["lost"].keys() == models.unfound(names, spec).keys()
+    assert bool(places["missing"]) == bool(places["lost"])
 
 
 def test_a_place_has_the_name_that_the_tables_say(family, folders, placed):
     """But for what vLLM fuses: then it is one with another last module, beside the others of the group."""
     places = placed[f"{family} hub"]["places"]
     spec = models.spec_for(models.read_config(folders[f"{family} hub"]))
-    for disk, found in places.items():
-        for place in found:
+    for disk, listing in places.items():
+        for place in listing:
             expected = spec.engine_reads(disk)
             assert place == expected or place.split(".")[:-2] == expected.split(".")[:-2], (disk, place)
 
 
 @pytest.mark.parametrize("kind", ["hub", "transformers"])
 def test_vllm_takes_all_of_a_quantized_checkpoint(family, kind, placed):
-    found = placed[f"{family} {kind} quantized"]
-    assert (found["lost"], found["missing"]) == ({}, [])
+    places = placed[f"{family} {kind} quantized"]
+    assert (places["lost"], places["missing"]) == ({}, [])
 
 
 def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path):
     """The whole way: saved by `save_pretrained`, quantized, answered by the engine."""
     source, out = checkpoint("llava", False), tmp_path / "out"
-    given = {"model": str(source), "out": str(out), "scheme": "awq", "vision": "fp8"}
-    quantize(resolve(given | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
+    keys = {"model": str(source), "out": str(out), "scheme": "awq", "vision": "fp8"}
+    quantize(resolve(keys | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
     assert "vision_tower.vision_model." in " ".join(manifest.read(out)["warnings"])
-    (found,) = asked("answers", vllm_answers.jobs([out]))
-    assert "error" not in found, found["error"]
-    assert all(answer["answer"] for answer in found["answers"])
+    (replies,) = asked("answers", vllm_answers.jobs([out]))
+    assert "error" not in replies, replies["error"]
+    assert all(answer["answer"] for answer in replies["answers"])
 
 
 def test_doctor_asks_for_names_before_all_else(checkpoint, capfd):
     """One failing check says what the engine lacks; no question is asked."""
     assert cli.main(["doctor", str(checkpoint("llava", False)), "--engine", "vllm", "--json"]) == 1
-    (found,) = json.loads(capfd.readouterr().out)["checks"]
-    assert found["name"] == "names" and "no place for 55 tensors, first 'vision_tower.embeddings" in found["detail"]
+    (check,) = json.loads(capfd.readouterr().out)["checks"]
+    assert check["name"] == "names" and "no place for 55 tensors, first 'vision_tower.embeddings" in check["detail"]

@@ -47,8 +47,8 @@ def transposed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def stored(tmp_path):
     """Read tensors as those of a checkpoint: name -> entry."""
 
-    def get(tensors, **more):
-        save_file(tensors | more, tmp_path / "model.safetensors")
+    def get(tensors, **tensors_too):
+        save_file(tensors | tensors_too, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
         return models.stored_tensors(tmp_path)
 

@@ -58,10 +58,10 @@ def test_no_group_is_a_leftover(family, loaded):
 def test_linears_of_a_group_read_one_input(family, loaded):
     """Oracle: forward hooks see the same tensor at every linear layer of a group, and layers run in order."""
     vlm = loaded(family)
-    seen: dict[str, torch.Tensor] = {}
+    inputs_of: dict[str, torch.Tensor] = {}
     handles = [
         vlm.model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: seen.__setitem__(name, args[0])
+            lambda module, args, name=name: inputs_of.__setitem__(name, args[0])
         )
         for group in _all_groups(vlm.model, vlm.spec)
         for name in (*group.linears, *group.kept)
@@ -71,10 +71,10 @@ def test_linears_of_a_group_read_one_input(family, loaded):
     for handle in handles:
         handle.remove()
     for group in models.resolve(vlm.model, vlm.spec):
-        first = seen[group.linears[0]]
-        assert all(torch.equal(seen[name], first) for name in (*group.linears, *group.kept)), group
+        first = inputs_of[group.linears[0]]
+        assert all(torch.equal(inputs_of[name], first) for name in (*group.linears, *group.kept)), group
     depth = vlm.spec.layers.count(".") + 2
-    layers = [".".join(name.split(".")[:depth]) for name in seen if name.startswith(vlm.spec.layers)]
+    layers = [".".join(name.split(".")[:depth]) for name in inputs_of if name.startswith(vlm.spec.layers)]
     order = list(dict.fromkeys(layers))
     assert order == models.decoder_layers(vlm.model, vlm.spec)
 
@@ -101,8 +101,8 @@ def test_smoothing_changes_no_logit(family, part, loaded):
 def test_layer_class_is_that_of_each_decoder_layer(family, loaded):
     vlm = loaded(family)
     name = models.layer_class(vlm.model, vlm.spec)
-    found = [path for path, module in vlm.model.named_modules() if type(module).__name__ == name]
-    assert found == models.decoder_layers(vlm.model, vlm.spec)
+    paths = [path for path, module in vlm.model.named_modules() if type(module).__name__ == name]
+    assert paths == models.decoder_layers(vlm.model, vlm.spec)
 
 
 def test_skeleton_has_the_shapes_of_the_model(family, checkpoint, loaded):

@@ -121,18 +121,18 @@ def test_count_of_sizes_drawn_at_random(vlm):
 
 
 def test_count_of_several_images(vlm):
-    found = [vlm.spec.layout(vlm.processor, *size, len(SIZES[:3])) for size in SIZES[:3]]
-    assert sum(layout.tokens for layout in found) == placeholders(vlm, SIZES[:3])
+    layouts = [vlm.spec.layout(vlm.processor, *size, len(SIZES[:3])) for size in SIZES[:3]]
+    assert sum(layout.tokens for layout in layouts) == placeholders(vlm, SIZES[:3])
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_settings_of_released_models(loaded, name):
     vlm = loaded(name)
     processor = copy.deepcopy(vlm.processor)
-    settings, own, counts = REAL[name]
+    settings, processor_settings, counts = REAL[name]
     old = vlm.processor.image_processor
     processor.image_processor = type(old)(**{**old.to_dict(), **settings})
-    for key, value in own.items():
+    for key, value in processor_settings.items():
         setattr(processor, key, value)
     for size, count in counts.items():
         assert vlm.spec.layout(processor, *size, 1).tokens == count, size

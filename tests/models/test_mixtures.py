@@ -21,8 +21,8 @@ from vlmcompress.runs.quantize import quantize
 MIXTURES = ("qwen3-vl-moe", "qwen3-5-moe")
 
 
-def recipe(model: Path, **given):
-    return resolve({"model": str(model), "scheme": "rtn", **given}).recipe
+def recipe(model: Path, **keys):
+    return resolve({"model": str(model), "scheme": "rtn", **keys}).recipe
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -66,13 +66,13 @@ def _computes(out: Path, source: Path) -> None:
 
 def test_experts_of_a_block_are_planned_as_one(checkpoint):
     source = checkpoint("qwen3-5-moe")
-    found = make_plan(recipe(source, bits={"budget": 5}), refuse=False)
-    assert found.budget and {key for key in found.budget.sizes if key[0] == 0} == {
+    survey = make_plan(recipe(source, bits={"budget": 5}), refuse=False)
+    assert survey.budget and {key for key in survey.budget.sizes if key[0] == 0} == {
         (0, name) for name in ("gdn_in", "gdn_out", "shared_expert.gate_up", "shared_expert.down", "experts")
     }
     sides = 4 * 3 * 128 * 128
-    assert found.budget.sizes[0, "experts"]["8"] - found.budget.sizes[0, "experts"]["4"] == sides // 2
-    rows = {row.group: (row.blocks, row.experts) for row in found.rows if row.part == "decoder"}
+    assert survey.budget.sizes[0, "experts"]["8"] - survey.budget.sizes[0, "experts"]["4"] == sides // 2
+    rows = {row.group: (row.blocks, row.experts) for row in survey.rows if row.part == "decoder"}
     assert rows["experts.gate_up"] == (2, 4) and rows["shared_expert.gate_up"] == (2, 0)
 
 

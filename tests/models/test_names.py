@@ -65,11 +65,13 @@ def spelled(checkpoint, family: str) -> tuple[models.ModelSpec, dict[str, dict[s
     """The family, and memory name -> name on disk as on the hub, as transformers saves it, and as it is in memory."""
     meta_model = models.build_meta_model(checkpoint(family))
     kinds = {"hub": True, "transformers": False}
-    found = {
+    spellings = {
         kind: models.disk_names(meta_model, models.tensor_headers(checkpoint(family, hub)))
         for kind, hub in kinds.items()
     }
-    return models.spec_for(models.read_config(checkpoint(family))), found | {"memory": {m: m for m in found["hub"]}}
+    return models.spec_for(models.read_config(checkpoint(family))), spellings | {
+        "memory": {m: m for m in spellings["hub"]}
+    }
 
 
 def test_hub_names_are_those_of_hub_checkpoints(family, checkpoint):
@@ -108,8 +110,8 @@ def test_memory_names_of_a_quantized_layer(family, checkpoint):
         if f"{memory}.weight" in names:
             disk = names[f"{memory}.weight"].removesuffix(".weight")
             parts = [f"{disk}.weight_packed", f"{disk}.weight_scale", f"{disk}.weight"]
-            found = models.memory_names(meta_model, parts)
-            assert list(found.values()) == [f"{memory}.weight_packed", f"{memory}.weight_scale", f"{memory}.weight"]
+            memory_of = models.memory_names(meta_model, parts)
+            assert list(memory_of.values()) == [f"{memory}.weight_packed", f"{memory}.weight_scale", f"{memory}.weight"]
 
 
 def test_disk_names_skip_rotary_tables_of_old_checkpoints(checkpoint):
@@ -168,10 +170,12 @@ def test_a_layer_whose_keys_are_its_values_is_named_as_both(checkpoint):
         for form in (f"{path}.v_proj", spec.engine_name(f"{path}.v_proj")):
             assert any(match_name(form, entry) for entry in ignore) == kept, (form, ignore)
     schemes = dict.fromkeys(sorted(quantized), SCHEMES["fp8"]) | {f"{attention[1]}.k_proj": SCHEMES["w4-symmetric"]}
-    (own,) = [
-        found for scheme, found in layer_targets.targets(schemes, names, spec) if scheme == SCHEMES["w4-symmetric"]
+    (names_of_layer,) = [
+        targets_of
+        for scheme, targets_of in layer_targets.targets(schemes, names, spec)
+        if scheme == SCHEMES["w4-symmetric"]
     ]
-    assert own == [f"{attention[1]}.{part}_proj" for part in "kv"]
+    assert names_of_layer == [f"{attention[1]}.{part}_proj" for part in "kv"]
 
 
 def test_engine_name_maps_whole_path_components():

@@ -20,19 +20,19 @@ def internvl3_5(tmp_path_factory):
 
 def test_internvl3_5_is_an_internvl(internvl3_5, checkpoint):
     """Its groups are those of InternVL, each with what it smooths, and only the norms of queries and keys are new to it."""
-    known, meta_model = models.build_meta_model(checkpoint("internvl")), models.build_meta_model(internvl3_5)
+    internvl, meta_model = models.build_meta_model(checkpoint("internvl")), models.build_meta_model(internvl3_5)
     spec = models.spec_for(models.read_config(internvl3_5))
-    assert spec.family == "internvl" and models.resolve(meta_model, spec) == models.resolve(known, spec)
+    assert spec.family == "internvl" and models.resolve(meta_model, spec) == models.resolve(internvl, spec)
     names = models.disk_names(meta_model, models.tensor_headers(internvl3_5))
     assert models.unfound(names, spec) == {} and names == {memory: spec.hub_name(memory) for memory in names}
-    new = {name.rpartition("self_attn.")[2] for name in names.keys() - known.state_dict().keys()}
+    new = {name.rpartition("self_attn.")[2] for name in names.keys() - internvl.state_dict().keys()}
     assert new == {"q_norm.weight", "k_norm.weight"}
 
 
 def test_internvl3_5_goes_the_whole_way(internvl3_5, samples, tmp_path):
     """Quantized with smoothing it loads in transformers and answers much as before."""
-    given = {"model": str(internvl3_5), "out": str(tmp_path / "out"), "scheme": "awq"}
-    quantize(resolve(given | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
+    keys = {"model": str(internvl3_5), "out": str(tmp_path / "out"), "scheme": "awq"}
+    quantize(resolve(keys | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)
     vlm = models.load(internvl3_5)
     with models.quiet():
         model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto").eval()
