@@ -126,12 +126,11 @@ def test_shards(source, out):
 
 
 def test_config_and_other_files(source, out):
-    given = rtn.parts(source, W4)
-    checkpoint.write(out=out, **given)
+    parts = rtn.parts(source, W4)
+    checkpoint.write(out=out, **parts)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
-    assert list(new) == [*old, "quantization_config"] and new.pop("quantization_config") == compressed_tensors.config(
-        given["layers"]
-    )
+    assert list(new) == [*old, "quantization_config"]
+    assert new.pop("quantization_config") == compressed_tensors.configs(parts["layers"])["config.json"]
     assert new == old
     for name in (
         "tokenizer.json",

@@ -71,10 +71,10 @@ def test_library_reads_back_our_weight(case):
     assert torch.equal(back.float(), qt.dequantize(torch.bfloat16 if scheme.weights.nvfp4 else torch.float32).float())
 
 
-def test_layout_is_what_is_stored(case):
+def test_specs_are_those_of_what_is_stored(case):
     scheme, qt, input_scale = case
-    stored = ct.tensors(qt, scheme, input_scale)
-    assert {name: Spec.of(tensor) for name, tensor in stored.items()} == ct.layout(qt, scheme, input_scale)
+    specs = {name: Spec.of(tensor) for name, tensor in ct.tensors(qt, scheme, input_scale).items()}
+    assert specs == ct.specs(scheme, *qt.q.shape, Spec.of(qt.scale).dtype)
 
 
 def test_config_names_the_scheme(case):
@@ -128,7 +128,7 @@ def test_an_input_scale_must_belong_to_the_scheme(case):
 
 def test_zero_points_must_fill_words():
     with pytest.raises(ValueError, match="whole words"):
-        ct.shapes(SCHEMES["w4-asymmetric"], 100, 256)
+        ct.specs(SCHEMES["w4-asymmetric"], 100, 256, "BF16")
 
 
 @pytest.mark.parametrize("name", ["a.layers.0.q_proj", "a.visual.blocks.1.qkv", "visual.merger.0", "lm_head", "b.x"])

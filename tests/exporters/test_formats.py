@@ -11,13 +11,13 @@ from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
 from torch import nn
 
 from tests.kit.tiny import build
-from vlmcompress import models
+from vlmcompress import exporters, models
 from vlmcompress.checkpoint.layer_targets import layers_of, misnamed
 from vlmcompress.common.layer_names import Kept, Layers
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
-from vlmcompress.exporters import awq, fp8, gptq, gptq_v2, modelopt
+from vlmcompress.exporters import Reader, Writer, awq, fp8, gptq, gptq_v2, modelopt
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 
 INTS = {
@@ -55,7 +55,10 @@ def holds(name: str, scheme: Scheme) -> bool:
     return True
 
 
-HELD = [(name, key) for name in FORMATS.names() for key in SCHEMES if holds(name, SCHEMES[key])]
+WRITTEN = [name for name in FORMATS.names() if isinstance(FORMATS.get(name), Writer)]
+
+
+HELD = [(name, key) for name in WRITTEN for key in SCHEMES if holds(name, SCHEMES[key])]
 
 
 def stored(name: str, key: str) -> tuple[QTensor, dict, torch.Tensor | None]:
@@ -67,14 +70,13 @@ def stored(name: str, key: str) -> tuple[QTensor, dict, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize(("name", "key"), HELD)
-def test_layout_is_what_is_stored(name, key):
-    module, scheme = FORMATS.get(name), SCHEMES[key]
-    qt, tensors, scale = stored(name, key)
-    assert {local: Spec.of(tensor) for local, tensor in tensors.items()} == module.layout(qt, scheme, scale)
-    assert {local: tuple(tensor.shape) for local, tensor in tensors.items()} == module.shapes(scheme, ROWS, COLUMNS)
+def test_specs_are_those_of_what_is_stored(name, key):
+    qt, tensors, _ = stored(name, key)
+    specs = FORMATS.get(name).specs(SCHEMES[key], ROWS, COLUMNS, Spec.of(qt.scale).dtype)
+    assert {local: Spec.of(tensor) for local, tensor in tensors.items()} == specs
 
 
-@pytest.mark.parametrize(("name", "key"), [case for case in HELD if case[0] != "bf16"])
+@pytest.mark.parametrize(("name", "key"), [case for case in HELD if isinstance(FORMATS.get(case[0]), Reader)])
 def test_what_is_read_is_what_was_stored(name, key):
     """Codes, scales and zero points come back, so that weights are equal bit for bit in every format that holds them."""
     module, scheme = FORMATS.get(name), SCHEMES[key]
@@ -91,14 +93,19 @@ def test_what_is_read_is_what_was_stored(name, key):
     assert (input_scale is None) == (scale is None) and (scale is None or float(input_scale) == float(scale))
 
 
+def test_a_format_is_written_read_or_both():
+    assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8, Reader)
+    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16"]
+
+
 def test_formats_hold_what_they_should():
     """The table of the docs: which schemes each format can hold."""
-    table = {name: {key for held, key in HELD if held == name} for name in FORMATS.names()}
+    table = {name: {key for held, key in HELD if held == name} for name in WRITTEN}
     groups = ("--1", "-32", "-64", "-128")
     assert table["awq"] == {key for key in INTS if key.startswith("w4") and key.endswith(groups)}
     assert table["gptq"] == {key for key in INTS if key[1] in "48" and "asymmetric" not in key}
     assert table["gptq-v2"] == {key for key in INTS if key[1] in "248"}
-    assert table["modelopt"] == {"fp8", "fp8-static", "nvfp4", "nvfp4a16"} and not table["fp8"]
+    assert table["modelopt"] == {"fp8", "fp8-static", "nvfp4", "nvfp4a16"} and "fp8" not in table
     assert table["bf16"] == SCHEMES.keys() and table["compressed-tensors"] == SCHEMES.keys()
 
 
@@ -182,17 +189,18 @@ def test_one_scheme_or_several():
     four, eight = SCHEMES["w4-symmetric-64"], SCHEMES["w8-symmetric-64"]
     names = {(f"model.layers.{i}.mlp.down_proj",): four if i else eight for i in range(3)}
     layers = Layers([], [Kept(("lm_head",), False)], names, kv_cache=True)
-    assert [len(FORMATS.get(name).problems(layers)) for name in FORMATS.names()] == [2, 1, 0, 0, 1, 1, 0]
-    dynamic = gptq.config(layers)["dynamic"]
-    assert gptq.config(layers)["bits"] == 4 and len(dynamic) == 2
+    counts = {name: len(exporters.problems(FORMATS.get(name), layers)) for name in FORMATS.names()}
+    assert counts == {"awq": 3, "bf16": 1, "compressed-tensors": 0, "fp8": 1, "gptq": 1, "gptq-v2": 1, "modelopt": 2}
+    block = gptq.configs(layers)["config.json"]
+    assert block["bits"] == 4 and len(block["dynamic"]) == 2
     for name, scheme in names.items():
-        assert gptq.scheme_in(gptq.config(layers), name, {"qweight": Spec("I32", (1,))}, (1, 1)) == scheme
+        assert gptq.scheme_in(block, name, {"qweight": Spec("I32", (1,))}, (1, 1)) == scheme
     fp8, static = SCHEMES["fp8"], SCHEMES["fp8-static"]
-    mixed = modelopt.config(Layers([], [], {name: fp8 if one == four else static for name, one in names.items()}))
+    algorithms = {name: fp8 if scheme == four else static for name, scheme in names.items()}
+    mixed = modelopt.configs(Layers([], [], algorithms))["config.json"]
     assert mixed["quant_algo"] == "MIXED_PRECISION"
-    for name, scheme in names.items():
-        found = modelopt.scheme_in(mixed, name, {"weight_scale": Spec("F32", ())}, (1, 1))
-        assert found == (fp8 if scheme == four else static)
+    for name in names:
+        assert modelopt.scheme_in(mixed, name, {"weight_scale": Spec("F32", ())}, (1, 1)) == algorithms[name]
 
 
 @pytest.mark.parametrize("family", models.REGISTRY.names())
@@ -206,7 +214,7 @@ def test_names_mean_the_same_layers_to_every_reader(family, name, tmp_path):
     groups = models.resolve(model, spec)
     schemes = {linear: scheme for group in groups for linear in group.linears if group != groups[-1]}
     module = FORMATS.get(name)
-    block = module.config(layers_of(schemes, model, names, spec))
+    block = module.configs(layers_of(schemes, model, names, spec))["config.json"]
     every = {linear: str(schemes[linear]) if linear in schemes else None for linear in models.linear_names(model)}
     assert misnamed(module, block, every, names, spec) == []
     skipped = groups[-1].linears[0]
@@ -227,8 +235,8 @@ def test_modelopts_nvfp4_is_compressed_tensors_with_reciprocals(key):
 
 def test_reciprocals_come_back():
     """Whatever number compressed-tensors stores: the reciprocal of what is read is what was stored."""
-    found = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) * 10000
-    for value in found[:2000]:
+    values = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) * 10000
+    for value in values[:2000]:
         stored = 1 / value.reshape(1)
         assert torch.equal(1 / modelopt._reciprocal(stored), stored)
 
@@ -247,5 +255,5 @@ def test_blocks_of_fp8_are_multiplied_block_by_block():
     back, _ = fp8.read({"weight": q, "weight_scale_inv": scale}, Scheme(fmt), (96, 200))
     assert torch.equal(back.dequantize(torch.float32), expected)
     config = {"quant_method": "fp8", "weight_block_size": [64, 128]}
-    found = fp8.scheme_in(config, ("x",), {"weight_scale_inv": Spec("F32", (2, 2))}, (96, 200))
-    assert found == SCHEMES["fp8-block"]
+    scheme = fp8.scheme_in(config, ("x",), {"weight_scale_inv": Spec("F32", (2, 2))}, (96, 200))
+    assert scheme == SCHEMES["fp8-block"]

@@ -31,7 +31,7 @@ def family_of(tmp_path_factory):
 def configure(model, spec, names, schemes):
     """Config and expected group of every layer."""
     groups = targets(schemes, names, spec)
-    config = ct.config(layers_of(schemes, model, names, spec))
+    config = ct.configs(layers_of(schemes, model, names, spec))["config.json"]
     order = [scheme for scheme, _ in groups]
     expected = {
         name: f"group_{order.index(schemes[name])}" if name in schemes else None for name in models.linear_names(model)
@@ -95,6 +95,6 @@ def test_one_scheme_is_one_group_that_lmdeploy_reads(family_of, family, group):
     model, spec, names = family_of(family)
     config, _ = configure(model, spec, names, decoder(model, spec, Scheme(Format("int", 4, group))))
     assert list(config["config_groups"]) == ["group_0"]
-    found = config["config_groups"]["group_0"]
-    assert found["format"] == "pack-quantized" and found["input_activations"] is None
-    assert (found["weights"]["num_bits"], found["weights"]["group_size"]) == (4, group)
+    block = config["config_groups"]["group_0"]
+    assert block["format"] == "pack-quantized" and block["input_activations"] is None
+    assert (block["weights"]["num_bits"], block["weights"]["group_size"]) == (4, group)

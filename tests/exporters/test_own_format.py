@@ -31,31 +31,15 @@ def storage(scheme):
     return "dense"
 
 
-def shapes(scheme, rows, columns):
-    return {"weight": (rows, columns)}
-
-
 def specs(scheme, rows, columns, dtype):
-    return {name: Spec(dtype, shape) for name, shape in shapes(scheme, rows, columns).items()}
-
-
-def layout(qt, scheme, input_scale=None):
-    return specs(scheme, *qt.q.shape, Spec.of(qt.scale).dtype)
+    return {"weight": Spec(dtype, (rows, columns))}
 
 
 def tensors(qt, scheme, input_scale=None):
     return {"weight": qt.dequantize(qt.scale.dtype)}
 
 
-def problems(layers):
-    return []
-
-
-def config(layers):
-    return {}
-
-
-def files(layers):
+def configs(layers):
     return {}
 '''
 

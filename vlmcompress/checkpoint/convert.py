@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from vlmcompress import models
@@ -23,6 +22,7 @@ from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.errors import UserError, did_you_mean
+from vlmcompress.exporters import Writer, problems
 
 
 def convert(
@@ -75,20 +75,18 @@ def convert(
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
 
 
-def check(stored: Stored, layers: Layers, writer: ModuleType) -> None:
+def check(stored: Stored, layers: Layers, writer: Writer) -> None:
     """Raise `UserError` for the first thing that a format cannot hold of a checkpoint."""
-    for scheme in layers.schemes:
-        writer.storage(scheme)
-    for problem in writer.problems(layers):
+    for problem in problems(writer, layers):
         raise UserError(problem)
     for layer in stored.layers.values():
         try:
-            writer.shapes(layer.scheme, *layer.shape)
+            writer.specs(layer.scheme, *layer.shape, "BF16")
         except ValueError as error:
             raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
 
 
-def _pieces(stored: Stored, written: Mapping[str, str], writer: ModuleType) -> list[Piece]:
+def _pieces(stored: Stored, written: Mapping[str, str], writer: Writer) -> list[Piece]:
     """What is written in the place of each of the checkpoint's tensors."""
     renamed = {disk: written[memory] for memory, disk in stored.names.items()}
     owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}

@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 
 from torch import nn
 
 from vlmcompress.common.layer_names import Layers
+from vlmcompress.exporters import Reader
 from vlmcompress.exporters.compressed_tensors import group_of
 from vlmcompress.models import ModelSpec, kept_draft, kept_modules, keys_are_values, values_name
 from vlmcompress.numerics import Scheme
@@ -136,7 +136,7 @@ def misread(
 
 
 def misnamed(
-    reader: ModuleType, config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
+    reader: Reader, config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
 ) -> list[tuple[str, str, str | None]]:
     """Find layers that an engine would take for quantized, or for plain, by their names in a format without config groups.
 

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from torch import Tensor
 
 from vlmcompress.common import tensor_files
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import Writer
 from vlmcompress.models import left_out
 from vlmcompress.numerics import QTensor, Scheme
 
@@ -38,7 +38,7 @@ def of_original(
     written: Mapping[str, str],
     changed: Mapping[str, Tensor],
     kv_scales: Mapping[str, Tensor],
-    exporter: ModuleType,
+    exporter: Writer,
 ) -> list[Piece]:
     """Plan what is written in the place of each of an unquantized checkpoint's tensors; arguments as of `write.write`."""
     layers = {names[f"{module}.weight"]: module for module in quantized}
@@ -57,7 +57,7 @@ def of_original(
             if tuple(weight.q.shape) != entry.spec.shape:
                 raise ValueError(f"{entry.name} is {entry.spec.shape}, its quantized form {tuple(weight.q.shape)}")
             prefix = name.removesuffix("weight")
-            for local, spec in exporter.layout(weight, scheme, input_scale).items():
+            for local, spec in exporter.specs(scheme, *weight.q.shape, Spec.of(weight.scale).dtype).items():
                 found.append(Piece(prefix + local, spec, (module, local)))
         elif entry.name in values:
             value = values.pop(entry.name)
@@ -73,7 +73,7 @@ def of_original(
     for module, scales in kv_scales.items():
         prefix, sibling = _disk_prefix(module, names, written)
         stored = scales.to(tensor_files.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
-        for local, scale in zip(exporter.KV_SCALES, stored.reshape(2, 1), strict=True):
+        for local, scale in zip(exporter.KV_SCALES or (), stored.reshape(2, 1), strict=True):
             found.append(Piece(prefix + local, Spec.of(scale), scale))
     return found
 
@@ -89,7 +89,7 @@ def write_weights(
     pieces: list[Piece],
     limit: int,
     quantized: Mapping[str, Quantized],
-    exporter: ModuleType,
+    exporter: Writer,
     progress: Callable[[int, int], None] | None,
 ) -> int:
     """Write the weight files into the folder `tree`, with their index where there are several; return bytes of tensors.
@@ -126,7 +126,7 @@ def write_weights(
     return total
 
 
-def _made(module: str, quantized: Mapping[str, Quantized], exporter: ModuleType) -> dict[str, Tensor]:
+def _made(module: str, quantized: Mapping[str, Quantized], exporter: Writer) -> dict[str, Tensor]:
     try:
         return exporter.tensors(*quantized[module])
     except UserError as error:

@@ -14,6 +14,7 @@ from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.pieces import Piece
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.checkpoint.write import Content, write_folder
+from vlmcompress.common.registry import FORMATS
 
 
 def retouched(
@@ -45,5 +46,5 @@ def retouched(
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     models.check_files(stored.path)
     before, record = known["size"]["weights_before"], known | dict(more)
-    content = Content(plan, stored, stored.reader, layers, config, record, before, beside or {})
+    content = Content(plan, stored, FORMATS.get(stored.format), layers, config, record, before, beside or {})
     return write_folder(stored.path, out, content, shard_size=shard_size, progress=progress)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import Format
 from vlmcompress.models import left_out
 from vlmcompress.numerics import Scheme
 
@@ -15,7 +15,7 @@ def output_tensors(
     stored: Mapping[str, Spec],
     schemes: Mapping[str, Scheme],
     names: Mapping[str, str],
-    exporter: ModuleType,
+    exporter: Format,
     kv_layers: int,
 ) -> dict[str, Spec]:
     """List every tensor that will be written, under a name of its own.

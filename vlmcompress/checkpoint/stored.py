@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from vlmcompress.common import tensor_files
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.errors import UserError
+from vlmcompress.exporters import Reader
 from vlmcompress.models import ModelSpec
 from vlmcompress.numerics import Scheme
 
@@ -69,7 +69,7 @@ class Stored(Mapping[str, Quantized]):
     config: dict[str, Any]
     block: dict[str, Any]
     format: str
-    reader: ModuleType
+    reader: Reader
     spec: ModelSpec
     meta_model: PreTrainedModel
     layers: dict[str, StoredLayer]
@@ -160,21 +160,21 @@ def _block(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return block
 
 
-def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, ModuleType]:
+def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
     """Name and module of the format that a config block is of."""
     method = models.quantization_method(block)
     if method == "gptq" and block.get("checkpoint_format") == "gptq_v2":
         method = "gptq-v2"
     for name in FORMATS.names():
         module = FORMATS.get(name)
-        if method == module.FORMAT and hasattr(module, "read"):
+        if method == module.FORMAT and isinstance(module, Reader):
             return name, module
     raise UserError(
         f"{path} has quantization of kind '{method}', which is not read; read are {', '.join(FORMATS.names())}"
     )
 
 
-def _kv_scales(entries: list[Entry], reader: ModuleType) -> dict[str, tuple[Entry, Entry]]:
+def _kv_scales(entries: list[Entry], reader: Reader) -> dict[str, tuple[Entry, Entry]]:
     """Find the scales of an FP8 KV cache."""
     if reader.KV_SCALES is None:
         return {}
@@ -189,7 +189,7 @@ def _kv_scales(entries: list[Entry], reader: ModuleType) -> dict[str, tuple[Entr
 
 
 def _layers(
-    meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: ModuleType
+    meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
 ) -> dict[str, StoredLayer]:
     """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
     linears = {name: module for name, module in meta_model.named_modules() if isinstance(module, nn.Linear)}

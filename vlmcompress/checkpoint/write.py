@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +24,7 @@ from vlmcompress.common import folders, json_files
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.progress import phase, phase_seconds
 from vlmcompress.common.text import parse_size
+from vlmcompress.exporters import Writer
 from vlmcompress.models import CONFIG_FILES, found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
@@ -39,7 +39,7 @@ def write(
     *,
     quantized: Mapping[str, Quantized],
     names: Mapping[str, str],
-    exporter: ModuleType,
+    exporter: Writer,
     layers: Layers,
     manifest: dict,
     original: Path | None = None,
@@ -107,7 +107,7 @@ class Content:
 
     plan: list[Piece]
     quantized: Mapping[str, Quantized]
-    exporter: ModuleType
+    exporter: Writer
     layers: Layers
     config: dict
     manifest: dict
@@ -132,14 +132,15 @@ def write_folder(
     with folders.new_folder(out) as tree:
         with phase("writing"):
             after = pieces.write_weights(tree, plan, limit, content.quantized, exporter, progress)
-        block = exporter.config(content.layers)
+        configs = exporter.configs(content.layers)
+        block = configs.pop("config.json", None)
         write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
-        for name, more in {**exporter.files(content.layers), **content.beside}.items():
+        for name, file_content in {**configs, **content.beside}.items():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(more, bytes):
-                (tree / name).write_bytes(more)
+            if isinstance(file_content, bytes):
+                (tree / name).write_bytes(file_content)
             else:
-                write_json(tree / name, dict(more))
+                write_json(tree / name, dict(file_content))
         for file, target in others:
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / target)

@@ -1,21 +1,112 @@
-"""Checkpoint formats. One file per format: pure maps from a solver's result to stored tensors and back, plus its config block.
+"""Checkpoint formats. One file per format: pure maps from quantized weights to stored tensors and back, and its config block.
 
-A recipe's `format` names the file. A format is a module with
+A recipe's `format` names the file. A format that is written has what `Writer` lists, one that is read what `Reader` lists; most
+have both. Optional: `problems(layers) -> [str]`, reasons why it cannot hold these layers together in one checkpoint.
 
-    FORMAT: str                                     `quant_method` in config.json
-    KV_SCALES: (str, str) | None                    names below an attention module of an FP8 KV cache's scales; None: not held
-    storage(scheme) -> str                          how it stores a scheme; UserError: it cannot
-    problems(layers) -> [str]                       why it cannot hold these layers together; none if it can
-    shapes(scheme, rows, columns) -> {local name: shape}        ValueError: not a layer of this shape
-    specs(scheme, rows, columns, dtype) -> {local name: Spec}   the same with types; `dtype` of scales, where there is a choice
-    layout(qt, scheme, input_scale=None) -> {local name: Spec}  the specs of what `tensors` returns, without computing it
-    tensors(qt, scheme, input_scale=None) -> {local name: Tensor}       what is stored for one linear layer
-    config(layers) -> dict                          the `quantization_config` block; empty: none
-    files(layers) -> {file name: dict}              further JSON files that readers look for
-    scheme_in(config, names, stored, shape) -> Scheme | None    what a checkpoint's block says of a layer; None: not quantized
-    takes(config, name) -> bool                     whether an engine takes a layer of this name for quantized
-    read(stored, scheme, shape) -> (QTensor, input scale)       the inverse of `tensors`
-
-`layers` is a `common.layer_names.Layers`. A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here
-reads a model or writes a file.
+A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from vlmcompress.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlmcompress.common.layer_names import Layers, Names
+    from vlmcompress.common.tensor_files import Spec
+    from vlmcompress.numerics import QTensor, Scheme
+
+
+class Format(Protocol):
+    """What every format has.
+
+    Attributes:
+        FORMAT: `quant_method` in config.json.
+        KV_SCALES: names below an attention module of an FP8 KV cache's scales; None: the format holds none.
+    """
+
+    FORMAT: str
+    KV_SCALES: tuple[str, str] | None
+
+    def specs(self, scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+        """Local names, types and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
+
+        Args:
+            dtype: safetensors' name of the type of scales, where the format leaves a choice.
+
+        Raises:
+            ValueError: the scheme cannot have a layer of this shape.
+            UserError: the format cannot hold the scheme.
+        """
+        ...
+
+
+@runtime_checkable
+class Writer(Format, Protocol):
+    """A format that is written."""
+
+    def storage(self, scheme: Scheme) -> str:
+        """The format's name for how it stores a scheme. Raises UserError where it cannot."""
+        ...
+
+    def tensors(self, qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors stored for one linear layer, as `specs` lists them, with scales in the type that they have in `qt`.
+
+        Args:
+            qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
+            input_scale: the scale of static activations, one value; of NVFP4 activations their global scale.
+        """
+        ...
+
+    def configs(self, layers: Layers) -> dict[str, dict]:
+        """What JSON files say of the layers, by file name; `config.json`: its `quantization_config` block, if it has any."""
+        ...
+
+
+@runtime_checkable
+class Reader(Format, Protocol):
+    """A format that is read."""
+
+    def scheme_in(
+        self, config: Mapping[str, Any], names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]
+    ) -> Scheme | None:
+        """The scheme of a linear layer `[out, in]` with these tensors, by the checkpoint's block; None: it is not quantized.
+
+        Args:
+            names: the layer's names in memory, on disk and in vLLM.
+
+        Raises:
+            UserError: the block is not one that is read.
+        """
+        ...
+
+    def takes(self, config: Mapping[str, Any], name: str) -> bool:
+        """Whether an engine takes the linear layer called `name` for quantized, by the checkpoint's block."""
+        ...
+
+    def read(
+        self, stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+    ) -> tuple[QTensor, Tensor | None]:
+        """A layer's codes, scales and zero points, and the scale of its inputs where that is fixed: the inverse of `tensors`.
+
+        Raises:
+            UserError: the tensors hold what their scheme excludes.
+        """
+        ...
+
+
+def problems(exporter: Any, layers: Layers) -> list[str]:
+    """Reasons why a format cannot hold these layers: it is not written, lacks a scheme, or cannot hold them together."""
+    if not isinstance(exporter, Writer):
+        return [f"files of quant_method {exporter.FORMAT} are read, not written; write compressed-tensors or modelopt"]
+    reasons = []
+    for scheme in layers.schemes:
+        try:
+            exporter.storage(scheme)
+        except UserError as error:
+            reasons.append(str(error))
+    return reasons + (exporter.problems(layers) if hasattr(exporter, "problems") else [])

@@ -46,8 +46,12 @@ def problems(layers: Layers) -> list[str]:
     return ["GPTQ files hold no scales of an FP8 KV cache; leave out kv_cache or write compressed-tensors"]
 
 
-def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Local names and shapes of a layer's tensors. Raises ValueError where sides do not fill whole words, or groups."""
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of a layer's tensors; scales are float16, whatever `dtype` is.
+
+    Raises:
+        ValueError: sides do not fill whole words, or groups.
+    """
     bits = scheme.weights.bits
     for side, what in ((rows, "outputs"), (columns, "inputs")):
         if side * bits % 32:
@@ -56,22 +60,11 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
             )
     groups = scheme.weights.n_groups(columns)
     return {
-        "qweight": (columns * bits // 32, rows),
-        "qzeros": (groups, rows * bits // 32),
-        "scales": (groups, rows),
-        "g_idx": (columns,),
+        "qweight": Spec("I32", (columns * bits // 32, rows)),
+        "qzeros": Spec("I32", (groups, rows * bits // 32)),
+        "scales": Spec("F16", (groups, rows)),
+        "g_idx": Spec("I32", (columns,)),
     }
-
-
-def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """Local names, types and shapes of a layer's tensors; `dtype` of the scales is float16 whatever is asked."""
-    found = shapes(scheme, rows, columns)
-    return {name: Spec("F16" if name == "scales" else "I32", shape) for name, shape in found.items()}
-
-
-def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors that `tensors` returns, without computing them."""
-    return specs(scheme, qt.q.shape[0], qt.q.shape[1], "F16")
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, offset: int) -> dict[str, Tensor]:
@@ -89,8 +82,8 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, o
 
 def takes(config: Mapping, name: str) -> bool:
     """Whether an engine takes the linear layer called `name` for quantized: no pattern of exceptions matches its beginning."""
-    out = (pattern[2:] for pattern in config.get("dynamic") or () if pattern.startswith("-:"))
-    return not any(re.match(pattern, name) for pattern in out)
+    excluded = (pattern[2:] for pattern in config.get("dynamic") or () if pattern.startswith("-:"))
+    return not any(re.match(pattern, name) for pattern in excluded)
 
 
 def read(
@@ -118,18 +111,22 @@ def read(
     return QTensor(q, stored["scales"].T.contiguous(), None if fmt.symmetric else zero, fmt), None
 
 
-def config(layers: Layers, *, version: str) -> dict:
-    """The `quantization_config` block of config.json; `version`: what `checkpoint_format` says."""
+def configs(layers: Layers, *, version: str) -> dict[str, dict]:
+    """The `quantization_config` block of config.json, and the same where GPTQModel looks for it.
+
+    Args:
+        version: what `checkpoint_format` says.
+    """
     if not layers.schemes:
         return {}
     first, *others = layers.schemes
     dynamic: dict[str, dict] = {}
     for scheme in others:
-        names = [own for own, other in layers.quantized.items() if other == scheme]
+        names = [layer for layer, of_layer in layers.quantized.items() if of_layer == scheme]
         dynamic[f"+:{_pattern(names)}"] = _numbers(scheme)
     for kept in layers.kept:  # of a head that drafts tokens the pattern that published checkpoints have
         dynamic[f"-:.*{kept.names[0]}.*" if kept.draft else f"-:{_pattern([kept.names], kept.whole)}"] = {}
-    return {
+    block = {
         "quant_method": "gptq",
         "checkpoint_format": version,
         **_numbers(first),
@@ -137,11 +134,7 @@ def config(layers: Layers, *, version: str) -> dict:
         "lm_head": False,
         "dynamic": dynamic,
     }
-
-
-def files(layers: Layers, *, version: str) -> dict[str, dict]:
-    """Further JSON files of the checkpoint: the block once more, where GPTQModel looks for it."""
-    return {"quantize_config.json": config(layers, version=version)} if layers.schemes else {}
+    return {"config.json": block, "quantize_config.json": block}
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
@@ -153,10 +146,10 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     if "qweight" not in stored:
         return None
     numbers: dict[str, Any] = dict(config)
-    for pattern, own in (config.get("dynamic") or {}).items():
+    for pattern, override in (config.get("dynamic") or {}).items():
         try:
             if not pattern.startswith("-:") and any(re.match(pattern.removeprefix("+:"), name) for name in names):
-                numbers |= own
+                numbers |= override
                 break
         except re.error as error:
             raise UserError(f"dynamic has {pattern!r}, which is no regular expression ({error})") from error

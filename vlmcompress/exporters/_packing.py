@@ -37,14 +37,15 @@ def half(scale: Tensor, what: str) -> Tensor:
     Raises:
         UserError: a scale is too small, too large or too fine; `what` names the format.
     """
-    found = scale.to(torch.float16)
-    if changed := int((found.float() != scale.float()).sum()):
-        example = scale.flatten()[(found.float() != scale.float()).flatten()][0].item()
+    rounded = scale.to(torch.float16)
+    changed = scale[rounded.float() != scale.float()]
+    if count := changed.numel():
+        example = changed[0].item()
         raise UserError(
-            f"{changed} of {scale.numel()} scales are no 16-bit floats, which {what} files hold, the first is {example:.3g}; "
+            f"{count} of {scale.numel()} scales are no 16-bit floats, which {what} files hold, the first is {example:.3g}; "
             "write compressed-tensors"
         )
-    return found
+    return rounded
 
 
 def _shifts(bits: int) -> Tensor:

@@ -51,17 +51,19 @@ def storage(scheme: Scheme) -> str:
 
 def problems(layers: Layers) -> list[str]:
     """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
-    found = []
+    reasons = []
     if len(layers.schemes) > 1:
         several = "AutoAWQ files have one scheme for all quantized layers, this checkpoint has several"
-        found.append(f"{several}; write compressed-tensors")
+        reasons.append(f"{several}; write compressed-tensors")
     if layers.kv_cache:
-        found.append("AutoAWQ files hold no scales of an FP8 KV cache; leave out kv_cache or write compressed-tensors")
-    return found
+        reasons.append(
+            "AutoAWQ files hold no scales of an FP8 KV cache; leave out kv_cache or write compressed-tensors"
+        )
+    return reasons
 
 
-def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Local names and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors stored for a layer; scales are float16, whatever `dtype` is.
 
     Raises:
         ValueError: the group size does not divide, or the outputs do not fill whole words.
@@ -70,31 +72,15 @@ def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]
     if rows % 8:
         raise ValueError(f"{rows} outputs do not fill whole words of 8, which AutoAWQ files consist of")
     groups = scheme.weights.n_groups(columns)
-    return {"qweight": (columns, rows // 8), "qzeros": (groups, rows // 8), "scales": (groups, rows)}
-
-
-def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors stored for a layer; `dtype` of the scales is float16 whatever is asked."""
-    types = {"qweight": "I32", "qzeros": "I32", "scales": "F16"}
-    return {name: Spec(types[name], shape) for name, shape in shapes(scheme, rows, columns).items()}
-
-
-def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors that `tensors` returns, without computing them."""
-    return specs(scheme, qt.q.shape[0], qt.q.shape[1], "F16")
+    return {
+        "qweight": Spec("I32", (columns, rows // 8)),
+        "qzeros": Spec("I32", (groups, rows // 8)),
+        "scales": Spec("F16", (groups, rows)),
+    }
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Make the tensors that are stored for one linear layer.
-
-    Args:
-        qt: codes [out, in], scales [out, g] and, when asymmetric, zero points [out, g].
-        scheme: 4-bit weights.
-        input_scale: must be None.
-
-    Raises:
-        UserError: a scale is no 16-bit float.
-    """
+    """The tensors stored for one linear layer. Raises UserError for a scale that is no 16-bit float."""
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
         "qweight": packed(qt.q.T.to(torch.int32) + _CENTRE, 4, _ORDER),
@@ -103,7 +89,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     }
 
 
-def config(layers: Layers) -> dict:
+def configs(layers: Layers) -> dict[str, dict]:
     """The `quantization_config` block of config.json.
 
     `modules_to_not_convert` has every name of every part that stays in 16 bits: vLLM, SGLang and transformers look for an
@@ -112,7 +98,7 @@ def config(layers: Layers) -> dict:
     if not layers.schemes:
         return {}
     weights = layers.schemes[0].weights
-    return {
+    block = {
         "quant_method": FORMAT,
         "version": "gemm",
         "bits": 4,
@@ -121,11 +107,7 @@ def config(layers: Layers) -> dict:
         "sym": weights.symmetric,
         "modules_to_not_convert": list(dict.fromkeys(name for kept in layers.kept for name in kept.names)),
     }
-
-
-def files(layers: Layers) -> dict[str, dict]:
-    """Further JSON files of the checkpoint: none."""
-    return {}
+    return {"config.json": block}
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:

@@ -69,36 +69,6 @@ def storage(scheme: Scheme) -> str:
     return "int-quantized"
 
 
-def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Local names and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
-
-    Raises:
-        ValueError: the group size does not divide, or zero points do not fill whole words (engines cannot fuse those).
-    """
-    kind, weights = storage(scheme), scheme.weights
-    scale: tuple[int, ...] = (1,) if weights.group == 0 else (math.ceil(rows / weights.rows), weights.n_groups(columns))
-    found: dict[str, tuple[int, ...]]
-    if kind == _NVFP4:
-        found = {"weight_packed": (rows, columns // 2), "weight_scale": scale, "weight_global_scale": (1,)}
-        return found | ({"input_global_scale": (1,)} if scheme.activations else {})
-    if kind != "pack-quantized":
-        found = {"weight": (rows, columns), "weight_scale": scale}
-        static = scheme.activations is not None and not scheme.activations.dynamic
-        return found | ({"input_scale": (1,)} if static else {})
-    found = {
-        "weight_packed": (rows, math.ceil(columns * weights.bits / 32)),
-        "weight_scale": scale,
-        "weight_shape": (2,),
-    }
-    if not weights.symmetric:
-        if rows * weights.bits % 32:
-            raise ValueError(
-                f"{rows} outputs do not fill whole words with {weights.bits}-bit zero points; use symmetric"
-            )
-        found["weight_zero_point"] = (rows * weights.bits // 32, scale[1])
-    return found
-
-
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
     """Local names, types and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
 
@@ -106,35 +76,38 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
         dtype: safetensors' name of the dtype of scales.
 
     Raises:
-        ValueError: as `shapes`.
+        ValueError: the group size does not divide, or zero points do not fill whole words (engines cannot fuse those).
     """
-    kind = storage(scheme)
+    kind, weights = storage(scheme), scheme.weights
+    scale: tuple[int, ...] = (1,) if weights.group == 0 else (math.ceil(rows / weights.rows), weights.n_groups(columns))
     if kind == _NVFP4:
-        types = {"weight_packed": "U8", "weight_scale": "F8_E4M3"}
-    elif kind == "pack-quantized":
-        types = {"weight_packed": "I32", "weight_shape": "I64", "weight_zero_point": "I32"}
-    else:
-        types = {"weight": "F8_E4M3" if scheme.weights.kind == "float" else "I8"}
-    types = dict.fromkeys(("weight_scale", "input_scale"), dtype) | types
-    types |= dict.fromkeys(("weight_global_scale", "input_global_scale"), "F32")
-    return {name: Spec(types[name], shape) for name, shape in shapes(scheme, rows, columns).items()}
-
-
-def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors that `tensors` returns, without computing them."""
-    rows, columns = qt.q.shape
-    return specs(scheme, rows, columns, Spec.of(qt.scale).dtype)
+        layer = {
+            "weight_packed": Spec("U8", (rows, columns // 2)),
+            "weight_scale": Spec("F8_E4M3", scale),
+            "weight_global_scale": Spec("F32", (1,)),
+        }
+        return layer | ({"input_global_scale": Spec("F32", (1,))} if scheme.activations else {})
+    if kind != "pack-quantized":
+        code = "F8_E4M3" if weights.kind == "float" else "I8"
+        layer = {"weight": Spec(code, (rows, columns)), "weight_scale": Spec(dtype, scale)}
+        static = scheme.activations is not None and not scheme.activations.dynamic
+        return layer | ({"input_scale": Spec(dtype, (1,))} if static else {})
+    layer = {
+        "weight_packed": Spec("I32", (rows, math.ceil(columns * weights.bits / 32))),
+        "weight_scale": Spec(dtype, scale),
+        "weight_shape": Spec("I64", (2,)),
+    }
+    if not weights.symmetric:
+        if rows * weights.bits % 32:
+            raise ValueError(
+                f"{rows} outputs do not fill whole words with {weights.bits}-bit zero points; use symmetric"
+            )
+        layer["weight_zero_point"] = Spec("I32", (rows * weights.bits // 32, scale[1]))
+    return layer
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Make the tensors that are stored for one linear layer.
-
-    Args:
-        qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
-        scheme: how weights and activations are quantized.
-        input_scale: the scale of static activations, one value; stored in the type of the weight's scales, because
-            transformers computes with the type it finds. Of NVFP4 activations their global scale.
-    """
+    """The tensors stored for one linear layer."""
     calibrated = scheme.activations is not None and scheme.activations.calibrated
     if calibrated != (input_scale is not None):
         raise ValueError("an input scale belongs to static or NVFP4 activations, and to nothing else")
@@ -146,7 +119,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
         return stored | ({} if input_scale is None else {"input_global_scale": input_scale.reshape(1).float()})
     if kind != "pack-quantized":
         stored = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.contiguous()}
-        if input_scale is not None:
+        if input_scale is not None:  # transformers computes with the type that it finds
             stored["input_scale"] = input_scale.reshape(1).to(qt.scale.dtype)
         return stored
     bits = scheme.weights.bits  # the helper adds 2^(b-1) to codes and zero points itself
@@ -252,22 +225,18 @@ def group_of(config: Mapping, name: str) -> str | None:
         return None
     targets = [(target, key) for key, group in config["config_groups"].items() for target in group["targets"]]
     targets.sort(key=lambda item: item[0].startswith("re:"))
-    named = [key for target, key in targets if _matches(name, target)]
-    return next(iter(named + [key for target, key in targets if target == "Linear"]), None)
+    by_name = [key for target, key in targets if _matches(name, target)]
+    return next(iter(by_name + [key for target, key in targets if target == "Linear"]), None)
 
 
 def _matches(name: str, entry: str) -> bool:
     return bool(re.match(entry[3:], name)) if entry.startswith("re:") else name == entry
 
 
-def problems(layers: Layers) -> list[str]:
-    """Reasons why the format cannot hold these layers in one checkpoint: none, it holds whatever `storage` allows."""
-    return []
-
-
-def config(layers: Layers) -> dict:
+def configs(layers: Layers) -> dict[str, dict]:
     """The `quantization_config` block of config.json."""
-    return quantization_config(layers.groups, ignored(layers.kept), kv_cache=layers.kv_cache)
+    block = quantization_config(layers.groups, ignored(layers.kept), kv_cache=layers.kv_cache)
+    return {"config.json": block} if block else {}
 
 
 def ignored(modules: Iterable[Kept]) -> list[str]:
@@ -278,23 +247,20 @@ def ignored(modules: Iterable[Kept]) -> list[str]:
     of the model as one regular expression over them. Of a head that drafts tokens both forms are written that are in use:
     SGLang looks for the first one literally.
     """
-    found: list[str] = []
+    entries: list[str] = []
     for kept in modules:
         if kept.draft:
-            found += drafting(kept.names[0])
-            continue
-        found += [f"re:(?:{'|'.join(map(re.escape, kept.names))})\\..*"] if kept.whole else kept.names
-    return list(dict.fromkeys(found))
+            entries += drafting(kept.names[0])
+        elif kept.whole:
+            entries.append(f"re:(?:{'|'.join(map(re.escape, kept.names))})\\..*")
+        else:
+            entries += kept.names
+    return list(dict.fromkeys(entries))
 
 
 def drafting(prefix: str) -> list[str]:
     """Entries of `ignore` that stand for a head that drafts tokens, whose modules' names begin with `prefix` in vLLM."""
     return [f"re:^{prefix}.*", f"re:.*{prefix}.*"]
-
-
-def files(layers: Layers) -> dict[str, dict]:
-    """Further JSON files of the checkpoint: none."""
-    return {}
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:

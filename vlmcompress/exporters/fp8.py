@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from vlmcompress.common.layer_names import Layers, Names
+from vlmcompress.common.layer_names import Names
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.errors import UserError
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
@@ -28,54 +28,17 @@ FORMAT = "fp8"
 KV_SCALES = None
 
 
-def storage(scheme: Scheme) -> str:
-    """Nothing is stored so. Raises `UserError`."""
-    raise UserError("files of quant_method fp8 are read, not written; write compressed-tensors or modelopt")
-
-
-def problems(layers: Layers) -> list[str]:
-    """Reasons why the format cannot hold these layers in one checkpoint: `storage` says it."""
-    return []
-
-
-def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Local names and shapes of the tensors that a layer of `rows` outputs and `columns` inputs has."""
-    weights = scheme.weights
-    if weights.rows > 1:
-        blocks = (math.ceil(rows / weights.rows), weights.n_groups(columns))
-        return {"weight": (rows, columns), "weight_scale_inv": blocks}
-    static = scheme.activations is not None and not scheme.activations.dynamic
-    found: dict[str, tuple[int, ...]] = {
-        "weight": (rows, columns),
-        "weight_scale": (rows, 1) if weights.group < 0 else (),
-    }
-    return found | ({"input_scale": ()} if static else {})
-
-
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
     """Local names, types and shapes of the tensors that a layer has; `dtype`: that of scales."""
-    found = shapes(scheme, rows, columns)
-    return {name: Spec("F8_E4M3" if name == "weight" else dtype, shape) for name, shape in found.items()}
-
-
-def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors of a layer."""
-    return specs(scheme, qt.q.shape[0], qt.q.shape[1], Spec.of(qt.scale).dtype)
-
-
-def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Nothing is stored so. Raises `UserError`."""
-    raise UserError(f"{storage(scheme)} is not written")
-
-
-def config(layers: Layers) -> dict:
-    """Nothing is stored so: there is no config block."""
-    return {}
-
-
-def files(layers: Layers) -> dict[str, dict]:
-    """Further JSON files of the checkpoint: none."""
-    return {}
+    weights = scheme.weights
+    shapes: dict[str, tuple[int, ...]]
+    if weights.rows > 1:
+        shapes = {"weight_scale_inv": (math.ceil(rows / weights.rows), weights.n_groups(columns))}
+    else:
+        shapes = {"weight_scale": (rows, 1) if weights.group < 0 else ()}
+        if scheme.activations is not None and not scheme.activations.dynamic:
+            shapes["input_scale"] = ()
+    return {"weight": Spec("F8_E4M3", (rows, columns))} | {name: Spec(dtype, shape) for name, shape in shapes.items()}
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
@@ -108,5 +71,5 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
     if weights.rows > 1:
         return QTensor(stored["weight"], stored["weight_scale_inv"], None, weights), None
     scale = stored["weight_scale"].reshape(-1, 1) if weights.group < 0 else stored["weight_scale"].reshape(1)
-    given = stored.get("input_scale")
-    return QTensor(stored["weight"], scale, None, weights), None if given is None else given.reshape(1)
+    input_scale = stored.get("input_scale")
+    return QTensor(stored["weight"], scale, None, weights), None if input_scale is None else input_scale.reshape(1)

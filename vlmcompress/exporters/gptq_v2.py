@@ -10,18 +10,17 @@ from functools import partial
 
 from vlmcompress.errors import UserError
 from vlmcompress.exporters import _gptq
-from vlmcompress.exporters._gptq import layout, problems, scheme_in, shapes, specs, takes
+from vlmcompress.exporters._gptq import problems, scheme_in, specs, takes
 from vlmcompress.numerics import Scheme
 
-__all__ = ["layout", "problems", "scheme_in", "shapes", "specs", "takes"]
+__all__ = ["problems", "scheme_in", "specs", "takes"]
 
 FORMAT = "gptq-v2"
 KV_SCALES = None
 
 tensors = partial(_gptq.tensors, offset=0)
 read = partial(_gptq.read, offset=0)
-config = partial(_gptq.config, version="gptq_v2")
-files = partial(_gptq.files, version="gptq_v2")
+configs = partial(_gptq.configs, version="gptq_v2")
 
 
 def storage(scheme: Scheme) -> str:

@@ -60,7 +60,7 @@ def storage(scheme: Scheme) -> str:
 
 def problems(layers: Layers) -> list[str]:
     """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
-    names = [name for own in layers.quantized for name in own if any(part in name for part in _LEFT_BY_VLLM)]
+    names = [name for names in layers.quantized for name in names if any(part in name for part in _LEFT_BY_VLLM)]
     if not names:
         return []
     return [
@@ -68,93 +68,66 @@ def problems(layers: Layers) -> list[str]:
     ]
 
 
-def shapes(scheme: Scheme, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Local names and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs."""
+def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+    """Local names, types and shapes of the tensors stored for a layer; scales are float32, whatever `dtype` is."""
     if scheme.weights.nvfp4:
         groups = scheme.weights.n_groups(columns)
-        found = {"weight": (rows, columns // 2), "weight_scale": (rows, groups), "weight_scale_2": ()}
-        return found | ({"input_scale": ()} if scheme.activations else {})
+        layer = {
+            "weight": Spec("U8", (rows, columns // 2)),
+            "weight_scale": Spec("F8_E4M3", (rows, groups)),
+            "weight_scale_2": Spec("F32", ()),
+        }
+        return layer | ({"input_scale": Spec("F32", ())} if scheme.activations else {})
+    weight = Spec("F8_E4M3", (rows, columns))
     if storage(scheme) == "FP8":
-        return {"weight": (rows, columns), "weight_scale": (), "input_scale": ()}
-    return {"weight": (rows, columns), "weight_scale": (rows,)}
-
-
-def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors stored for a layer; scales are float32 whatever `dtype` is asked."""
-    small = {"weight": "U8", "weight_scale": "F8_E4M3"} if scheme.weights.nvfp4 else {"weight": "F8_E4M3"}
-    return {name: Spec(small.get(name, "F32"), shape) for name, shape in shapes(scheme, rows, columns).items()}
-
-
-def layout(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors that `tensors` returns, without computing them."""
-    return specs(scheme, qt.q.shape[0], qt.q.shape[1], "F32")
+        return {"weight": weight, "weight_scale": Spec("F32", ()), "input_scale": Spec("F32", ())}
+    return {"weight": weight, "weight_scale": Spec("F32", (rows,))}
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Make the tensors that are stored for one linear layer.
-
-    Args:
-        qt: codes [out, in], scales [out, 1] or [1].
-        scheme: how weights and activations are quantized.
-        input_scale: the scale of static activations, one value; of NVFP4 activations their global scale.
-    """
+    """The tensors stored for one linear layer."""
     if qt.global_scale is not None:
-        found = {
+        layer = {
             "weight": pack_fp4(qt.q),
             "weight_scale": qt.scale,
             "weight_scale_2": (1 / qt.global_scale).reshape(()),
         }
-        return found | ({} if input_scale is None else {"input_scale": (1 / input_scale.float()).reshape(())})
-    found = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.float()}
+        return layer | ({} if input_scale is None else {"input_scale": (1 / input_scale.float()).reshape(())})
+    weight, scale = qt.q.contiguous(), qt.scale.float()
     if storage(scheme) != "FP8":
-        return found | {"weight_scale": found["weight_scale"].reshape(-1)}
+        return {"weight": weight, "weight_scale": scale.reshape(-1)}
     if input_scale is None:
         raise ValueError("static activations need an input scale")
-    return found | {
-        "weight_scale": found["weight_scale"].reshape(()),
-        "input_scale": input_scale.float().reshape(()),
-    }
+    return {"weight": weight, "weight_scale": scale.reshape(()), "input_scale": input_scale.float().reshape(())}
 
 
-def config(layers: Layers) -> dict:
-    """The `quantization_config` block of config.json."""
+def configs(layers: Layers) -> dict[str, dict]:
+    """The `quantization_config` block of config.json, and hf_quant_config.json, which TensorRT-LLM reads."""
     if not layers.schemes:
         return {}
-    return {
-        "quant_method": FORMAT,
-        "producer": _PRODUCER,
-        **_algorithm(layers),
-        "ignore": _ignored(layers),
-        **({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if layers.kv_cache else {}),
-    }
-
-
-def files(layers: Layers) -> dict[str, dict]:
-    """Further JSON files of the checkpoint: hf_quant_config.json, which TensorRT-LLM reads."""
-    if not layers.schemes:
-        return {}
+    # A layer by its name, a part of the model with all below it by a wildcard.
+    ignored = list(dict.fromkeys(f"{name}*" if kept.whole else name for kept in layers.kept for name in kept.names))
+    kv_scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if layers.kv_cache else {}
+    algorithm = _algorithm(layers)
     quantization = {
-        **_algorithm(layers),
+        **algorithm,
         "kv_cache_quant_algo": "FP8" if layers.kv_cache else None,
-        "exclude_modules": _ignored(layers),
+        "exclude_modules": ignored,
     }
-    return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
+    return {
+        "config.json": {"quant_method": FORMAT, "producer": _PRODUCER, **algorithm, "ignore": ignored, **kv_scheme},
+        "hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization},
+    }
 
 
 def _algorithm(layers: Layers) -> dict[str, Any]:
+    def of(scheme: Scheme) -> dict[str, Any]:
+        return {"quant_algo": storage(scheme)} | ({"group_size": NVFP4.group} if scheme.weights.nvfp4 else {})
+
     if len(layers.schemes) == 1:
-        return _one_algorithm(layers.schemes[0])
-    quantized = {name: _one_algorithm(scheme) for names, scheme in layers.quantized.items() for name in names}
+        return of(layers.schemes[0])
+    quantized = {name: of(scheme) for names, scheme in layers.quantized.items() for name in names}
     return {"quant_algo": "MIXED_PRECISION", "quantized_layers": quantized}
-
-
-def _one_algorithm(scheme: Scheme) -> dict[str, Any]:
-    return {"quant_algo": storage(scheme)} | ({"group_size": NVFP4.group} if scheme.weights.nvfp4 else {})
-
-
-def _ignored(layers: Layers) -> list[str]:
-    """What stays as it is: a layer by its name, a part with all below it by a wildcard."""
-    return list(dict.fromkeys(f"{name}*" if kept.whole else name for kept in layers.kept for name in kept.names))
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
@@ -168,8 +141,8 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     quantization = config.get("quantization") or config
     algorithm = str(quantization.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        named = quantization.get("quantized_layers") or {}
-        algorithm = next((str(named[name].get("quant_algo")).upper() for name in names if name in named), "none")
+        by_layer = quantization.get("quantized_layers") or {}
+        algorithm = next((str(by_layer[name].get("quant_algo")).upper() for name in names if name in by_layer), "none")
     if algorithm not in _ALGORITHMS:
         raise UserError(f"of ModelOpt's algorithms {', '.join(_ALGORITHMS)} are read, this is {algorithm}")
     return _ALGORITHMS[algorithm]
@@ -189,10 +162,10 @@ def takes(config: Mapping, name: str) -> bool:
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
     """The codes and scales of a layer, and the scale of its inputs where that is fixed: the inverse of `tensors`."""
     if scheme.weights.nvfp4:
-        given = stored.get("input_scale")
+        input_scale = stored.get("input_scale")
         codes, divisor = unpack_fp4(stored["weight"]), _reciprocal(stored["weight_scale_2"].reshape(1))
         weight = QTensor(codes, stored["weight_scale"], None, scheme.weights, divisor)
-        return weight, None if given is None else _reciprocal(given.reshape(1))
+        return weight, None if input_scale is None else _reciprocal(input_scale.reshape(1))
     per_row = scheme.weights.group < 0
     scale = stored["weight_scale"].reshape(-1, 1) if per_row else stored["weight_scale"].reshape(1)
     return QTensor(stored["weight"], scale, None, scheme.weights), None if per_row else stored["input_scale"].reshape(1)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from vlmcompress import models, targets
+from vlmcompress import exporters, models, targets
 from vlmcompress.common.registry import FAMILIES
 from vlmcompress.errors import UserError
 from vlmcompress.planning import reducer, statistics_match
@@ -129,13 +129,7 @@ def vision_tower(survey: Survey) -> Iterator[str]:
 
 def stored_format(survey: Survey) -> Iterator[str]:
     """Whether the format of the files can hold the schemes."""
-    exporter = survey.recipe.exporter
-    for scheme in survey.layers.schemes:
-        try:
-            exporter.storage(scheme)
-        except UserError as error:
-            yield str(error)
-    yield from exporter.problems(survey.layers)
+    yield from exporters.problems(survey.recipe.exporter, survey.layers)
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:

@@ -36,7 +36,7 @@ def shape_problems(
     else:
         for name, (rows, _) in zip(group.linears, shapes, strict=True):
             try:
-                exporter.shapes(scheme, rows, columns)
+                exporter.specs(scheme, rows, columns, "BF16")
             except ValueError as error:
                 yield f"{name}: {error}, or skip the layer"
             except UserError:
