@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.kit import tiny
-from vlmcompress.checkpoint import sizes as estimate
+from vlmcompress.checkpoint.write import output_specs
 from vlmcompress.common.tensor_files import Spec
 from vlmcompress.diagnosis import files as doctor
 from vlmcompress.errors import UserError
@@ -105,7 +105,7 @@ def test_output_tensors(scheme, local):
         from vlmcompress.numerics import ActFormat
 
         scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
-    written = estimate.output_tensors(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
+    written = output_specs(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
     assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
 
 

@@ -1,4 +1,9 @@
-"""Render a checkpoint's model card (README.md) from its manifest: what it is, what it cost, how to run it."""
+"""Render a checkpoint's model card (README.md) from its manifest: what it is, what it cost, how to run it.
+
+Its YAML header has the keys and values of the Hub's model cards (https://huggingface.co/docs/hub/model-cards): `base_model` is
+a Hub id or left out, never a folder of somebody's machine; `license: other` goes with `license_name` and `license_link`, so
+all three are carried over from the original's card, and its languages.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from vlmcompress import launch, models
 from vlmcompress.checkpoint import launch_files, reducer_block
-from vlmcompress.checkpoint._hub_metadata import front_matter, header, metadata
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.common import json_files
+from vlmcompress.common import json_files, yaml_files
 from vlmcompress.common.text import size, smaller
+from vlmcompress.errors import UserError
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
 ASKS = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
 request has under `"mm_processor_kwargs": {"query": "..."}`."""
+MAKER = "vlmcompress"
+_FROM_ORIGINAL = ("license", "license_name", "license_link", "language")
+_LONGEST = 1000  # characters of a value from the original's card
 
 
 def render(
@@ -111,8 +121,8 @@ def other_format(quantization: Mapping[str, Any]) -> str:
     if "bits" not in quantization:
         return f"{_plain(str(quantization.get('quant_algo', 'as config.json says')))}, stored as {method}"
     size = quantization.get("group_size", -1)
-    how = f"group {size}" if isinstance(size, int) and size > 0 else "per channel"
-    return f"INT{quantization['bits']} {how}, stored as {method}"
+    groups = f"group {size}" if isinstance(size, int) and size > 0 else "per channel"
+    return f"INT{quantization['bits']} {groups}, stored as {method}"
 
 
 def number_format(args: Mapping[str, Any] | None) -> str:
@@ -121,10 +131,13 @@ def number_format(args: Mapping[str, Any] | None) -> str:
         return "16 bit"
     kind = ("FP" if args["type"] == "float" else "INT") + str(args["num_bits"])
     group = f"group {args.get('group_size')}"
-    pieces = {"group": group, "tensor_group": group, "channel": "per channel", "tensor": "per tensor"}
-    pieces["block"] = "block {}x{}".format(*args.get("block_structure") or ("?", "?"))
-    how = pieces.get(args["strategy"], "per token")
-    return f"{kind} {how}" + ("" if args["symmetric"] else ", asymmetric") + (", dynamic" if args["dynamic"] else "")
+    scales = {"group": group, "tensor_group": group, "channel": "per channel", "tensor": "per tensor"}
+    scales["block"] = "block {}x{}".format(*args.get("block_structure") or ("?", "?"))
+    return (
+        f"{kind} {scales.get(args['strategy'], 'per token')}"
+        + ("" if args["symmetric"] else ", asymmetric")
+        + (", dynamic" if args["dynamic"] else "")
+    )
 
 
 def _resize(resize: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> str:
@@ -143,9 +156,9 @@ def _recovered(record: Mapping[str, Any]) -> bool:
 def _recovery(recovery: Mapping[str, Any]) -> str:
     """The section about training behind the reducer."""
     kl, samples = recovery["held_out_kl"], recovery["samples"]
-    how = f"{recovery['steps']} steps on {samples['trained_on']} samples"
+    training = f"{recovery['steps']} steps on {samples['trained_on']} samples"
     if not recovery["changed"]:
-        return f"{how} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
+        return f"{training} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
     parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
     after = (
         "after it was quantized, its codes as they were,"
@@ -153,7 +166,7 @@ def _recovery(recovery: Mapping[str, Any]) -> str:
         else "behind the reducer"
     )
     return (
-        f"Trained {after} to answer as the original does: {how}, of which step {recovery['best_step']} is kept. "
+        f"Trained {after} to answer as the original does: {training}, of which step {recovery['best_step']} is kept. "
         f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
         f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
     )
@@ -233,10 +246,10 @@ def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
     lines = ["Relative squared error of the outputs of the quantized layers on the calibration data.", ""]
     lines += ["| tokens | mean | worst | layer |", "|---|---|---|---|"]
     for modality in sorted({modality for by_modality in errors.values() for modality in by_modality}):
-        known = {name: by_modality[modality] for name, by_modality in errors.items() if modality in by_modality}
-        worst = max(known, key=lambda name: known[name])
-        mean = sum(known.values()) / len(known)
-        lines.append(f"| {modality} | {mean:.2e} | {known[worst]:.2e} | `{worst}` |")
+        layers = {name: by_modality[modality] for name, by_modality in errors.items() if modality in by_modality}
+        worst = max(layers, key=lambda name: layers[name])
+        mean = sum(layers.values()) / len(layers)
+        lines.append(f"| {modality} | {mean:.2e} | {layers[worst]:.2e} | `{worst}` |")
     return "\n".join(lines)
 
 
@@ -268,3 +281,91 @@ def _licence(source: str, licence: str | None, has_card: bool) -> str:
     text = f"The weights are derived from {source} and stay under its licence"
     text += f" ({_plain(licence)})." if licence else "; see the original model."
     return text + (f" The original's model card is `{SOURCE_CARD}`." if has_card else "")
+
+
+def header(metadata: Mapping[str, Any]) -> str:
+    """The metadata between the lines that mark a card's header."""
+    text = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True, width=10_000)
+    return f"---\n{text}---"
+
+
+def metadata(
+    source: str,
+    config: Mapping[str, Any],
+    original: Mapping[str, Any],
+    *,
+    base_model: str | None = None,
+    quantized_by: str | None = None,
+) -> dict[str, Any]:
+    """The metadata of a checkpoint.
+
+    Args:
+        source: the original's name in the manifest: a Hub id, or the name of a folder.
+        config: the checkpoint's config.json.
+        original: the metadata of the original's card.
+        base_model: the original's Hub id; None: `source`, if that is one.
+        quantized_by: who made it; None: this program.
+    """
+    quantization = config.get("quantization_config")
+    origin = source.partition(":")[0]
+    base = base_model or (origin if is_owned(origin) else None)
+    entries: dict[str, Any] = {"base_model": base} if base else {}
+    if base and quantization:
+        entries["base_model_relation"] = "quantized"
+    if quantization:
+        entries["quantized_by"] = quantized_by or MAKER
+    entries |= {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
+    entries |= {key: original[key] for key in _FROM_ORIGINAL if _usable(original.get(key))}
+    return entries | {"tags": _tags(config)}
+
+
+def id_problem(name: str) -> str | None:
+    """The reason why a name is no id of a repository, in huggingface_hub's words; None where it is one."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return str(error).splitlines()[0].partition(": ")[0].rstrip(".")[:150]
+    return None
+
+
+def is_owned(name: str) -> bool:
+    """Whether a name is an id with its owner, `org/name`."""
+    return id_problem(name) is None and name.count("/") == 1
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """The metadata of a model card; empty where it has none that can be read."""
+    if not card.is_file():
+        return {}
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
+    marks = [number for number, line in enumerate(lines) if line.strip() == "---"]
+    if len(marks) < 2 or marks[0] != 0:
+        return {}
+    try:
+        front = yaml_files.parse("\n".join(lines[1 : marks[1]]), str(card))
+    except UserError:
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _tags(config: Mapping[str, Any]) -> list[str]:
+    """Tags to search by: what made it, its format, its number formats, and whether visual tokens are reduced."""
+    quantization = config.get("quantization_config") or {}
+    tags = [MAKER, "vllm"]
+    if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
+        tags.append(str(method))
+    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
+    formats = [(args.get("type", "int"), args["num_bits"]) for args in groups]
+    formats += [("int", quantization["bits"])] if "bits" in quantization else []
+    tags += [f"{bits}-bit" if kind == "int" else "nvfp4" if bits == 4 else f"fp{bits}" for kind, bits in formats]
+    tags += ["visual-token-reduction"] if "vlmcompress" in config else []
+    return list(dict.fromkeys(tags))
+
+
+def _usable(value: Any) -> bool:
+    """Whether a value of another card is a text, or a list of texts, of sane length."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(text, str) and 0 < len(text) <= _LONGEST for text in values)

@@ -1,7 +1,7 @@
-"""Write a quantized checkpoint in another format: the same codes and scales, packed otherwise, without quantizing again.
+"""Write a quantized checkpoint anew without quantizing again: in another format, or with other values of some tensors.
 
-What the new format can express is equal bit for bit when it is unpacked; what it cannot express is refused by name before a
-byte is written.
+`convert` packs the same codes and scales otherwise. What the new format can express is equal bit for bit when it is unpacked;
+what it cannot express is refused by name before a byte is written.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vlmcompress import models
 from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.layer_targets import layers_of
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.checkpoint.pieces import Piece
 from vlmcompress.checkpoint.stored import Stored
-from vlmcompress.checkpoint.write import Content, write_folder
+from vlmcompress.checkpoint.write import Content, OutputTensor, write_folder
 from vlmcompress.common import folders
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import FORMATS
@@ -58,21 +59,66 @@ def convert(
         raise UserError(f"{source} is {format} already; choose another format")
     models.check_files(source)
     written = models.written_names(stored.names, stored.spec)
-    tensors = {entry.name: entry.spec for entry in stored.entries}
-    if fault := models.draft_fault(stored.spec, stored.config, tensors):
+    specs = {entry.name: entry.spec for entry in stored.entries}
+    if fault := models.draft_fault(stored.spec, stored.config, specs):
         raise UserError(fault)
-    layers = layers_of(
-        stored.schemes, stored.meta_model, written, stored.spec, stored=tensors, kv_cache=bool(stored.kv_scales)
-    )
+    layers = _layers(stored, written)
     check(stored, layers, writer)
-    config = models.found_draft(stored.spec, stored.spec.completed(stored.config), tensors)
+    config = models.found_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     before, record = _record(stored, format)
-    record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, tensors)]
-    plan = _pieces(stored, written, writer)
-    content = Content(plan, stored, writer, layers, config, record, before)
+    record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
+    content = Content(_plan_tensors(stored, written, writer), stored, writer, layers, config, record, before)
     with folders.claimed(out, allowed):
         return write_folder(source, out, content, shard_size=shard_size, progress=progress)
+
+
+def rewrite_tensors(
+    stored: Stored,
+    out: Path,
+    values: Mapping[str, Tensor],
+    entries: Mapping[str, Any],
+    *,
+    extra_files: Mapping[str, Mapping | bytes] | None = None,
+    shard_size: str | int = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Write a quantized checkpoint with other values of some of its tensors, all other bytes as they were.
+
+    Args:
+        stored: the checkpoint, one of ours.
+        out: folder to write, which `folders.check` has allowed; it appears whole or not at all.
+        values: tensor's name on disk -> its new value, of the type and shape that it has there.
+        entries: entries of the manifest that are new or differ from that of `stored`.
+        extra_files: as of `Content`.
+        shard_size: largest weight file.
+        progress: called with bytes written and bytes in all.
+
+    Returns:
+        The manifest of `out`.
+    """
+    record = manifest.read(stored.path)
+    tensors = [OutputTensor(entry.name, entry.spec, values.get(entry.name, entry)) for entry in stored.entries]
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    models.check_files(stored.path)
+    content = Content(
+        tensors,
+        stored,
+        FORMATS.get(stored.format),
+        _layers(stored, stored.names),
+        config,
+        record | dict(entries),
+        record["size"]["weights_before"],
+        extra_files or {},
+    )
+    return write_folder(stored.path, out, content, shard_size=shard_size, progress=progress)
+
+
+def _layers(stored: Stored, written: Mapping[str, str]) -> Layers:
+    """Which layers are quantized. `written`: memory name of a parameter -> its name in the output."""
+    names = [entry.name for entry in stored.entries]
+    kv_cache = bool(stored.kv_scales)
+    return layers_of(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
 
 
 def check(stored: Stored, layers: Layers, writer: Writer) -> None:
@@ -86,8 +132,8 @@ def check(stored: Stored, layers: Layers, writer: Writer) -> None:
             raise UserError(f"{layer.prefix.removesuffix('.')}: {error}") from error
 
 
-def _pieces(stored: Stored, written: Mapping[str, str], writer: Writer) -> list[Piece]:
-    """What is written in the place of each of the checkpoint's tensors."""
+def _plan_tensors(stored: Stored, written: Mapping[str, str], writer: Writer) -> list[OutputTensor]:
+    """List what is written in the place of each of the checkpoint's tensors."""
     renamed = {disk: written[memory] for memory, disk in stored.names.items()}
     owner = {entry.name: name for name, layer in stored.layers.items() for entry in layer.entries.values()}
     kv = {
@@ -95,21 +141,21 @@ def _pieces(stored: Stored, written: Mapping[str, str], writer: Writer) -> list[
         for prefix, pair in stored.kv_scales.items()
         for entry, local in zip(pair, writer.KV_SCALES or (), strict=True)
     }
-    unwanted = set(models.left_out(stored.names, [e.name for e in stored.entries]))
-    found, done = list[Piece](), set[str]()
+    unwanted = set(models.left_out(stored.names, [entry.name for entry in stored.entries]))
+    tensors, done = list[OutputTensor](), set[str]()
     for entry in stored.entries:
         module = owner.get(entry.name)
         if module is None:
             if entry.name not in unwanted:
                 name = kv.get(entry.name) or renamed.get(entry.name, entry.name)
-                found.append(Piece(name, entry.spec, entry))
+                tensors.append(OutputTensor(name, entry.spec, entry))
         elif module not in done:
             done.add(module)
             layer = stored.layers[module]
             prefix = renamed[f"{layer.prefix}weight"].removesuffix("weight")
             for local, spec in writer.specs(layer.scheme, *layer.shape, stored.scale_type(module)).items():
-                found.append(Piece(prefix + local, spec, (module, local)))
-    return found
+                tensors.append(OutputTensor(prefix + local, spec, (module, local)))
+    return tensors
 
 
 def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
@@ -122,10 +168,10 @@ def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
     total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
     converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
     if (stored.path / MANIFEST).is_file():
-        known = manifest.read(stored.path)
-        manifest.verify(stored.path, known)
-        recipe = known["recipe"] | {"format": format}
-        return known["size"]["weights_before"], known | {"recipe": recipe, "converted": converted}
+        record = manifest.read(stored.path)
+        manifest.verify(stored.path, record)
+        recipe = record["recipe"] | {"format": format}
+        return record["size"]["weights_before"], record | {"recipe": recipe, "converted": converted}
     recipe = {"model": str(stored.path), "scheme": "converted", "format": format, "seed": None}
-    made = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
-    return total, made | {"converted": converted}
+    record = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
+    return total, record | {"converted": converted}

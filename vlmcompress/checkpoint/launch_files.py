@@ -28,13 +28,13 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> la
         UserError: the reducer's block is not right.
     """
     recipe, sizes = record.get("recipe") or {}, record.get("size") or {}
-    found, reducer = reducer_block.read(config), None
-    if found:
-        chosen = found.reducer
-        reducer = launch.Reducer(" ".join(chosen.label.split()), chosen.asks, recipe.get("engine", "vllm") == "vllm")
-    machine, named = None, recipe.get("target")
-    if isinstance(named, str) and named in targets.REGISTRY:
-        target = targets.get(named)
+    carried, reducer = reducer_block.read(config), None
+    if carried:
+        choice = carried.reducer
+        reducer = launch.Reducer(" ".join(choice.label.split()), choice.asks, recipe.get("engine", "vllm") == "vllm")
+    machine, target_name = None, recipe.get("target")
+    if isinstance(target_name, str) and target_name in targets.REGISTRY:
+        target = targets.get(target_name)
         machine = launch.Machine(target.title, target.memory, target.capability)
     weights = sizes.get("weights_after")
     weights = weights if isinstance(weights, int) else 0

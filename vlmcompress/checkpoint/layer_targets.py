@@ -69,17 +69,17 @@ def targets(layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSp
             towers.append((common, _pattern(root.split(".")[-1], members)))
             rest = {name: scheme for name, scheme in rest.items() if name not in inside or scheme != common}
     main = _most_common({name: scheme for name, scheme in rest.items() if not name.startswith(spec.vision)})
-    found: dict[Scheme, list[str]] = {}
+    entries: dict[Scheme, list[str]] = {}
     for scheme, pattern in towers:
-        found.setdefault(scheme, []).append(pattern)
+        entries.setdefault(scheme, []).append(pattern)
     for name, scheme in rest.items():
         if scheme != main or name.startswith(spec.vision):
             exact = [name, disk[f"{name}.weight"].removesuffix(".weight")]
-            exact += [values_name(one) for one in exact] if keys_are_values(name, disk) else []
-            found.setdefault(scheme, []).extend(_experts(exact, spec) or exact)
+            exact += [values_name(alias) for alias in exact] if keys_are_values(name, disk) else []
+            entries.setdefault(scheme, []).extend(_experts(exact, spec) or exact)
     if main:
-        found[main] = [*found.pop(main, []), "Linear"]
-    return [(scheme, list(dict.fromkeys(entries))) for scheme, entries in found.items()]
+        entries[main] = [*entries.pop(main, []), "Linear"]
+    return [(scheme, list(dict.fromkeys(names))) for scheme, names in entries.items()]
 
 
 def _experts(names: Sequence[str], spec: ModelSpec) -> list[str]:
@@ -120,19 +120,19 @@ def misread(
     """
     stored = {name: disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in layers}
     in_engine = {alias: spec.engine_name(name) for name in layers for alias in (name, stored[name])}
-    found = []
+    wrong = []
     for aliases, renamed in (({}, {}), (stored, {}), (in_engine, in_engine)):
         groups = {
             key: {"targets": [renamed.get(target, target) for target in group["targets"]]}
             for key, group in config["config_groups"].items()
         }
-        seen = {"config_groups": groups, "ignore": [renamed.get(entry, entry) for entry in config["ignore"]]}
+        as_read = {"config_groups": groups, "ignore": [renamed.get(entry, entry) for entry in config["ignore"]]}
         for name, expected in layers.items():
             alias = aliases.get(name, name)
-            got = group_of(seen, alias)
-            if got != expected:
-                found.append((alias, expected or "unquantized", got))
-    return found
+            group = group_of(as_read, alias)
+            if group != expected:
+                wrong.append((alias, expected or "unquantized", group))
+    return wrong
 
 
 def misnamed(
@@ -142,14 +142,14 @@ def misnamed(
 
     Arguments and result as of `misread`; `reader`: the format's module.
     """
-    found: list[tuple[str, str, str | None]] = []
+    wrong: list[tuple[str, str, str | None]] = []
     for name, scheme in layers.items():
         stored = disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         for alias in dict.fromkeys((name, stored, spec.engine_name(name))):
             taken = reader.takes(config, alias)
             if taken != (scheme is not None):
-                found.append((alias, scheme or "unquantized", "quantized" if taken else None))
-    return found
+                wrong.append((alias, scheme or "unquantized", "quantized" if taken else None))
+    return wrong
 
 
 def _most_common(layers: Mapping[str, Scheme]) -> Scheme | None:

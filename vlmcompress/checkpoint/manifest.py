@@ -89,12 +89,8 @@ def build(
 
 def hash_files(folder: Path) -> dict[str, dict]:
     """Hash the files below `folder`, the manifest aside: name -> sha256 and size, sorted by name."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder).as_posix()
-        if name != MANIFEST:
-            found[name] = hash_file(path)
-    return found
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files if path != folder / MANIFEST}
 
 
 def hash_file(path: Path) -> dict[str, str | int]:
@@ -130,22 +126,19 @@ def verify(folder: Path, content: Mapping[str, Any]) -> None:
     recorded = content.get("files")
     if not isinstance(recorded, Mapping):
         raise UserError(f"{folder / MANIFEST} lacks 'files', the hashes of what was written; quantize again")
-    own = {path.name for path in folder.glob("*.safetensors")} | {name for name in recorded if _described(name)}
-    for name in sorted(own | ({"config.json"} if (folder / "config.json").exists() else set())):
-        known, path = recorded.get(name), folder / name
-        if Path(name).name != name or not isinstance(known, Mapping) or not path.is_file():
+    # What decides what a checkpoint computes: its weights and its config.
+    names = {path.name for path in folder.glob("*.safetensors")} | {path.name for path in folder.glob("config.json")}
+    names |= {name for name in recorded if str(name).endswith(".safetensors") or name == "config.json"}
+    for name in sorted(names):
+        record, path = recorded.get(name), folder / name
+        if Path(name).name != name or not isinstance(record, Mapping) or not path.is_file():
             what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
             raise UserError(f"{path} {what}, so the errors recorded there may be of other weights; quantize again")
-        if path.stat().st_size != known.get("size") or sha256(path) != known.get("sha256"):
+        if path.stat().st_size != record.get("size") or sha256(path) != record.get("sha256"):
             raise UserError(
                 f"{path} is not what was written, its hash is not the one in {MANIFEST}, so the errors recorded there may be "
                 "of other weights; copy the checkpoint or quantize again"
             )
-
-
-def _described(name: Any) -> bool:
-    """Whether a file decides what a checkpoint computes: its weights and its config."""
-    return str(name).endswith(".safetensors") or name == "config.json"
 
 
 def _portable(value: Any) -> Any:

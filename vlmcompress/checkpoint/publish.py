@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.checkpoint import card, launch_files, manifest
-from vlmcompress.checkpoint._hub_metadata import is_owned, problem
 from vlmcompress.checkpoint.manifest import MANIFEST
 from vlmcompress.common import hub
 from vlmcompress.errors import UserError
@@ -53,8 +52,8 @@ class Upload:
 
 def check_id(name: str, what: str) -> str:
     """Return a repository's id, or raise `UserError` if `name` is none; `what` names it in the message."""
-    if not is_owned(name):
-        reason = problem(name) or "the owner is missing"
+    if not card.is_owned(name):
+        reason = card.id_problem(name) or "the owner is missing"
         raise UserError(f"{what} '{name}' is no repository id ({reason}); write it like my-org/my-model")
     return name
 
@@ -83,8 +82,8 @@ def plan(folder: Path, repository: str, *, base_model: str | None = None, measur
         card.CARD: text,
         MANIFEST: json.dumps(record | {"files": dict(sorted(files.items()))}, indent=2, ensure_ascii=False) + "\n",
     }
-    own = {path: (folder / path).stat().st_size for path in files if path not in written}
-    sizes = own | {path: len(text.encode()) for path, text in written.items()}
+    sizes = {path: (folder / path).stat().st_size for path in files if path not in written}
+    sizes |= {path: len(text.encode()) for path, text in written.items()}
     return Upload(repository, folder, dict(sorted(sizes.items())), written)
 
 

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vlmcompress.checkpoint.pieces import Piece, write_json, write_weights
-from vlmcompress.checkpoint.write import WEIGHTS
+from vlmcompress.checkpoint.write import WEIGHTS, OutputTensor, write_json, write_weights
 from vlmcompress.common import folders, tensor_files
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
@@ -54,23 +53,23 @@ class Rotations:
         return Rotation(self.kind, width, self.seed, 1 + block * _HEADS + head)
 
 
-def changes(found: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) -> dict[str, Change]:
+def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) -> dict[str, Change]:
     """What becomes of each parameter that a rotation changes, by memory name: functions of its value in float32 or float64.
 
     Args:
-        found: who reads and writes the stream; layers may have a bias or not.
+        of: who reads and writes the stream; layers may have a bias or not.
         gains: reads the weight of a norm.
     """
-    r1 = rotations.stream(found.width)
-    made: dict[str, Change] = dict.fromkeys(found.rows, r1.rows)
-    made |= {f"{norm}.weight": torch.ones_like for norm in found.norms}
-    for linear, norm in found.readers.items():
+    r1 = rotations.stream(of.width)
+    made: dict[str, Change] = dict.fromkeys(of.rows, r1.rows)
+    made |= {f"{norm}.weight": torch.ones_like for norm in of.norms}
+    for linear, norm in of.readers.items():
         made[f"{linear}.weight"] = functools.partial(_read, r1, functools.partial(gains, f"{norm}.weight"))
-    for linear in found.writers:
+    for linear in of.writers:
         made[f"{linear}.weight"], made[f"{linear}.bias"] = r1.columns, r1.rows
-    for block, values in enumerate(found.values):
-        own = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
-        for name, change in _of_values(values, own).items():
+    for block, values in enumerate(of.values):
+        r2 = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
+        for name, change in _of_values(values, r2).items():
             made[name] = _both(made.get(name), change)
     return made
 
@@ -84,17 +83,17 @@ def _both(first: Change | None, then: Change) -> Change:
     return then if first is None else lambda value: then(first(value))
 
 
-def _of_values(values: Values, own: list[Rotation]) -> dict[str, Change]:
-    """What becomes of the layers of values and output for the rotations of each head of values."""
+def _of_values(values: Values, r2: list[Rotation]) -> dict[str, Change]:
+    """What becomes of the layers of values and output; `r2`: the rotation of each head of values."""
     shared = values.heads // values.kv_heads
 
     def rows(value: Tensor) -> Tensor:
         parts = value.reshape(values.kv_heads, values.width, -1)
-        return torch.stack([r.columns(part) for r, part in zip(own, parts, strict=True)]).reshape(value.shape)
+        return torch.stack([r.columns(part) for r, part in zip(r2, parts, strict=True)]).reshape(value.shape)
 
     def columns(value: Tensor) -> Tensor:
         parts = value.reshape(len(value), values.kv_heads, shared, values.width)
-        return torch.stack([r.rows(parts[:, i]) for i, r in enumerate(own)], 1).reshape(value.shape)
+        return torch.stack([r.rows(parts[:, i]) for i, r in enumerate(r2)], 1).reshape(value.shape)
 
     return {f"{values.v}.weight": rows, f"{values.v}.bias": rows, f"{values.o}.weight": columns}
 
@@ -123,13 +122,13 @@ def write(
     if (out / RECORD).is_file() and (out / RECORD).read_text(encoding="utf-8") == mark:
         return
     folders.check(source.path, out, overwrite=True, mark=RECORD)
-    found = stream(source.meta_model, source.spec, source.stored)
+    residual = stream(source.meta_model, source.spec, source.stored)
     entries = source.entries
-    made = changes(found, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
-    plan = _pieces(source, found, made, torch.device(device))
-    config = untied(source.config) if found.tied else source.config
+    made = changes(residual, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
+    tensors = _plan_tensors(source, residual, made, torch.device(device))
+    config = untied(source.config) if residual.tied else source.config
     with folders.new_folder(out) as tree:
-        write_weights(tree, plan, parse_size(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
+        write_weights(tree, tensors, parse_size(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
         write_json(tree / "config.json", dict(config))
         for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
             place = file.relative_to(source.path)
@@ -149,26 +148,29 @@ def record(source: Source, rotations: Rotations) -> str:
 
 def head_name(source: Source) -> str:
     """The name on disk of an output head that becomes a matrix of its own: as the embedding's, the hub's or transformers'."""
-    found = stream(source.meta_model, source.spec, source.stored)
-    hub = source.names[found.embedding] == source.spec.hub_name(found.embedding)
-    name = f"{found.head}.weight"
+    residual = stream(source.meta_model, source.spec, source.stored)
+    hub = source.names[residual.embedding] == source.spec.hub_name(residual.embedding)
+    name = f"{residual.head}.weight"
     return source.spec.hub_name(name) if hub else name
 
 
-def _pieces(source: Source, found: Stream, made: Mapping[str, Change], device: torch.device) -> list[Piece]:
+def _plan_tensors(
+    source: Source, residual: Stream, made: Mapping[str, Change], device: torch.device
+) -> list[OutputTensor]:
     """The tensors to write: those that change are made when their turn comes."""
     memory = {disk: name for name, disk in source.names.items()}
-    head, embedding = f"{found.head}.weight", source.entries[source.names[found.embedding]]
-    plan = []
+    head, embedding = f"{residual.head}.weight", source.entries[source.names[residual.embedding]]
+    tensors = []
     for entry in source.entries.values():
         name = memory.get(entry.name, "")
-        if found.tied and name == head:
+        if residual.tied and name == head:
             continue  # stored twice
         change = made.get(name)
-        plan.append(Piece(entry.name, entry.spec, entry if change is None else _later(entry, change, device)))
-    if found.tied:
-        plan.append(Piece(head_name(source), embedding.spec, _later(embedding, made[head], device)))
-    return plan
+        origin = entry if change is None else _later(entry, change, device)
+        tensors.append(OutputTensor(entry.name, entry.spec, origin))
+    if residual.tied:
+        tensors.append(OutputTensor(head_name(source), embedding.spec, _later(embedding, made[head], device)))
+    return tensors
 
 
 def _later(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
@@ -184,10 +186,10 @@ def _later(entry: Entry, change: Change, device: torch.device) -> Callable[[], T
 
 def outline(source: Source) -> tuple[dict[str, Spec], dict[str, str]]:
     """Tensor name on disk -> type and shape, and memory name -> name on disk, of the rotated checkpoint, nothing written."""
-    found, head = stream(source.meta_model, source.spec, source.stored), head_name(source)
-    if not found.tied:
+    residual, head = stream(source.meta_model, source.spec, source.stored), head_name(source)
+    if not residual.tied:
         return source.stored, source.names
-    name = f"{found.head}.weight"
+    name = f"{residual.head}.weight"
     stored = {key: value for key, value in source.stored.items() if key != source.names.get(name)}
-    spec = source.stored[source.names[found.embedding]]
+    spec = source.stored[source.names[residual.embedding]]
     return stored | {head: spec}, source.names | {name: head}

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
-from vlmcompress.checkpoint.pieces import Quantized
+from vlmcompress.checkpoint.write import Quantized
 from vlmcompress.common import tensor_files
 from vlmcompress.common.registry import FORMATS
 from vlmcompress.common.tensor_files import Entry, Spec
@@ -114,13 +114,13 @@ class Stored(Mapping[str, Quantized]):
         embedding = self.meta_model.get_input_embeddings()
         name = next(key for key, value in self.meta_model.named_parameters() if value is embedding.weight)
         entry = next(entry for entry in self.entries if entry.name == self.names[name])
-        wanted = tensor_files.DTYPES[entry.spec.dtype]
+        dtype = tensor_files.DTYPES[entry.spec.dtype]
         for layer in self.layers.values():
             for scale in (layer.entries[local] for local in layer.entries if _is_scale(local, layer)):
                 value = tensor_files.read_tensor(scale)
-                if not torch.equal(value.to(wanted).float(), value.float()):
+                if not torch.equal(value.to(dtype).float(), value.float()):
                     return None
-        return wanted
+        return dtype
 
     def scale_type(self, name: str) -> str:
         """safetensors' name of the type that a layer's scales have once they are read; known from headers."""
@@ -180,12 +180,12 @@ def _kv_scales(entries: list[Entry], reader: Reader) -> dict[str, tuple[Entry, E
         return {}
     keys, values = reader.KV_SCALES
     by_name = {entry.name: entry for entry in entries}
-    found = {}
+    scales = {}
     for name in by_name:
         prefix = name.removesuffix(f".{keys}")
         if prefix != name and f"{prefix}.{values}" in by_name:
-            found[f"{prefix}."] = by_name[name], by_name[f"{prefix}.{values}"]
-    return found
+            scales[f"{prefix}."] = by_name[name], by_name[f"{prefix}.{values}"]
+    return scales
 
 
 def _layers(
@@ -199,44 +199,46 @@ def _layers(
         module, _, local = memory[entry.name].rpartition(".")
         if module in linears:
             by_layer.setdefault(module, {})[local] = entry
-    found = {}
-    for module, own in by_layer.items():
-        prefixes = {entry.name.rpartition(".")[0] for entry in own.values()}
+    layers = {}
+    for module, tensors in by_layer.items():
+        prefixes = {entry.name.rpartition(".")[0] for entry in tensors.values()}
         if len(prefixes) > 1:
             raise UserError(f"the tensors of {module} stand under {' and '.join(sorted(prefixes))}; download again")
         (prefix,) = prefixes
         linear: Any = linears[module]
         shape, names = (linear.out_features, linear.in_features), (module, prefix, spec.engine_name(module))
         try:
-            scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in own.items()}, shape)
+            scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in tensors.items()}, shape)
             if scheme is not None:
-                _check_layer(prefix, own, reader.specs(scheme, *shape, "F16"))
+                _check_layer(prefix, tensors, reader.specs(scheme, *shape, "F16"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"layer {prefix}: config and tensors do not belong together ({error})") from error
         if scheme is not None:
-            found[module] = StoredLayer(f"{prefix}.", shape, scheme, {k: v for k, v in own.items() if k != "bias"})
-    if not found:
+            stored = {local: entry for local, entry in tensors.items() if local != "bias"}
+            layers[module] = StoredLayer(f"{prefix}.", shape, scheme, stored)
+    if not layers:
         raise UserError(
             "no linear layer is quantized as the config says; config.json and weights do not belong together"
         )
-    return found
+    return layers
 
 
-def _check_layer(prefix: str, own: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
-    """Compare a quantized layer's tensors with what its scheme asks for; any float type does for scales."""
+def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
+    """Compare a quantized layer's tensors with those that its scheme requires; any float type does for scales."""
     for local, spec in needed.items():
-        if local not in own:
+        if local not in tensors:
             if local == _OPTIONAL:
                 continue
             raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
-        got = own[local].spec
-        same = got.dtype == spec.dtype or (got.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS)
-        if not same or [n for n in got.shape if n != 1] != [n for n in spec.shape if n != 1]:
-            found, right = (f"{one.dtype} {list(one.shape)}" for one in (got, spec))
+        actual = tensors[local].spec
+        floats = actual.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS
+        sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
+        if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:
             raise UserError(
-                f"tensor '{prefix}.{local}' is {found}, its scheme needs {right}; download the checkpoint again"
+                f"tensor '{prefix}.{local}' is {actual.dtype} {list(actual.shape)}, its scheme needs {spec.dtype} "
+                f"{list(spec.shape)}; download the checkpoint again"
             )
-    if extra := sorted(own.keys() - needed.keys() - {"bias"}):
+    if extra := sorted(tensors.keys() - needed.keys() - {"bias"}):
         raise UserError(f"tensor '{prefix}.{extra[0]}' has no place in a layer of this scheme; it cannot be converted")
 
 

@@ -8,6 +8,8 @@ give byte-identical files.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,20 +19,67 @@ from typing import Any
 
 from torch import Tensor
 
-from vlmcompress.checkpoint import card, launch_files, pieces, reducer_block
-from vlmcompress.checkpoint.manifest import MANIFEST, hash_files
-from vlmcompress.checkpoint.pieces import Piece, Quantized, write_json
-from vlmcompress.common import folders, json_files
+from vlmcompress.checkpoint import card, launch_files, manifest, reducer_block
+from vlmcompress.checkpoint.manifest import MANIFEST
+from vlmcompress.common import folders, json_files, tensor_files
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.progress import phase, phase_seconds
+from vlmcompress.common.tensor_files import Entry, Spec
 from vlmcompress.common.text import parse_size
-from vlmcompress.exporters import Writer
-from vlmcompress.models import CONFIG_FILES, found_draft, refuse_quantized, spec_for, stored_bytes, stored_tensors
+from vlmcompress.errors import UserError
+from vlmcompress.exporters import Format, Writer
+from vlmcompress.models import (
+    CONFIG_FILES,
+    found_draft,
+    left_out,
+    refuse_quantized,
+    spec_for,
+    stored_bytes,
+    stored_tensors,
+)
+from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.recipe.reducer import ReducerChoice
 from vlmcompress.reducers import TokenCounter
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _WRITTEN = ("config.json", card.CARD, MANIFEST, *CONFIG_FILES)  # written anew, not copied
+
+Quantized = tuple[QTensor, Scheme, Tensor | None]
+"""A linear layer's weight, its scheme, the scale of static activations."""
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor to write and where its bytes come from: a stored entry, a tensor, a function that makes one, or a part of a
+    quantized layer, as (module, local name)."""
+
+    name: str
+    spec: Spec
+    origin: Entry | Tensor | Callable[[], Tensor] | tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint consists of, besides the files that are copied.
+
+    Attributes:
+        tensors: in the order in which they are written.
+        quantized: linear layer -> weight, scheme, input scale. Each is read once, when its turn comes.
+        exporter: the format that is written; layers: what its config files say.
+        config: what config.json holds besides the format's block.
+        manifest: the manifest without sizes and hashes.
+        before: bytes of the original's tensors.
+        extra_files: name of a further file, or of one that differs from the source's -> bytes, or what is written as JSON.
+    """
+
+    tensors: list[OutputTensor]
+    quantized: Mapping[str, Quantized]
+    exporter: Writer
+    layers: Layers
+    config: dict
+    manifest: dict
+    before: int
+    extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
 
 
 def write(
@@ -48,7 +97,7 @@ def write(
     kv_scales: Mapping[str, Tensor] | None = None,
     reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
-    beside: Mapping[str, Mapping | bytes] | None = None,
+    extra_files: Mapping[str, Mapping | bytes] | None = None,
     settings: Mapping[str, Any] | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -59,7 +108,8 @@ def write(
     Args:
         source: folder of the checkpoint whose tensors are written where nothing else is said.
         out: folder to write; it appears whole or not at all.
-        quantized: linear layer (memory name) -> weight, scheme, input scale. Looked up twice, so it may be lazy.
+        quantized: linear layer (memory name) -> weight, scheme, input scale. Each key is read twice (layout, then data), so a
+            lazy mapping works.
         names: memory name of a parameter -> its name on disk, as `models.disk_names` gives it.
         exporter: the format that is written, a module of `vlmcompress.exporters`.
         layers: which layers are quantized, for the config block.
@@ -70,8 +120,8 @@ def write(
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
         reducer: the reducer of visual tokens that the checkpoint is to carry; None for none.
         counter: computes how many tokens an image keeps, for a reducer that must be told the number.
-        beside: name of a further file, or of one that is to be other than in the source -> bytes, or what is written as JSON.
-        settings: entries of config.json that are to be others than in the source.
+        extra_files: as of `Content`.
+        settings: entries of config.json that differ from the source's.
         shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
@@ -81,38 +131,14 @@ def write(
     refuse_quantized(source, config)
     spec = spec_for(config)
     entries = list(stored_tensors(source).values())
-    plan = pieces.of_original(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
-    before = stored_bytes(original or source)
+    tensors = plan_tensors(entries, quantized, names, written or names, changed or {}, kv_scales or {}, exporter)
     config = found_draft(spec, spec.completed(config), [entry.name for entry in entries])
     config |= dict(settings or {})
     if reducer:
         config = reducer_block.write(config, reducer, counter)
-    content = Content(plan, quantized, exporter, layers, config, manifest, before, beside or {})
+    before = stored_bytes(original or source)
+    content = Content(tensors, quantized, exporter, layers, config, manifest, before, extra_files or {})
     return write_folder(original or source, out, content, shard_size=shard_size, progress=progress)
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a checkpoint is made of, besides the files that are copied.
-
-    Attributes:
-        plan: the tensors, in order.
-        quantized: linear layer -> weight, scheme, input scale.
-        exporter: the format's module; layers: what its config block says.
-        config: what config.json holds besides that block.
-        manifest: the manifest without sizes and hashes.
-        before: bytes of the original's tensors.
-        beside: name of a further file, or of one that is to be other than in the source -> bytes, or what is written as JSON.
-    """
-
-    plan: list[Piece]
-    quantized: Mapping[str, Quantized]
-    exporter: Writer
-    layers: Layers
-    config: dict
-    manifest: dict
-    before: int
-    beside: Mapping[str, Mapping | bytes] = field(default_factory=dict)
 
 
 def write_folder(
@@ -124,33 +150,32 @@ def write_folder(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Write `out`, which `folders.check` has allowed, with copies of the other files of `source`; return its manifest."""
-    limit, found = parse_size(shard_size, "shard_size"), _other_files(source)
-    others = [(file, target) for file, target in found if str(target) not in content.beside]
-    plan, exporter = content.plan, content.exporter
-    needed = sum(piece.spec.nbytes for piece in plan)
-    folders.check_space(out, needed + sum(file.stat().st_size for file, _ in others))
+    limit = parse_size(shard_size, "shard_size")
+    copied = [(file, place) for file, place in _other_files(source) if str(place) not in content.extra_files]
+    needed = sum(tensor.spec.nbytes for tensor in content.tensors)
+    folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
     with folders.new_folder(out) as tree:
         with phase("writing"):
-            after = pieces.write_weights(tree, plan, limit, content.quantized, exporter, progress)
-        configs = exporter.configs(content.layers)
+            after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
+        configs = content.exporter.configs(content.layers)
         block = configs.pop("config.json", None)
         write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
-        for name, file_content in {**configs, **content.beside}.items():
+        for name, file_content in {**configs, **content.extra_files}.items():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(file_content, bytes):
                 (tree / name).write_bytes(file_content)
             else:
                 write_json(tree / name, dict(file_content))
-        for file, target in others:
-            (tree / target).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, tree / target)
+        for file, place in copied:
+            (tree / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, tree / place)
         size = {"weights_before": content.before, "weights_after": after}
-        complete = content.manifest | {"size": size, "tensors": len(plan), "timing": phase_seconds()}
-        launch_files.write(tree, complete, out.name)
-        (tree / card.CARD).write_text(card.render(complete, tree, out.name), encoding="utf-8")
-        complete["files"] = hash_files(tree)
-        write_json(tree / MANIFEST, complete)
-    return complete
+        record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
+        launch_files.write(tree, record, out.name)
+        (tree / card.CARD).write_text(card.render(record, tree, out.name), encoding="utf-8")
+        record["files"] = manifest.hash_files(tree)
+        write_json(tree / MANIFEST, record)
+    return record
 
 
 def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
@@ -169,3 +194,173 @@ def _other_files(source: Path) -> Iterator[tuple[Path, Path]]:
                 yield Path(folder, name), Path(card.SOURCE_CARD)
             elif str(place) not in _WRITTEN:
                 yield Path(folder, name), place
+
+
+def plan_tensors(
+    entries: list[Entry],
+    quantized: Mapping[str, Quantized],
+    names: Mapping[str, str],
+    written: Mapping[str, str],
+    changed: Mapping[str, Tensor],
+    kv_scales: Mapping[str, Tensor],
+    exporter: Writer,
+) -> list[OutputTensor]:
+    """List what is written in the place of each of an unquantized checkpoint's tensors; arguments as of `write`."""
+    layers = {names[f"{module}.weight"]: module for module in quantized}
+    values = {names[parameter]: value for parameter, value in changed.items()}
+    if overlap := layers.keys() & values.keys():
+        raise ValueError(f"both quantized and changed: {sorted(overlap)}")
+    tensors, renamed = list[OutputTensor](), {disk: written[memory] for memory, disk in names.items()}
+    unwanted = left_out(names, [entry.name for entry in entries])
+    for entry in entries:
+        name = renamed.get(entry.name, entry.name)
+        if name in unwanted:
+            continue
+        if entry.name in layers:
+            module = layers.pop(entry.name)
+            weight, scheme, _ = quantized[module]
+            if tuple(weight.q.shape) != entry.spec.shape:
+                raise ValueError(f"{entry.name} is {entry.spec.shape}, its quantized form {tuple(weight.q.shape)}")
+            prefix = name.removesuffix("weight")
+            for local, spec in exporter.specs(scheme, *weight.q.shape, Spec.of(weight.scale).dtype).items():
+                tensors.append(OutputTensor(prefix + local, spec, (module, local)))
+        elif entry.name in values:
+            value = values.pop(entry.name)
+            if tuple(value.shape) != entry.spec.shape:
+                raise ValueError(f"{entry.name} is {entry.spec.shape}, its new value {tuple(value.shape)}")
+            stored = value.to(tensor_files.DTYPES[entry.spec.dtype])  # a config may load float32 as bfloat16
+            tensors.append(OutputTensor(name, entry.spec, stored))
+        else:
+            tensors.append(OutputTensor(name, entry.spec, entry))
+    if layers or values:
+        raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
+    dtypes = {entry.name: entry.spec.dtype for entry in entries}
+    for module, scales in kv_scales.items():
+        # An attention module has no tensor of its own: its name and type are those of a layer below it.
+        memory, sibling = next((memory, disk) for memory, disk in names.items() if memory.startswith(f"{module}."))
+        prefix = written[memory].removesuffix(memory.removeprefix(f"{module}."))
+        stored = scales.to(tensor_files.DTYPES[dtypes[sibling]])  # transformers computes attention in the scales' type
+        for local, scale in zip(exporter.KV_SCALES or (), stored.reshape(2, 1), strict=True):
+            tensors.append(OutputTensor(prefix + local, Spec.of(scale), scale))
+    return tensors
+
+
+def output_specs(
+    stored: Mapping[str, Spec],
+    schemes: Mapping[str, Scheme],
+    names: Mapping[str, str],
+    exporter: Format,
+    kv_layers: int,
+) -> dict[str, Spec]:
+    """List the type and shape of every tensor that will be written, under a name of its own: the exact size of the output.
+
+    Args:
+        stored: tensor name on disk -> type and shape, of the source.
+        schemes: quantized linear layer (memory name) -> its scheme.
+        names: memory name of a parameter -> its name on disk.
+        exporter: the format that is written.
+        kv_layers: number of attention modules that get scales of keys and values.
+    """
+    unwanted = left_out(names, stored)
+    specs = {name: spec for name, spec in stored.items() if name not in unwanted}
+    for name, scheme in schemes.items():
+        weight = specs.pop(names[f"{name}.weight"])
+        try:
+            layer = exporter.specs(scheme, *weight.shape, weight.dtype)
+        except (UserError, ValueError):
+            continue  # a shape that the scheme cannot have; the plan reports it
+        specs |= {f"{name}:{local}": spec for local, spec in layer.items()}
+    dtype = next((stored[names[f"{name}.weight"]].dtype for name in schemes), "BF16")
+    return specs | {f"kv_cache:{i}": Spec(dtype, (2,)) for i in range(kv_layers)}
+
+
+def write_weights(
+    tree: Path,
+    tensors: list[OutputTensor],
+    limit: int,
+    quantized: Mapping[str, Quantized],
+    exporter: Writer,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Write the weight files into the folder `tree`, with their index where there are several; return bytes of tensors.
+
+    Args:
+        limit: most bytes of a file.
+        quantized: linear layer -> what its tensors are made of; one layer is in memory at a time.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        UserError: a value does not fit into the format.
+    """
+    by_name, total = {tensor.name: tensor for tensor in tensors}, sum(tensor.spec.nbytes for tensor in tensors)
+    if len(by_name) < len(tensors):
+        raise ValueError("two tensors of the output have the same name")
+    files = tensor_files.split(((tensor.name, tensor.spec) for tensor in tensors), limit)
+    file_names = tensor_files.shard_names(len(files))
+
+    @functools.lru_cache(maxsize=1)
+    def layer_tensors(module: str) -> dict[str, Tensor]:
+        try:
+            return exporter.tensors(*quantized[module])
+        except UserError as error:
+            raise UserError(f"{module}: {error}") from error
+
+    done = 0
+    for file_name, specs in zip(file_names, files, strict=True):
+        header, positions = tensor_files.layout(specs)
+        with (tree / file_name).open("wb") as file:
+            tensor_files.write_at(file.fileno(), header, 0)
+            for name, spec in specs.items():
+                _write_tensor(by_name[name], file.fileno(), positions[name], layer_tensors)
+                done += spec.nbytes
+                if progress:
+                    progress(done, total)
+    if len(files) > 1:
+        weight_map = {name: file_name for file_name, specs in zip(file_names, files, strict=True) for name in specs}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(tree / tensor_files.INDEX, index)
+    return total
+
+
+def _write_tensor(
+    tensor: OutputTensor, file: int, position: int, layer_tensors: Callable[[str], dict[str, Tensor]]
+) -> None:
+    origin = tensor.origin
+    if isinstance(origin, Entry):
+        tensor_files.copy_at(origin, file, position)
+        return
+    made = origin() if callable(origin) else origin
+    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
+    if Spec.of(value) != tensor.spec:
+        raise ValueError(f"{tensor.name}: planned as {tensor.spec}, made as {Spec.of(value)}")
+    tensor_files.write_at(file, tensor_files.to_bytes(value), position)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file as Hugging Face's libraries do: indented by two, not escaped."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def rename(folder: Path, name: str) -> None:
+    """Write launch files, card and manifest of the checkpoint in `folder` anew, for a folder called `name`.
+
+    Files are replaced and not changed in place, so that others to which they are linked stay as they are.
+
+    Raises:
+        UserError: the folder has no manifest that can be read.
+    """
+    record = manifest.read(folder)
+    record["recipe"] = record["recipe"] | {"out": name}
+    hashes = {
+        path: described
+        for path, described in record["files"].items()
+        if path != card.CARD and not path.startswith(f"{launch_files.FOLDER}/")  # these say the folder's name
+    }
+    launch_paths = launch_files.write(folder, record, name)
+    text = card.render(record, folder, name)
+    for path in (folder / card.CARD, folder / MANIFEST):
+        path.unlink(missing_ok=True)
+    (folder / card.CARD).write_text(text, encoding="utf-8")
+    for path in (*launch_paths, folder / card.CARD):
+        hashes[path.relative_to(folder).as_posix()] = manifest.hash_file(path)
+    write_json(folder / MANIFEST, record | {"files": dict(sorted(hashes.items()))})

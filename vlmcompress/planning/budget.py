@@ -110,7 +110,7 @@ def budget_of(
         recipe: the recipe; without `bits` the budget is unlimited.
         source: the model, from its headers.
         groups: the decoder's groups of layers, without skipped layers.
-        written: every tensor that would be written without an allocation, as `sizes.output_tensors` names them.
+        written: every tensor that would be written without an allocation, as `write.output_specs` names them.
         table: widths by name; None: those of the recipe.
 
     Raises:

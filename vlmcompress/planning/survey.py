@@ -15,8 +15,9 @@ from vlmcompress import models
 from vlmcompress.calibration import statistics_folder
 from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.calibration.statistics_folder import Statistics
-from vlmcompress.checkpoint import rotate, sizes
+from vlmcompress.checkpoint import rotate
 from vlmcompress.checkpoint.layer_targets import layers_of
+from vlmcompress.checkpoint.write import output_specs
 from vlmcompress.common.layer_names import Layers
 from vlmcompress.common.registry import SCHEMES
 from vlmcompress.errors import UserError
@@ -124,7 +125,7 @@ def survey(
         schemes, source.meta_model, source.written, source.spec, stored=source.stored, kv_cache=bool(recipe.kv_cache)
     )
     kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
-    written = sizes.output_tensors(source.stored, schemes, source.names, recipe.exporter, kv_layers)
+    written = output_specs(source.stored, schemes, source.names, recipe.exporter, kv_layers)
     budget, budget_fault = allocation.budget if allocation else None, None
     if not allocation and (recipe.bits or widths is not None):
         budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written, widths)

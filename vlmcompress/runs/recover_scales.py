@@ -21,8 +21,8 @@ from torch import Tensor
 
 from vlmcompress import models
 from vlmcompress.checkpoint import manifest, reducer_block
+from vlmcompress.checkpoint.convert import rewrite_tensors
 from vlmcompress.checkpoint.manifest import MANIFEST
-from vlmcompress.checkpoint.retouched import retouched
 from vlmcompress.checkpoint.stored import Stored
 from vlmcompress.common import distributed, folders, hub, identity
 from vlmcompress.common.progress import Progress, phase, silent, timed_phases
@@ -92,12 +92,12 @@ def _recovered(recipe: Recipe, asked: Asked, teacher: Path, out: Path, resume: b
     if not distributed.is_main():
         return Result(out, {})
     more = _record(stored, facts(asked, found, data) | {"teacher": hub.facts(teacher), "data": taught.origin})
-    written = retouched(
+    written = rewrite_tensors(
         stored,
         out,
         _as_stored(found.changed, stored),
         more,
-        beside=_beside(recipe.model),
+        extra_files=_beside(recipe.model),
         shard_size=recipe.shard_size,
         progress=lambda done, total: progress("writing", done, total),
     )

@@ -77,7 +77,7 @@ def write_checkpoint(
         kv_scales={name: kv_range.scales(ranges) for name, ranges in kv_ranges.items()},
         reducer=recipe.reduce,
         counter=counter,
-        beside=beside | (resizing.files(recipe.model, setting) if setting else {}),
+        extra_files=beside | (resizing.files(recipe.model, setting) if setting else {}),
         settings=setting.config if setting else {},
         shard_size=recipe.shard_size,
         overwrite=overwrite,

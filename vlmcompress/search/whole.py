@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vlmcompress import targets
-from vlmcompress.checkpoint.rename import rename
+from vlmcompress.checkpoint.write import rename
 from vlmcompress.common import hub, workers
 from vlmcompress.common.folders import new_folder, save
 from vlmcompress.common.identity import source_identity
