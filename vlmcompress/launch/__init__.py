@@ -15,27 +15,62 @@ No flag is guessed: each entry says in its docstring where its flags were read. 
 from __future__ import annotations
 
 from vlmcompress.common.registry import LAUNCHERS as REGISTRY
-from vlmcompress.launch import _grafana, _readme
+from vlmcompress.launch import _grafana
 from vlmcompress.launch._facts import Facts, Group, Machine, Reducer, read
 
 __all__ = ["REGISTRY", "Facts", "Group", "Machine", "Reducer", "commands", "files", "read"]
+
+_NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and win over those in the file:
+`PORT=9000 sh serve/vllm.sh --max-model-len 8192`. The scripts listen on this machine only unless HOST says otherwise; put
+an API key and a proxy before whatever others can reach."""
+_DASHBOARD = """`grafana.json` is a dashboard of vLLM's Prometheus metrics (`/metrics` of the server): import it in Grafana and
+choose the data source."""
 
 
 def files(facts: Facts) -> dict[str, str]:
     """All launch files of a checkpoint: path below `serve/` -> text. Always has `README.md`, which says what is there and why
     the rest is not; `grafana.json` where vLLM serves it."""
-    found: dict[str, str] = {}
-    for name in REGISTRY:
-        launcher = REGISTRY.get(name)
+    texts: dict[str, str] = {}
+    for launcher in map(REGISTRY.get, REGISTRY):
         if launcher.refusal(facts) is None:
-            found |= launcher.files(facts)
+            texts |= launcher.files(facts)
     if REGISTRY.get("vllm").refusal(facts) is None:
-        found["grafana.json"] = _grafana.dashboard(facts)
-    return found | {"README.md": _readme.text(facts)}
+        texts["grafana.json"] = _grafana.dashboard(facts)
+    return texts | {"README.md": _readme(facts)}
 
 
 def commands(facts: Facts) -> list[tuple[str, str]]:
     """Title and command of each engine that loads the checkpoint, vLLM first."""
     names = sorted(REGISTRY, key=lambda name: (name != "vllm", name))
-    found = [REGISTRY.get(name) for name in names]
-    return [(one.TITLE, one.command(facts)) for one in found if one.refusal(facts) is None]
+    launchers = [REGISTRY.get(name) for name in names]
+    return [(launcher.TITLE, launcher.command(facts)) for launcher in launchers if launcher.refusal(facts) is None]
+
+
+def _readme(facts: Facts) -> str:
+    """The page `serve/README.md`: which launch files there are, how each was checked, which engines have none and why."""
+    rows, missing = [], []
+    for name in REGISTRY:
+        launcher = REGISTRY.get(name)
+        reason = launcher.refusal(facts)
+        if reason is None:
+            paths = ", ".join(f"`{path}`" for path in launcher.files(facts))
+            rows.append(f"| {launcher.TITLE} | {paths} | `{launcher.command(facts)}` | {launcher.CHECKED} |")
+        else:
+            missing.append(f"- {launcher.TITLE}: {reason}.")
+    sections = [f"# How to serve {facts.name}"]
+    if rows:
+        head = "| | files | from the folder above | checked |\n|---|---|---|---|\n"
+        sections += [head + "\n".join(rows), _NOTES]
+    if facts.machine:
+        count = f"{facts.gpus} of them" if facts.gpus > 1 else "one of them"
+        sections.append(f"Flags are for {facts.machine.title}, {count}.")
+    if facts.reducer and facts.reducer.served:
+        sections.append(
+            f"The checkpoint carries the reducer `{facts.reducer.label}`: vLLM needs vlmcompress's plugin beside it "
+            "(`pip install vlmcompress` in its environment). `vlmcompress serve` starts the same server."
+        )
+    if REGISTRY.get("vllm").refusal(facts) is None:
+        sections.append(_DASHBOARD)
+    if missing:
+        sections += ["No files for these:", "\n".join(missing)]
+    return "\n\n".join(sections) + "\n"

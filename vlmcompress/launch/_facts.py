@@ -170,9 +170,11 @@ def plain(name: str) -> str:
 
 def _groups(quantization: Mapping[str, Any]) -> dict[str, Group]:
     if _count(quantization.get("bits")):  # AWQ and GPTQ, the latter with numbers of their own for layers that match
-        own = {key: _mapping(value) for key, value in _mapping(quantization.get("dynamic")).items()}
+        overrides = {key: _mapping(value) for key, value in _mapping(quantization.get("dynamic")).items()}
         others = {
-            str(key): _numbers({**quantization, **value}) for key, value in own.items() if not key.startswith("-:")
+            str(key): _numbers({**quantization, **value})
+            for key, value in overrides.items()
+            if not key.startswith("-:")
         }
         return {"": _numbers(quantization), **others}
     return {

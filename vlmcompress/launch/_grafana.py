@@ -34,7 +34,7 @@ def dashboard(facts: Facts) -> str:
 
 def _panels() -> list[_Panel]:
     """Title, unit, and legend -> PromQL of each panel."""
-    hits = "sum({hit}) / clamp_min(sum({asked}), 1e-9)"
+    hits = "sum({hits}) / clamp_min(sum({queries}), 1e-9)"
     return [
         ("Requests", "short", {"running": _sum("num_requests_running"), "waiting": _sum("num_requests_waiting")}),
         ("Finished requests by reason", "reqps", {"{{finished_reason}}": _by("request_success_total")}),
@@ -55,12 +55,12 @@ def _panels() -> list[_Panel]:
         (
             "Prefix cache: tokens found",
             "percentunit",
-            {"found": hits.format(hit=_rate("prefix_cache_hits_total"), asked=_rate("prefix_cache_queries_total"))},
+            {"found": hits.format(hits=_rate("prefix_cache_hits_total"), queries=_rate("prefix_cache_queries_total"))},
         ),
         (
             "Multimodal cache: items found",
             "percentunit",
-            {"found": hits.format(hit=_rate("mm_cache_hits_total"), asked=_rate("mm_cache_queries_total"))},
+            {"found": hits.format(hits=_rate("mm_cache_hits_total"), queries=_rate("mm_cache_queries_total"))},
         ),
         ("Tokens in a step", "short", _quantiles("iteration_tokens_total")),
     ]
@@ -84,9 +84,9 @@ def _by(name: str) -> str:
 
 def _quantiles(histogram: str) -> dict[str, str]:
     buckets = f"sum by (le) ({_rate(histogram + '_bucket')})"
-    found = {f"p{100 * q:.0f}": f"histogram_quantile({q}, {buckets})" for q in (0.5, 0.9, 0.99)}
+    quantiles = {f"p{100 * q:.0f}": f"histogram_quantile({q}, {buckets})" for q in (0.5, 0.9, 0.99)}
     mean = f"sum({_rate(histogram + '_sum')}) / clamp_min(sum({_rate(histogram + '_count')}), 1e-9)"
-    return {**found, "mean": mean}
+    return {**quantiles, "mean": mean}
 
 
 def _panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from typing import Any
 
 from vlmcompress.launch import vllm
 from vlmcompress.launch._facts import Facts
-from vlmcompress.launch._text import documents
+from vlmcompress.launch._template import documents
 
 TITLE = "Docker Compose"
 CHECKED = "structure and vLLM's flags checked in our tests, not run"
 
+refusal = vllm.refusal_on_gpus
 IMAGE = "vllm/vllm-openai:v0.32.0"
 _DOCKERFILE = f"""# vLLM with vlmcompress's plugin, which the checkpoint's reducer needs.
 FROM {IMAGE}
@@ -28,15 +29,10 @@ _HEAD = """# {name} in vLLM, for `docker compose -f serve/compose.yaml up`. Writ
 """
 
 
-def refusal(facts: Facts) -> str | None:
-    """As vLLM, on NVIDIA GPUs."""
-    return vllm.refusal(facts) or facts.foreign
-
-
 def files(facts: Facts) -> Mapping[str, str]:
     """`compose.yaml`, and `Dockerfile` where the checkpoint carries a reducer."""
-    found = {"compose.yaml": _HEAD.format(name=facts.name) + documents(_compose(facts))}
-    return found | ({"Dockerfile": _DOCKERFILE} if facts.reducer else {})
+    compose = _HEAD.format(name=facts.name) + documents(_compose(facts))
+    return {"compose.yaml": compose} | ({"Dockerfile": _DOCKERFILE} if facts.reducer else {})
 
 
 def command(facts: Facts) -> str:
@@ -57,13 +53,14 @@ def arguments(facts: Facts) -> list[str]:
 def _compose(facts: Facts) -> dict[str, Any]:
     program, *flags = arguments(facts)
     gpus = {"driver": "nvidia", "count": facts.gpus, "capabilities": ["gpu"]}
+    environment = vllm.environment(facts)
     health = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"
     service: dict[str, Any] = {
         "image": image(facts),
         **({"build": {"context": ".", "dockerfile": "Dockerfile"}} if facts.reducer else {}),
         "entrypoint": [program],
         "command": flags,
-        **({"environment": found} if (found := vllm.environment(facts)) else {}),
+        **({"environment": environment} if environment else {}),
         "volumes": ["..:/model:ro"],
         "ports": ["127.0.0.1:8000:8000"],
         "shm_size": "8gb",  # processes of tensor parallelism and of the image processor share memory

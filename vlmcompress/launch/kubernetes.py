@@ -11,20 +11,16 @@ from typing import Any
 
 from vlmcompress.launch import compose, vllm
 from vlmcompress.launch._facts import Facts
-from vlmcompress.launch._text import documents
+from vlmcompress.launch._template import documents
 
 TITLE = "Kubernetes"
 CHECKED = "structure and vLLM's flags checked in our tests, not run"
 
+refusal = vllm.refusal_on_gpus
 _HEAD = """# {name} in vLLM on Kubernetes, for `kubectl apply -f serve/kubernetes.yaml`. Written by vlmcompress.
 # The claim {claim} is expected to hold the checkpoint's files.{image}
 """
 _IMAGE = "\n# Build serve/Dockerfile, push it to where the cluster pulls from, and name it below."
-
-
-def refusal(facts: Facts) -> str | None:
-    """As vLLM, on NVIDIA GPUs."""
-    return vllm.refusal(facts) or facts.foreign
 
 
 def files(facts: Facts) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlmcompress.launch._facts import Facts
-from vlmcompress.launch._text import execute, script
+from vlmcompress.launch._template import server_script
 
 TITLE = "LMDeploy 0.18.0"
 CHECKED = "flags read by LMDeploy 0.18.0's own parser and source, by hand on 2026-11-22; not run"
@@ -49,13 +49,9 @@ def files(facts: Facts) -> Mapping[str, str]:
     """`lmdeploy.sh`."""
     flags = ["--backend", "turbomind", "--model-name", facts.name, "--enable-prefix-caching"]
     flags += ["--model-format", facts.method] if facts.method else []
-    flags += ["--session-len", str(facts.max_len)] if facts.max_len else []
-    flags += ["--tp", str(facts.gpus)] if facts.gpus > 1 else []
-    flags += ["--trust-remote-code"] if facts.code else []
-    where = '--server-name "${HOST:-127.0.0.1}" --server-port "${PORT:-23333}"'
-    return {
-        "lmdeploy.sh": script(f"{facts.name} in {TITLE}", execute('lmdeploy serve api_server "$MODEL"', flags, where))
-    }
+    address = '--server-name "${HOST:-127.0.0.1}" --server-port "${PORT:-23333}"'
+    start = 'lmdeploy serve api_server "$MODEL"'
+    return {"lmdeploy.sh": server_script(facts, TITLE, start, flags, address, length="--session-len", gpus="--tp")}
 
 
 def command(facts: Facts) -> str:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 
 from vlmcompress.launch._facts import Facts, Group
-from vlmcompress.launch._text import execute, script
+from vlmcompress.launch._template import server_script
 
 TITLE = "SGLang 0.5.23"
 CHECKED = "flags read by SGLang 0.5.23's own parser and source, by hand on 2026-11-22; not run"
@@ -46,13 +46,11 @@ def files(facts: Facts) -> Mapping[str, str]:
     """`sglang.sh`."""
     flags = ["--served-model-name", facts.name, "--limit-mm-data-per-request", json.dumps({"image": 4, "video": 0})]
     flags += ["--chunked-prefill-size", "8192", "--grammar-backend", "xgrammar", "--enable-metrics"]
-    flags += ["--context-length", str(facts.max_len)] if facts.max_len else []
-    flags += ["--kv-cache-dtype", "fp8_e4m3"] if facts.kv_fp8 else []
-    flags += ["--tp-size", str(facts.gpus)] if facts.gpus > 1 else []
-    flags += ["--trust-remote-code"] if facts.code else []
-    where = '--host "${HOST:-127.0.0.1}" --port "${PORT:-30000}"'
-    start = execute('python3 -m sglang.launch_server --model-path "$MODEL"', flags, where)
-    return {"sglang.sh": script(f"{facts.name} in {TITLE}", start)}
+    cache = ["--kv-cache-dtype", "fp8_e4m3"] if facts.kv_fp8 else []
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-30000}"'
+    start = 'python3 -m sglang.launch_server --model-path "$MODEL"'
+    names = {"length": "--context-length", "gpus": "--tp-size"}
+    return {"sglang.sh": server_script(facts, TITLE, start, flags, address, cache=cache, **names)}
 
 
 def command(facts: Facts) -> str:

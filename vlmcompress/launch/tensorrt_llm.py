@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlmcompress.launch._facts import Facts, Group
-from vlmcompress.launch._text import documents, execute, script
+from vlmcompress.launch._template import documents, server_script
 
 TITLE = "TensorRT-LLM"
 CHECKED = "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run"
@@ -49,15 +49,13 @@ def files(facts: Facts) -> Mapping[str, str]:
         "enable_chunked_prefill": reuse,
         "guided_decoding_backend": "xgrammar",
     }
-    flags = ["--max_seq_len", str(facts.max_len)] if facts.max_len else []
-    flags += ["--tp_size", str(facts.gpus)] if facts.gpus > 1 else []
-    flags += ["--trust_remote_code"] if facts.code else []
-    where = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
     settings = '--config "$(dirname -- "$0")/tensorrt-llm.yaml"'
-    start = execute('trtllm-serve "$MODEL" --backend pytorch', flags, settings, where)
+    start = 'trtllm-serve "$MODEL" --backend pytorch'
+    names = {"length": "--max_seq_len", "gpus": "--tp_size", "code": "--trust_remote_code"}
     text = "# Options of trtllm-serve --config; the type of the KV cache is read from config.json.\n"
     return {
-        "tensorrt-llm.sh": script(f"{facts.name} in {TITLE}", start),
+        "tensorrt-llm.sh": server_script(facts, TITLE, start, [], settings, address, **names),
         "tensorrt-llm.yaml": text + documents(options),
     }
 

@@ -17,11 +17,7 @@ from vlmcompress.launch._facts import Facts
 TITLE = "Triton's vLLM backend"
 CHECKED = "model.json read by vLLM 0.32's EngineArgs, config.pbtxt by protobuf's parser in our tests, not run"
 
-
-def refusal(facts: Facts) -> str | None:
-    """As vLLM, on NVIDIA GPUs."""
-    return vllm.refusal(facts) or facts.foreign
-
+refusal = vllm.refusal_on_gpus
 
 _CONFIG = """# {name} in Triton Inference Server, backend vLLM. Written by vlmcompress.
 # Inputs and outputs are the backend's own. To see vLLM's metrics at Triton's /metrics, which costs some speed, add

@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmcompress.launch._facts import Facts
-from vlmcompress.launch._text import execute, script
+from vlmcompress.launch._template import execute, script
 
 TITLE = "vLLM 0.32"
 CHECKED = "executed by our tests on vLLM's CPU build"
 
 IMAGES = 4
 READS = {None, "compressed-tensors", "awq", "gptq", "modelopt", "fp8"}
+# Where VLLM_PLUGINS names the plugins to load, the reducer's has to be among them.
+PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
@@ -35,9 +37,14 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
+def refusal_on_gpus(facts: Facts) -> str | None:
+    """The reason why vLLM in a container for NVIDIA GPUs does not load it."""
+    return refusal(facts) or facts.foreign
+
+
 def settings(facts: Facts) -> dict[str, Any]:
     """Values of vLLM's `EngineArgs` for the checkpoint: what the flags say, and Triton's model.json."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "served_model_name": facts.name,
         "dtype": "auto",
         "max_model_len": "auto",  # the model's own, or what fits into memory if that is less
@@ -47,27 +54,27 @@ def settings(facts: Facts) -> dict[str, Any]:
         "structured_outputs_config": {"backend": "auto"},
     }
     if tokens := _step(facts):
-        found["max_num_batched_tokens"] = tokens
+        values["max_num_batched_tokens"] = tokens
     if facts.kv_fp8:
-        found["kv_cache_dtype"] = "fp8"
+        values["kv_cache_dtype"] = "fp8"
         if facts.machine and facts.machine.capability and facts.machine.capability < (8, 9):
-            found["attention_backend"] = "FLASHINFER"
+            values["attention_backend"] = "FLASHINFER"
     if facts.gpus > 1:
-        found["tensor_parallel_size"] = facts.gpus
+        values["tensor_parallel_size"] = facts.gpus
     if facts.code:
-        found["trust_remote_code"] = True
-    return found
+        values["trust_remote_code"] = True
+    return values
 
 
 def flags(facts: Facts) -> list[str]:
     """Flags of `vllm serve` for the checkpoint, without its path, host and port."""
-    found = []
+    flags = []
     for key, value in settings(facts).items():
         text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
-        found += [f"--{key.replace('_', '-')}", *text]
+        flags += [f"--{key.replace('_', '-')}", *text]
     if facts.reducer and facts.reducer.asks:
-        found.append("--trust-request-mm-kwargs")
-    return found
+        flags.append("--trust-request-mm-kwargs")
+    return flags
 
 
 def environment(facts: Facts) -> dict[str, str]:
@@ -86,19 +93,19 @@ def files(facts: Facts) -> Mapping[str, str]:
         lines += [
             f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin beside it, and",
             "# refuses the checkpoint by its architecture otherwise. `vlmcompress serve` starts the same server.",
-            'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi',
+            PLUGIN,
         ]
     lines += [f"export {key}={value}" for key, value in environment(facts).items()]
     lines.append("# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any.")
-    where = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
     title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
-    lines.append(execute('vllm serve "$MODEL"', flags(facts), where))
+    lines.append(execute('vllm serve "$MODEL"', flags(facts), address))
     speculative = [
         "# Proposes what followed the same words before: pays where answers repeat the prompt (documents, code), costs a",
         "# little elsewhere. Answers of temperature 0 stay the same but for rounding. Measure before you keep it.",
         execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
     ]
-    found = {
+    scripts = {
         "vllm.sh": script(title, *lines),
         "vllm-speculative.sh": script(f"{title}, with speculative decoding by n-grams", *speculative),
     }
@@ -108,8 +115,8 @@ def files(facts: Facts) -> Mapping[str, str]:
             "# The checkpoint's own head drafts a token in each step. Needs a GPU. Measure more tokens, and no drafting.",
             execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(setting)]),
         ]
-        found[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
-    return found
+        scripts[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
+    return scripts
 
 
 def command(facts: Facts) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from vlmcompress.launch import vllm
 from vlmcompress.launch._facts import Facts
-from vlmcompress.launch._text import execute, script
+from vlmcompress.launch._template import execute, script
 
 TITLE = "vLLM 0.32, encode, prefill and decode apart"
 CHECKED = "encode and prefill-decode executed by our tests on vLLM's CPU build, the others read by vLLM's own parser"
@@ -38,21 +38,18 @@ def files(facts: Facts) -> Mapping[str, str]:
     """`vllm-split.sh`, which takes the role as its first argument."""
     lines = [_ROLES, f'STORE="${{STORE:-/dev/shm/{facts.resource}-encoded}}"', 'mkdir -p "$STORE"']
     if facts.reducer:
-        lines.append(
-            'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
-            "  # the reducer's plugin"
-        )
+        lines.append(f"{vllm.PLUGIN}  # the reducer's plugin")
     lines += [f"export {key}={value}" for key, value in vllm.environment(facts).items()]
     lines.append('case "$ROLE" in')
-    for role, (port, more, raw) in _roles().items():
-        kept = _encoding(vllm.flags(facts)) if role == "encode" else vllm.flags(facts)
-        where = f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}"'
+    for role, (port, role_flags, raw) in _roles().items():
+        flags = _encoding(vllm.flags(facts)) if role == "encode" else vllm.flags(facts)
+        address = f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}"'
         channel = {"prefill": 5559, "decode": 6000}.get(role)  # two NIXL servers of one machine must not share a port
         lines += [f"{role})"]
         lines += (
             [f'export VLLM_NIXL_SIDE_CHANNEL_PORT="${{VLLM_NIXL_SIDE_CHANNEL_PORT:-{channel}}}"'] if channel else []
         )
-        lines += [execute('vllm serve "$MODEL"', [*kept, *more], *raw, where), ";;"]
+        lines += [execute('vllm serve "$MODEL"', [*flags, *role_flags], *raw, address), ";;"]
     lines += ['*) echo "no role $ROLE: encode, prefill-decode, prefill or decode" >&2; exit 2 ;;', "esac"]
     return {"vllm-split.sh": script(f"{facts.name} in {TITLE}", *lines)}
 
@@ -64,13 +61,19 @@ def command(facts: Facts) -> str:
 
 def _roles() -> dict[str, tuple[int, list[str], list[str]]]:
     """Role -> port, flags, and flags that the shell expands."""
-    ahead = ["--enable-request-id-headers"]
-    alone = ["--no-enable-prefix-caching", "--mm-encoder-only", "--enforce-eager", "--max-num-batched-tokens", "114688"]
+    common = ["--enable-request-id-headers"]
+    encoder_only = [
+        "--no-enable-prefix-caching",
+        "--mm-encoder-only",
+        "--enforce-eager",
+        "--max-num-batched-tokens",
+        "114688",
+    ]
     return {
-        "encode": (8001, [*ahead, *alone], [_stored("ec_producer")]),
-        "prefill-decode": (8002, ahead, [_stored("ec_consumer")]),
-        "prefill": (8002, [*ahead, *_keys("kv_producer")], [_stored("ec_consumer")]),
-        "decode": (8003, [*ahead, *_keys("kv_consumer")], []),
+        "encode": (8001, [*common, *encoder_only], [_stored("ec_producer")]),
+        "prefill-decode": (8002, common, [_stored("ec_consumer")]),
+        "prefill": (8002, [*common, *_keys("kv_producer")], [_stored("ec_consumer")]),
+        "decode": (8003, [*common, *_keys("kv_consumer")], []),
     }
 
 

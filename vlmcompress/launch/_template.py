@@ -1,4 +1,4 @@
-"""Text of launch files: shell scripts with a flag a line and a head that finds the checkpoint, and YAML without aliases."""
+"""The text of launch files: shell scripts with a flag a line and a head that finds the checkpoint, and YAML without aliases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import yaml
+
+from vlmcompress.launch._facts import Facts
 
 HEAD = """#!/bin/sh
 # {title}
@@ -36,6 +38,34 @@ def execute(command: str, flags: Sequence[str], *raw: str) -> str:
         else:
             parts[-1] += f" {shlex.quote(flag)}"
     return " \\\n  ".join([f"exec {command}", *parts, *raw, '"$@"'])
+
+
+def server_script(
+    facts: Facts,
+    title: str,
+    command: str,
+    flags: Sequence[str],
+    *raw: str,
+    length: str,
+    gpus: str,
+    code: str = "--trust-remote-code",
+    cache: Sequence[str] = (),
+) -> str:
+    """The script that starts an engine's server: the engine's own flags, then those that the checkpoint decides.
+
+    Args:
+        title: the engine's, with its version.
+        command: what starts the server, as the shell reads it.
+        flags: those of every checkpoint.
+        raw: text behind all flags that the shell expands.
+        length, gpus, code: the engine's names of the flags for the context length, the GPUs that share the model, and the
+            checkpoint's own Python code.
+        cache: flags about the KV cache.
+    """
+    flags = [*flags, *([length, str(facts.max_len)] if facts.max_len else []), *cache]
+    flags += [gpus, str(facts.gpus)] if facts.gpus > 1 else []
+    flags += [code] if facts.code else []
+    return script(f"{facts.name} in {title}", execute(command, flags, *raw))
 
 
 class _Plain(yaml.SafeDumper):
