@@ -21,10 +21,9 @@ from pathlib import Path
 from vlmcompress import engines, models
 from vlmcompress.common import hub, workers
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.engines.base import Engine
+from vlmcompress.engines import Engine
 from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
 from vlmcompress.engines.local import Local
-from vlmcompress.engines.spread import Spread
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import accuracy
@@ -142,7 +141,7 @@ def evaluate(
     if ray is None:
         return accuracy.evaluate(candidate, baseline, suites, data_path, options)
     with closing(workers.of(ray)) as cluster:
-        options = dataclasses.replace(options, engine=Spread(tested, cluster), baseline_engine=Spread(before, cluster))
+        options = dataclasses.replace(options, engine=DataParallel(tested, cluster), baseline_engine=DataParallel(before, cluster))
         return accuracy.evaluate(candidate, baseline, suites, data_path, options)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from vlmcompress.engines import get
-from vlmcompress.engines.base import Settings
+from vlmcompress.engines import Settings, get
 from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.tasks import LoadedSuite, load_suite, metric, quiet
 

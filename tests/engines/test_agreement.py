@@ -23,8 +23,7 @@ from tests.kit.places import DEMOS
 from tests.kit.processes import session_ends, session_members
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.data.sources import load_samples
-from vlmcompress.engines import get
-from vlmcompress.engines.base import Answer, Request, Run, Settings
+from vlmcompress.engines import Answer, Request, Run, Settings, get
 from vlmcompress.engines.hf import ENGINE as HF
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.errors import UserError

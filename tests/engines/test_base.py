@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from vlmcompress.engines import get
-from vlmcompress.engines.base import first_tokens
+from vlmcompress.engines import first_tokens, get
 from vlmcompress.errors import UserError
 
 

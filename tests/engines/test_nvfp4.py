@@ -18,8 +18,7 @@ from tests.kit.places import DEMO_LLAVA, DEMOS
 from tests.kit.rtn import SCHEMES
 from vlmcompress import models
 from vlmcompress.data.sources import load_samples
-from vlmcompress.engines import get
-from vlmcompress.engines.base import Request, Settings
+from vlmcompress.engines import Request, Settings, get
 from vlmcompress.exporters import compressed_tensors
 from vlmcompress.numerics import NVFP4, find_global_scale, round_activations, round_to_nearest
 from vlmcompress.recipe import resolve

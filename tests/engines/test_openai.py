@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlmcompress.engines import get, openai
-from vlmcompress.engines.base import Request, Run, Settings
+from vlmcompress.engines import Request, Run, Settings, get, openai
 from vlmcompress.errors import UserError
 
 Reply = tuple[int, str] | None  # None: hang up

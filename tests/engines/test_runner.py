@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.kit.processes import alive, wait_until_gone
 from tests.kit.tiny import build
-from vlmcompress.engines.process import last_words
+from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.engines.vllm.runner import Answer, Request, Settings, answer
 from vlmcompress.errors import UserError

@@ -21,8 +21,7 @@ from PIL import Image
 from tests.kit.processes import session_ends
 from tests.kit.tiny import build
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines import get
-from vlmcompress.engines.base import Request, Settings
+from vlmcompress.engines import Request, Settings, get
 from vlmcompress.engines.vllm.serve import example, flags, remarks, serve
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse

@@ -13,7 +13,7 @@ import pytest
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.processes import wait_until_gone
-from vlmcompress.engines.base import Settings
+from vlmcompress.engines import Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.journal import open_journal

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmcompress.engines.base import Answer, Request, Settings
+from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.journal import Identity, identify, key, open_journal
 
@@ -116,7 +116,7 @@ def test_kill_9_loses_nothing_that_was_added(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     code = f"""
 from pathlib import Path
-from vlmcompress.engines.base import Answer
+from vlmcompress.engines import Answer
 from vlmcompress.evaluation.journal import open_journal
 with open_journal(Path({str(path)!r})) as journal:
     for n in range(10**9):

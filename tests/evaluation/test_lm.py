@@ -8,7 +8,7 @@ import pytest
 from lm_eval.api.instance import Instance
 from PIL import Image
 
-from vlmcompress.engines.base import Answer, Request
+from vlmcompress.engines import Answer, Request
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation.lm import EngineLM, cut, place
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from vlmcompress.engines.base import Answer, Request, Run
+from vlmcompress.engines import Answer, Request, Run
 
 
 class Echo:

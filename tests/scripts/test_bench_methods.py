@@ -12,8 +12,7 @@ import torch
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
 from vlmcompress.data import Sample, bundled, encode, load_samples
-from vlmcompress.engines import get
-from vlmcompress.engines.base import Request, Settings
+from vlmcompress.engines import Request, Settings, get
 from vlmcompress.evaluation.scoring import normalise
 from vlmcompress.recipe import resolve
 from vlmcompress.runs.quantize import quantize

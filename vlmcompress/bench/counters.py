@@ -7,7 +7,7 @@ import re
 import urllib.request
 from dataclasses import astuple, dataclass
 
-from vlmcompress.engines.process import last_words
+from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm.launch import Server
 from vlmcompress.errors import UserError
 

@@ -22,7 +22,7 @@ from vlmcompress.bench.load import Load
 from vlmcompress.bench.prompts import Prompts
 from vlmcompress.bench.schedule import SideName, abba
 from vlmcompress.common.progress import Progress
-from vlmcompress.engines.process import last_words
+from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm.launch import Server, server
 from vlmcompress.errors import UserError
 from vlmcompress.results import LoadRun, State

@@ -1,14 +1,133 @@
 """Inference engines: `get("vllm")`, `get("hf")` or `get("openai:http://localhost:8000")` answers requests.
 
-The local ones are processes of their own: the compressor's environment and the engine's may differ.
+An engine gets requests in OpenAI's chat format, and gives greedy answers and a description of its run. The local ones are
+processes of their own: the compressor's environment and the engine's may differ.
 """
 
 from __future__ import annotations
 
-from vlmcompress.engines.base import Engine
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlmcompress.common.progress import Progress
 from vlmcompress.errors import UserError, did_you_mean
 
 NAMES = ("vllm", "hf", "openai:URL")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`.
+
+    `max_tokens` is the most tokens of the answer; None: `Settings.max_tokens`.
+    """
+
+    id: str
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+
+    def images(self) -> int:
+        contents = [message["content"] for message in self.messages if isinstance(message["content"], list)]
+        return sum(part["type"] == "image_url" for content in contents for part in content)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run of an engine.
+
+    Attributes:
+        max_tokens: most tokens of an answer.
+        max_model_len: context length; -1: the model's own, or what fits into memory if that is less.
+        max_num_seqs: sequences in flight; 0: the engine's choice (vLLM: 32 on a CPU, 256 on a GPU).
+        logprobs: report this many of the most likely first tokens with their log-probabilities.
+        start_timeout: seconds until the model must be loaded.
+        answer_timeout: seconds in which at least one more answer must come.
+    """
+
+    max_tokens: int = 32
+    max_model_len: int = -1
+    max_num_seqs: int = 0
+    dtype: str = "auto"
+    seed: int = 0
+    logprobs: int = 0
+    start_timeout: float = 1800.0
+    answer_timeout: float = 900.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the model. `finish` is `stop`, or `length` when `max_tokens` cut it off.
+
+    `first` maps the text of the most likely first tokens to their log-probabilities (natural, of the whole vocabulary);
+    None if it was not asked for. `prompt_tokens` are those that the language model got, `visual_tokens` those of images among
+    them, where the engine tells. Tokens with equal text count as one, with the sum of their probabilities.
+    """
+
+    id: str
+    text: str
+    finish: str
+    prompt_tokens: int
+    output_tokens: int
+    first: dict[str, float] | None = None
+    visual_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All answers by request id, the engine's description of itself, and the seconds it took without its start.
+
+    `engine["restarts"]` counts the times it crashed and was started again.
+    """
+
+    answers: dict[str, Answer]
+    engine: dict[str, Any]
+    seconds: float
+
+
+def first_tokens(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Make `Answer.first` of token texts and log-probabilities: most likely first, probabilities of equal texts added."""
+    logprobs: dict[str, float] = {}
+    for text, logprob in pairs:
+        low, high = sorted((logprobs.get(text, -math.inf), logprob))
+        logprobs[text] = high + (math.log1p(math.exp(low - high)) if low > -math.inf else 0.0)
+    return dict(sorted(logprobs.items(), key=lambda pair: -pair[1]))
+
+
+class Engine(Protocol):
+    """An engine: it answers requests. `local`: its models are checkpoint folders, else names that a server knows."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def local(self) -> bool: ...
+
+    def answer(
+        self,
+        model: str | Path,
+        requests: Sequence[Request],
+        *,
+        media: str | Path,
+        settings: Settings | None = None,
+        label: str = "answering",
+        progress: Progress | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> Run:
+        """Answer all requests greedily.
+
+        Args:
+            model: checkpoint folder, or the model's name on a server.
+            media: the folder that the requests' images are in; the engine may read no other.
+            label: names this run in `progress(label, answered, total)`, and in messages.
+            on_answer: called with each answer as it arrives, before the call returns.
+
+        Raises:
+            UserError: the engine can't start, fails, stalls, or refuses a request.
+        """
+        ...
 
 
 def get(spec: str) -> Engine:
@@ -19,7 +138,7 @@ def get(spec: str) -> Engine:
     """
     name, _, address = spec.partition(":")
     if spec == "vllm":
-        from vlmcompress.engines.vllm.runner import ENGINE
+        from vlmcompress.engines.vllm import ENGINE
 
         return ENGINE
     if spec == "hf":

@@ -2,8 +2,8 @@
 
 This side writes the requests to a file, starts `worker.py` in a new session and reads events from its standard output.
 Whatever happens (an error, a timeout, Ctrl-C, even `kill -9` of this process), the worker's process group does not
-outlive the call. The engine's log goes to a temporary file; if the engine fails, its last meaningful lines become the
-error's text. `VLMCOMPRESS_ENGINE_LOG=FILE` appends it to FILE.
+outlive the call: its standard input is held open here and closes when this process ends. The engine's log goes to a temporary
+file; if the engine fails, its last meaningful lines become the error's text. `VLMCOMPRESS_ENGINE_LOG=FILE` appends it to FILE.
 
 An engine that dies while it answers is started once more, with the requests that are still open. Dying while it loads is
 final, and so is silence: both would only take as long again.
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import re
+import signal
 import subprocess
 import tempfile
 import threading
@@ -23,11 +26,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.engines import process
-from vlmcompress.engines.base import Answer, Progress, Request, Run, Settings, first_tokens
+from vlmcompress.common.progress import Progress
+from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError
 
 WORKER = Path(__file__).with_name("worker.py")
+LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
+
+_PREFIX = re.compile(r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?")
+_NOISE = re.compile(
+    r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation |Fatal Python error: _enter_buff"
+)
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|\[type=\w+, |Killed|out of memory)")
+_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given behind what is wrong with it
 
 
 class Crash(UserError):
@@ -71,33 +82,33 @@ class Local:
         progress: Progress | None = None,
         on_answer: Callable[[Answer], None] | None = None,
     ) -> Run:
-        """Answer all requests greedily; see `base.Engine`."""
+        """Answer all requests greedily; see `Engine`."""
         settings, progress, model = settings or Settings(), progress or (lambda *_: None), Path(model)
         on_answer = on_answer or (lambda _: None)
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}
-        owed, seconds, crashes = list(requests), 0.0, 0
+        unanswered, seconds, crashes = list(requests), 0.0, 0
         while True:
             progress(f"{label}: starting {self.title}", len(answers), len(requests))
             began: float | None = None
             try:
-                with contextlib.closing(self._run(model, owed, Path(media), settings)) as events:
+                with contextlib.closing(self._run(model, unanswered, Path(media), settings)) as events:
                     for event in events:
                         if event["event"] == "ready":
                             began, engine = time.monotonic(), event["engine"]
                         else:
-                            found = _answer(event)
-                            answers[found.id] = found
-                            on_answer(found)
+                            answer = _answer(event)
+                            answers[answer.id] = answer
+                            on_answer(answer)
                         progress(label, len(answers), len(requests))
                 break
             except Crash as crash:
-                owed, crashes = [request for request in owed if request.id not in answers], crashes + 1
+                unanswered, crashes = [request for request in unanswered if request.id not in answers], crashes + 1
                 if crashes > 1:
                     raise Crash(f"{crash}; it had been started again after a first crash") from crash
-                if not owed:
+                if not unanswered:
                     break
-                progress(f"{label}: {crash}; {len(owed)} still to answer", len(answers), len(requests))
+                progress(f"{label}: {crash}; {len(unanswered)} still to answer", len(answers), len(requests))
             finally:
                 seconds += time.monotonic() - began if began else 0.0
         return Run(answers, engine | {"restarts": crashes}, round(seconds, 2))
@@ -131,12 +142,12 @@ class Local:
             path.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
             Path(folder, "job.json").write_text(json.dumps(job | {"requests": str(path)}), encoding="utf-8")
             command = [self.interpreter(), str(WORKER), str(self.module), str(Path(folder, "job.json"))]
-            worker = process.start(command, self.environment(), log)
+            worker = start_process(command, self.environment(), log)
             try:
                 yield from self._watch(worker, log, model, start_timeout, answer_timeout)
             finally:
-                process.stop(worker)
-                process.keep(log)
+                stop_process(worker)
+                keep_log(log)
 
     def _watch(
         self, worker: subprocess.Popen, log: Path, model: Path, start_timeout: float, answer_timeout: float
@@ -146,11 +157,11 @@ class Local:
             try:
                 line = lines.get(timeout=limit)
             except queue.Empty:
-                doing = "gave no answer for" if started else "had not loaded the model after"
-                raise UserError(f"{self.title} {doing} {limit:g} s with {model}{process.last_words(log)}") from None
+                silence = "gave no answer for" if started else "had not loaded the model after"
+                raise UserError(f"{self.title} {silence} {limit:g} s with {model}{last_words(log)}") from None
             if line is None:
-                how = f"({process.how_it_ended(worker.wait())}) with {model}{process.last_words(log)}"
-                raise Crash(f"{self.title} died {how}") if started else UserError(f"{self.title} could not start {how}")
+                end = f"({how_it_ended(worker.wait())}) with {model}{last_words(log)}"
+                raise Crash(f"{self.title} died {end}") if started else UserError(f"{self.title} could not start {end}")
             event = json.loads(line)
             if event["event"] == "error":
                 raise self._error(event, model, log)
@@ -166,7 +177,7 @@ class Local:
         if event["stage"] == "request":
             return UserError(f"sample '{event['id']}' can't be answered by {model}: {message}")
         if "root cause" in message:  # the engine core is a process of its own and its error is only in the log
-            return UserError(f"{self.title} could not load {model}{process.last_words(log)}")
+            return UserError(f"{self.title} could not load {model}{last_words(log)}")
         return UserError(f"{self.title} could not load {model}: {message}")
 
 
@@ -189,3 +200,53 @@ def _lines(worker: subprocess.Popen) -> queue.Queue[bytes | None]:
 
     threading.Thread(target=read, daemon=True).start()
     return lines
+
+
+def start_process(
+    command: Sequence[str], environment: dict[str, str], log: Path, *, piped: bool = True
+) -> subprocess.Popen:
+    """Start a process that leads a session, with a pipe as its standard input, so that it can end when this process does.
+
+    Args:
+        log: file for its standard error, overwritten.
+        piped: read its standard output from a pipe; False: write it to the log, too.
+    """
+    with open(log, "wb") as sink:
+        out = subprocess.PIPE if piped else sink
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=sink, start_new_session=True
+        )
+
+
+def stop_process(process: subprocess.Popen, grace: float = 5.0) -> None:
+    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL."""
+    for sig, wait in ((signal.SIGTERM, grace if process.poll() is None else 0.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, sig)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait)
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def how_it_ended(code: int) -> str:
+    """Describe an exit status in words."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def keep_log(log: Path) -> None:
+    """Append a log to the file that `VLMCOMPRESS_ENGINE_LOG` names, if it names one."""
+    if path := os.environ.get(LOG_VARIABLE):
+        with open(path, "ab") as file:
+            file.write(log.read_bytes())
+
+
+def last_words(log: Path, most: int = 3) -> str:
+    """The last distinct error lines of a log, or else its last lines, as `: a | b`; empty for an empty log."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [_PREFIX.sub("", line.strip()).strip() for line in re.split(r"[\r\n]+", text)]
+    lines = [line for line in lines if not _NOISE.match(line)]
+    errors = [line for line in lines if _ERROR.match(line)]
+    words = list(dict.fromkeys(_INPUT.sub("", line) for line in errors or lines))[-most:]
+    return ": " + " | ".join(line[:300] for line in words) if words else ""

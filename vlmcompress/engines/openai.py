@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
-from vlmcompress.engines.base import Answer, Progress, Request, Run, Settings, first_tokens
+from vlmcompress.common.progress import Progress
+from vlmcompress.engines import Answer, Request, Run, Settings, first_tokens
 from vlmcompress.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class OpenAI:
         progress: Progress | None = None,
         on_answer: Callable[[Answer], None] | None = None,
     ) -> Run:
-        """Answer all requests greedily; see `base.Engine`."""
+        """Answer all requests greedily; see `Engine`."""
         settings, progress = settings or Settings(), progress or (lambda *_: None)
         answers: dict[str, Answer] = {}
         progress(label, 0, len(requests))
@@ -70,10 +71,10 @@ class OpenAI:
                 await self._check_model(client, str(model))
                 began = time.monotonic()
                 session = _Session(client, self.url, str(model), Path(media), settings)
-                async for found in session.answers(requests):
-                    answers[found.id] = found
+                async for answer in session.answers(requests):
+                    answers[answer.id] = answer
                     if on_answer:
-                        on_answer(found)
+                        on_answer(answer)
                     progress(label, len(answers), len(requests))
                 return time.monotonic() - began
 
@@ -126,11 +127,11 @@ class _Session:
         """Yield answers as they arrive; the first failure cancels all open requests."""
         limit = asyncio.Semaphore(self.settings.max_num_seqs or IN_FLIGHT)
 
-        async def one(request: Request) -> Answer:
+        async def in_turn(request: Request) -> Answer:
             async with limit:
-                return await self._one(request)
+                return await self._answer(request)
 
-        tasks = [asyncio.create_task(one(request)) for request in requests]
+        tasks = [asyncio.create_task(in_turn(request)) for request in requests]
         try:
             for task in asyncio.as_completed(tasks):
                 yield await task
@@ -139,17 +140,17 @@ class _Session:
                 pending.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, request: Request) -> Answer:
+    async def _answer(self, request: Request) -> Answer:
         import openai
 
-        wanted: dict[str, Any] = {"max_tokens": request.max_tokens or self.settings.max_tokens, "temperature": 0.0}
+        options: dict[str, Any] = {"max_tokens": request.max_tokens or self.settings.max_tokens, "temperature": 0.0}
         if self.settings.logprobs:
-            wanted |= {"logprobs": True, "top_logprobs": self.settings.logprobs}
+            options |= {"logprobs": True, "top_logprobs": self.settings.logprobs}
         messages: Any = [m | {"content": self._content(request.id, m["content"])} for m in request.messages]
         sample = f"sample '{request.id}'"
         try:
             raw = await self.client.chat.completions.with_raw_response.create(
-                model=self.model, messages=messages, **wanted
+                model=self.model, messages=messages, **options
             )
         except openai.APITimeoutError as error:
             limit = self.settings.answer_timeout
@@ -161,8 +162,8 @@ class _Session:
         try:
             return replace(_parse(json.loads(raw.text)), id=request.id)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            came = " ".join(raw.text.split())[:200]
-            raise UserError(f"{self.url} gave no chat completion for {sample} but: {came or 'nothing'}") from error
+            body = " ".join(raw.text.split())[:200]
+            raise UserError(f"{self.url} gave no chat completion for {sample} but: {body or 'nothing'}") from error
 
     def _content(self, sample: str, content: Any) -> Any:
         """Convert a message's content to have images as data: addresses."""

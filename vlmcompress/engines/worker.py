@@ -74,11 +74,11 @@ def events(module, job: dict):
         raise
     yield {"event": "ready", "engine": about}
     with open(job["requests"], encoding="utf-8") as file:
-        for name, found in module.answers(engine, map(json.loads, file), job):
-            if isinstance(found, Exception):
-                yield {"event": "error", "stage": "request", "id": name, "message": one_line(found)}
+        for name, answer in module.answers(engine, map(json.loads, file), job):
+            if isinstance(answer, Exception):
+                yield {"event": "error", "stage": "request", "id": name, "message": one_line(answer)}
                 return
-            yield {"event": "answer", "id": name, **found}
+            yield {"event": "answer", "id": name, **answer}
     yield {"event": "done"}
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import hub
-from vlmcompress.engines.base import Answer, Engine, Progress, Settings
+from vlmcompress.common.progress import Progress
+from vlmcompress.engines import Answer, Engine, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.ask import Sample, SuiteAnswers, ask_suite

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.engines.base import Answer, Engine, Progress, Request, Settings
+from vlmcompress.common.progress import Progress
+from vlmcompress.engines import Answer, Engine, Request, Settings
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import journal as journals
 from vlmcompress.evaluation.journal import Journal

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.common.identity import model_files
-from vlmcompress.engines.base import Answer, Request, Settings
+from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.errors import UserError
 
 SETTINGS = ("max_model_len", "dtype", "logprobs")  # beside max_tokens, those that an answer depends on

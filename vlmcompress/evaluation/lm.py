@@ -22,7 +22,7 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from vlmcompress.data.samples import MARK, Sample
-from vlmcompress.engines.base import Answer, Request
+from vlmcompress.engines import Answer, Request
 from vlmcompress.errors import UserError
 from vlmcompress.evaluation import benchmarks, local_data
 

@@ -18,7 +18,7 @@ from vlmcompress.calibration.solve import QuantMethod
 from vlmcompress.checkpoint import sides
 from vlmcompress.common import folders, locks
 from vlmcompress.common.progress import Progress, silent
-from vlmcompress.engines.base import Settings
+from vlmcompress.engines import Settings
 from vlmcompress.evaluation import tasks
 from vlmcompress.evaluation.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.ask import SuiteAnswers, ask_suite

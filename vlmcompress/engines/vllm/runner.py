@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmcompress.engines.base import Answer, Progress, Request, Run, Settings
+from vlmcompress.common.progress import Progress
+from vlmcompress.engines import Answer, Request, Run, Settings
 from vlmcompress.engines.local import Local
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, environment, interpreter
 

@@ -1,14 +1,31 @@
-"""The transformers engine that `engines/worker.py` loads: greedy `generate`, in batches padded on the left."""
+"""transformers' `generate` as an engine: slow, but the reference, and without need of vLLM.
+
+`ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there): greedy, in batches padded on the left.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from vlmcompress.engines.local import Local
+
 PACKAGE = "transformers"
 IN_FLIGHT = 8  # requests of a batch, unless the settings say
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENGINE = Local(
+    name="hf",
+    title="transformers",
+    module=Path(__file__),
+    interpreter=lambda: sys.executable,
+    environment=lambda: {**ENVIRONMENT, **os.environ},
+    advice="pip install vlmcompress there again",
+    batch=IN_FLIGHT,
+)
 
 
 def start(job: dict):
@@ -59,8 +76,8 @@ def refused(engine, batch: list[dict], error: Exception):
     for request in batch:
         try:
             engine.encode([request])
-        except Exception as own:
-            return request["id"], own
+        except Exception as of_request:
+            return request["id"], of_request
     return batch[0]["id"], error
 
 
@@ -89,8 +106,8 @@ class Engine:
         self.tokenizer.padding_side = "left"
         ends = model.generation_config.eos_token_id
         self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
-        own, wanted = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
-        self.longest = own if wanted < 0 else min(own, wanted)
+        positions, limit = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
+        self.longest = positions if limit < 0 else min(positions, limit)
         self.media = Path(job["media"])
         names = ("image_token_id", "image_token_index")
         self.image_token = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), -1)
@@ -166,7 +183,7 @@ class Engine:
             answer = tokens[row, :limit].tolist()
             end = next((at for at, token in enumerate(answer) if token in self.ends), None)
             answer = answer if end is None else answer[: end + 1]
-            found = {
+            fields = {
                 "text": self.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False),
                 "finish": "length" if end is None else "stop",
                 "prompt_tokens": prompts[row] - dropped[row],
@@ -174,14 +191,14 @@ class Engine:
                 "output_tokens": len(answer),
                 "first": [[self.tokenizer.decode([token]), value] for token, value in first.top(row)] or None,
             }
-            yield request["id"], found
+            yield request["id"], fields
 
     def _dropped(self, rows: int) -> list[int]:
         """Count the visual tokens that the attached reducer has dropped from each prompt of the latest batch."""
-        found = [0] * rows
+        dropped = [0] * rows
         for unit in self.attached.seen if self.attached else ():
-            found[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)
-        return found
+            dropped[unit.row] += len(unit.reduction.target) - len(unit.reduction.anchor)
+        return dropped
 
 
 class FirstToken:

@@ -1,4 +1,4 @@
-"""An engine on the workers of a crew: each answers a part of the requests with an engine of its own.
+"""An engine on several workers: each answers a part of the requests with an engine of its own.
 
 The images of a part travel with it, and a worker writes them into a temporary folder; answers come back the same way. So
 nothing has to be shared but the model: its folder is at the same path on every node and holds the same files, or it came
@@ -24,8 +24,9 @@ from urllib.parse import unquote, urlparse
 
 from vlmcompress.common import hub
 from vlmcompress.common.identity import fingerprint
+from vlmcompress.common.progress import Progress
 from vlmcompress.common.workers import Failed, Workers
-from vlmcompress.engines.base import Answer, Engine, Progress, Request, Run, Settings
+from vlmcompress.engines import Answer, Engine, Request, Run, Settings
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.errors import UserError
 
@@ -35,11 +36,11 @@ MIXED = ("version", "device_name", "dtype")  # of an engine's description, where
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The engine `engine` on the workers of `crew`. Its name is that engine's: the answers are, too."""
+class DataParallel:
+    """The engine `engine` on `workers`. Its name is that engine's: the answers are, too."""
 
     engine: Engine
-    crew: Workers
+    workers: Workers
 
     @property
     def name(self) -> str:
@@ -60,29 +61,32 @@ class Spread:
         progress: Progress | None = None,
         on_answer: Callable[[Answer], None] | None = None,
     ) -> Run:
-        """Answer all requests greedily; see `base.Engine`. `engine["workers"]` of the result says how many there were.
+        """Answer all requests greedily; see `engines.Engine`. `engine["workers"]` of the result says how many there were.
 
         The seconds are those of all workers together.
         """
         settings, progress = settings or Settings(), progress or (lambda *_: None)
         folder = Path(model).absolute()
         shared = Part(_portable(self.engine), str(folder), hub.identity(folder), fingerprint(folder), settings)
-        jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.crew.size), Path(media).resolve())
+        jobs = _Jobs(shared, divide(requests, self._batch(settings), PARTS * self.workers.size), Path(media).resolve())
         answers: dict[str, Answer] = {}
         runs: dict[int, Run] = {}
-        progress(f"{label}: {len(jobs)} parts, {self.crew.name}", 0, len(requests))
-        with contextlib.closing(self.crew.map(answer_part, jobs)) as results:
-            for index, found in results:
-                if isinstance(found, Failed):
-                    raise UserError(found.reason)
-                runs[index] = found
-                for answer in found.answers.values():
+        progress(f"{label}: {len(jobs)} parts, {self.workers.name}", 0, len(requests))
+        with contextlib.closing(self.workers.map(answer_part, jobs)) as results:
+            for index, run in results:
+                if isinstance(run, Failed):
+                    raise UserError(run.reason)
+                runs[index] = run
+                for answer in run.answers.values():
                     answers[answer.id] = answer
                     if on_answer:
                         on_answer(answer)
                 progress(label, len(answers), len(requests))
-        workers = min(self.crew.size, len(jobs))
-        return Run(answers, _described(runs, workers), round(sum(run.seconds for run in runs.values()), 2))
+        return Run(
+            answers,
+            _described(runs, min(self.workers.size, len(jobs))),
+            round(sum(run.seconds for run in runs.values()), 2),
+        )
 
     def _batch(self, settings: Settings) -> int:
         """The requests that the engine computes together; 0: as they come."""

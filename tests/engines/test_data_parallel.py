@@ -16,9 +16,8 @@ from tests.kit.cluster import two_nodes
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli, engines
 from vlmcompress.common import workers
-from vlmcompress.engines import spread
-from vlmcompress.engines.base import Answer, Request, Settings
-from vlmcompress.engines.spread import Spread
+from vlmcompress.engines import Answer, Request, Settings, spread
+from vlmcompress.engines.data_parallel import DataParallel
 from vlmcompress.errors import UserError
 
 
@@ -85,7 +84,7 @@ def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
     seen: list[Answer] = []
     told: list[tuple[int, int]] = []
     plain = engine.answer(DEMO_LLAVA, requests, media=media, settings=settings)
-    run = Spread(engine, workers.of(None)).answer(
+    run = DataParallel(engine, workers.of(None)).answer(
         DEMO_LLAVA,
         requests,
         media=media,
@@ -104,7 +103,7 @@ def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
 def test_images_elsewhere_are_refused(media: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.png"
     shutil.copy(next(media.iterdir()), outside)
-    engine = Spread(engines.get("hf"), workers.of(None))
+    engine = DataParallel(engines.get("hf"), workers.of(None))
     for image, reason in ((outside, "is not a file in"), (media / "none.png", "can't be read (No such file")):
         with pytest.raises(UserError, match=r"^sample 'one': ") as caught:
             engine.answer(DEMO_LLAVA, [request("one", image)], media=media)
@@ -128,7 +127,7 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
 def test_a_part_that_fails_is_told(media: Path, tmp_path: Path, quick_engines: None) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="^transformers could not load "):
-        Spread(engines.get("hf"), workers.of(None)).answer(tmp_path, [request("one")], media=media)
+        DataParallel(engines.get("hf"), workers.of(None)).answer(tmp_path, [request("one")], media=media)
 
 
 def test_a_server_is_not_spread(capsys: pytest.CaptureFixture[str]) -> None:
