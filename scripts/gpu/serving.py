@@ -68,7 +68,7 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
     import torch
 
     from vlmcompress.bench.serving import ALWAYS, FLAGS
-    from vlmcompress.engines.vllm.launch import server
+    from vlmcompress.engines.vllm.serve import server
 
     limits = ["--max-model-len", "1024" if place.tiny else "4096"]
     if torch.cuda.is_available():
@@ -89,7 +89,7 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
 def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int) -> dict[str, Any]:
     """Send conversations and check that all were answered in full, from no cache; returns the figures."""
     from vlmcompress.bench import client, counters, measure
-    from vlmcompress.bench.load import Load
+    from vlmcompress.bench.client import Load
 
     before = counters.counters(running)
     bodies = [client.encode(running.name, messages, tokens) for messages in conversations]
@@ -111,10 +111,10 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
 
 def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of a server: medians over its turns, and the requests that its KV cache holds at once."""
-    from vlmcompress.bench import counters, memory
+    from vlmcompress.bench import counters
 
     config, cache = json.loads((folder / "config.json").read_text()), counters.cache_config(running)
-    per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
+    per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
     assert per_token, "a Qwen has full attention in every block"
     longest = max(row["tokens"] for row in rows["load"])
 
@@ -129,5 +129,5 @@ def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]])
         "load_ttft_p50_ms": figure("load", "ttft_p50_ms"),
         "load_ttft_p99_ms": figure("load", "ttft_p99_ms"),
         "tpot_ms": figure("load", "tpot_p50_ms"),
-        "fits": memory.memory(0, per_token, longest, cache).max_concurrency,
+        "fits": measure.memory(0, per_token, longest, cache).max_concurrency,
     }

@@ -149,7 +149,7 @@ def calibration(place: Place) -> Path:
     count, size = (4, (112, 112)) if place.tiny else (64, (448, 448))
 
     def make(folder: Path) -> None:
-        from vlmcompress.bench.images import dead_leaves
+        from vlmcompress.bench.prompts import dead_leaves
 
         folder.mkdir(parents=True)
         rows = []

@@ -41,7 +41,7 @@ from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.serving import ALWAYS, FLAGS
 from vlmcompress.checkpoint import sides
 from vlmcompress.common.progress import ProgressBar
-from vlmcompress.engines.vllm.launch import Server, server
+from vlmcompress.engines.vllm.serve import Server, server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse as parse_reducer
 

@@ -13,10 +13,10 @@ from typing import Any
 from serving_model import SIDE, Variant
 from watching import watching
 
-from vlmcompress.bench import client, counters, measure, memory
-from vlmcompress.bench.load import Load
+from vlmcompress.bench import client, counters, measure
+from vlmcompress.bench.client import Load
 from vlmcompress.bench.prompts import Prompts
-from vlmcompress.engines.vllm.launch import Server
+from vlmcompress.engines.vllm.serve import Server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse as parse_reducer
 from vlmcompress.results import State
@@ -71,7 +71,7 @@ def burst(
     counted = counters.counters(running).since(before)
     check(group, variant, outcomes, counted, kind)
     run = measure.serve_run(
-        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, seen=counted
+        outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, counters=counted
     )  # neither side nor state is used here
     return {
         "clients": load.clients,
@@ -126,7 +126,7 @@ def visual_tokens(variant: Variant) -> int:
 def fits(folder: Path, outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:
     """Number of requests like these that the KV cache holds at once."""
     config = json.loads((folder / "config.json").read_text())
-    per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
+    per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
     assert per_token
     longest = max(outcome.prompt_tokens + outcome.output_tokens for outcome in outcomes)
-    return memory.memory(0, per_token, longest, cache).max_concurrency
+    return measure.memory(0, per_token, longest, cache).max_concurrency

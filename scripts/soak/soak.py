@@ -44,7 +44,7 @@ from vlmcompress.bench import counters
 from vlmcompress.bench.serving import FLAGS
 from vlmcompress.common.progress import ProgressBar
 from vlmcompress.data.sources import bundled, load_samples
-from vlmcompress.engines.vllm.launch import Server, server
+from vlmcompress.engines.vllm.serve import Server, server
 from vlmcompress.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from vlmcompress.bench.client import encode, send
-from vlmcompress.bench.load import parse
 
 pytest.importorskip("aiohttp")
 FIRST, GAP = 0.15, 0.06  # seconds
@@ -91,7 +90,7 @@ def test_encoded_request() -> None:
 
 def test_times_and_tokens(url: str) -> None:
     """The role chunk is no token, a chunk of two tokens is two gaps, and the server's counts are taken over."""
-    (outcome,), duration = send(url, [body()], parse("closed:1"))
+    (outcome,), duration = send(url, [body()], parse_load("closed:1"))
     assert outcome.error == ""
     assert outcome.ttft == pytest.approx(FIRST, abs=0.04)
     assert outcome.e2e == pytest.approx(FIRST + 2 * GAP, abs=0.06)
@@ -109,7 +108,7 @@ def test_times_and_tokens(url: str) -> None:
 
 def test_closed_load_keeps_so_many_in_flight(url: str) -> None:
     seen: list[int] = []
-    outcomes, duration = send(url, [body()] * 9, parse("closed:3"), done=seen.append)
+    outcomes, duration = send(url, [body()] * 9, parse_load("closed:3"), done=seen.append)
     assert [outcome.error for outcome in outcomes] == [""] * 9
     assert Clockwork.most == 3
     assert seen == list(range(1, 10))
@@ -117,7 +116,7 @@ def test_closed_load_keeps_so_many_in_flight(url: str) -> None:
 
 
 def test_open_load_counts_from_the_moment_a_request_is_due(url: str) -> None:
-    load = parse("rate:40")
+    load = parse_load("rate:40")
     arrivals = load.arrivals(12, seed=1)
     assert arrivals is not None
     outcomes, duration = send(url, [body()] * 12, load, seed=1)
@@ -136,11 +135,11 @@ def test_open_load_counts_from_the_moment_a_request_is_due(url: str) -> None:
     ],
 )
 def test_a_failure_is_an_outcome(url: str, fault: str, message: str) -> None:
-    bad, good = send(url, [body(fault), body()], parse("closed:1"))[0]
+    bad, good = send(url, [body(fault), body()], parse_load("closed:1"))[0]
     assert good.error == ""
     assert re.search(message, bad.error)
 
 
 def test_timeout_and_absent_server(url: str) -> None:
-    assert "TimeoutError" in send(url, [body()], parse("closed:1"), timeout=0.1)[0][0].error
-    assert "Connect" in send("http://127.0.0.1:9", [body()], parse("closed:1"))[0][0].error
+    assert "TimeoutError" in send(url, [body()], parse_load("closed:1"), timeout=0.1)[0][0].error
+    assert "Connect" in send("http://127.0.0.1:9", [body()], parse_load("closed:1"))[0][0].error

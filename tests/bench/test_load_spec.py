@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from vlmcompress.bench.load import parse
 from vlmcompress.bench.measure import parse_slo
-from vlmcompress.bench.schedule import abba
+from vlmcompress.bench.serving import abba
 from vlmcompress.errors import UserError
 
 
 def test_closed_load() -> None:
-    load = parse("closed:8")
+    load = parse_load("closed:8")
     assert (load.kind, load.amount, str(load)) == ("closed", 8, "closed:8")
     assert load.arrivals(5, seed=0) is None
     assert load.default_requests == 128
-    assert parse("closed:1").default_requests == 64
-    assert parse("rate:2.5").default_requests == 150
+    assert parse_load("closed:1").default_requests == 64
+    assert parse_load("rate:2.5").default_requests == 150
 
 
 def test_poisson_arrivals() -> None:
     """Gaps of a Poisson process of rate r have mean 1/r and, being exponential, the same standard deviation."""
-    load = parse("rate:2.5")
+    load = parse_load("rate:2.5")
     times = load.arrivals(20_000, seed=3)
     assert times is not None and str(load) == "rate:2.5"
     gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
@@ -47,7 +46,7 @@ def test_poisson_arrivals() -> None:
 )
 def test_bad_load(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse(text)
+        parse_load(text)
 
 
 def test_slo() -> None:

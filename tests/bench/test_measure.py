@@ -10,8 +10,7 @@ import pytest
 
 from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.counters import Counters, samples
-from vlmcompress.bench.measure import figures, interval, ratio, serve_run, summarise
-from vlmcompress.bench.memory import kv_bytes_per_token, memory
+from vlmcompress.bench.measure import figures, interval, kv_bytes_per_token, memory, ratio, serve_run, summarise
 from vlmcompress.results import LoadRun
 
 SEEN = Counters(drafts=4, drafted=12, accepted=6)
@@ -24,7 +23,9 @@ def outcome(ttft: float, gaps: list[float], error: str = "") -> Outcome:
 
 def test_serve_run() -> None:
     outcomes = [outcome(0.1, [0.01, 0.03]), outcome(0.3, [0.02, 0.02]), outcome(0.0, [], "HTTP 500")]
-    run = serve_run(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={"ttft": 200, "tpot": 25}, seen=SEEN)
+    run = serve_run(
+        outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={"ttft": 200, "tpot": 25}, counters=SEEN
+    )
     assert (run.completed, run.failed) == (2, 1)
     assert (run.text_tokens, run.visual_tokens, run.output_tokens) == (2 * 13, 2 * 81, 6)
     assert (run.drafts, run.drafted, run.accepted) == (4, 12, 6)
@@ -35,7 +36,7 @@ def test_serve_run() -> None:
     found = figures(run)
     assert (found["request_throughput"], found["output_throughput"]) == (1, 3)
     assert (found["ttft_p50_ms"], found["ttft_p90_ms"]) == (200, pytest.approx(280))
-    assert serve_run(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={}, seen=SEEN).goodput is None
+    assert serve_run(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={}, counters=SEEN).goodput is None
 
 
 def run(side: str, repeat: int, seconds: float, state: str = "cold") -> LoadRun:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmcompress.bench.measure import summarise
-from vlmcompress.bench.memory import memory
+from vlmcompress.bench.measure import memory, summarise
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.text import text
 from vlmcompress.commands._flags import Parser

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmcompress.bench.images import dead_leaves, parse_size, stamp
-from vlmcompress.bench.prompts import Prompts, open_prompts
+from vlmcompress.bench.prompts import Prompts, dead_leaves, open_prompts, parse_size, stamp
 from vlmcompress.errors import UserError
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from vlmcompress import launch
 from vlmcompress.bench import client, counters, serving
-from vlmcompress.bench.load import parse
-from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.runs import run
-from vlmcompress.engines.vllm.launch import server
+from vlmcompress.bench.serving import run_offline
+from vlmcompress.engines.vllm.serve import server
 from vlmcompress.errors import UserError
 from vlmcompress.results import Results
 
@@ -27,7 +26,7 @@ def make_plan(**changes) -> serving.Plan:
     settings = {
         "paths": {"baseline": MODEL, "candidate": MODEL},
         "prompts": open_prompts(None, [(96, 64), (144, 144)], MODEL, MODEL, 0),
-        "load": parse("closed:3"),
+        "load": parse_load("closed:3"),
         "requests": 6,
         "out_tokens": 5,
         "repeats": 1,
@@ -70,7 +69,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         (with_image,) = plan.prompts.burst(9, 1)
         text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
         bodies = [client.encode(running.name, messages, 5) for messages in (with_image, text)]
-        seen, twin = client.send(running.url, bodies, parse("closed:1"))[0]
+        seen, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
         assert twin.visual_tokens == 0
         assert TOKENS <= seen.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
         with pytest.raises(UserError, match="counts no visual tokens"):

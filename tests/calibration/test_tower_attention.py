@@ -16,10 +16,9 @@ from tests.kit import tiny
 from tests.kit.engine import asked
 from vlmcompress import models
 from vlmcompress.calibration import tower_attention
-from vlmcompress.checkpoint import vision_scales
 from vlmcompress.data import encode, load_samples
 from vlmcompress.diagnosis import files as doctor
-from vlmcompress.engines.vllm.serve import flags, remarks
+from vlmcompress.engines.vllm import serve
 from vlmcompress.errors import UserError
 from vlmcompress.planning.plan import make_plan
 from vlmcompress.recipe import resolve
@@ -109,13 +108,14 @@ def test_the_checkpoint_has_the_file(source, data, tmp_path, scheme):
     """Also where nothing is quantized, and without a difference in anything else."""
     out = tmp_path / "out"
     manifest = quantize(resolve(given(source, data, out, scheme=scheme)).recipe).manifest
-    found = json.loads((out / vision_scales.NAME).read_text())
+    found = json.loads((out / serve.VISION_SCALES).read_text())
     vlm = models.load(source)
     assert found == tower_attention.scales(vlm, samples(vlm, data))
-    assert vision_scales.NAME in manifest["files"] and manifest["recipe"]["vision_attention"] == "fp8"
+    assert serve.VISION_SCALES in manifest["files"] and manifest["recipe"]["vision_attention"] == "fp8"
     assert all(check.ok for check in doctor.diagnose(out, source))
-    assert any(vision_scales.PATH_FLAG in line for line in remarks(flags(out)))
-    assert not any(vision_scales.PATH_FLAG in line for line in remarks(flags(out, extra=vision_scales.flags(out))))
+    assert any(serve.VISION_SCALES_FLAG in line for line in serve.remarks(serve.arguments_of(out)))
+    flags = serve.arguments_of(out, extra=serve.vision_attention_flags(out))
+    assert not any(serve.VISION_SCALES_FLAG in line for line in serve.remarks(flags))
 
 
 def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path):
@@ -126,14 +126,14 @@ def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path
     known = {"calibrate": {"data": str(data), "stats": str(tmp_path / "stats")}}
     quantize(resolve(given(source, data, tmp_path / "out", scheme="awq") | known).recipe)
     vlm = models.load(source)
-    found = json.loads((tmp_path / "out" / vision_scales.NAME).read_text())
+    found = json.loads((tmp_path / "out" / serve.VISION_SCALES).read_text())
     assert found == tower_attention.scales(vlm, samples(vlm, data))
 
 
 @pytest.mark.engine
 def test_vllm_reads_the_file(source, data, tmp_path):
     quantize(resolve(given(source, data, tmp_path / "out", scheme="none")).recipe)
-    file = tmp_path / "out" / vision_scales.NAME
+    file = tmp_path / "out" / serve.VISION_SCALES
     (read,) = asked("tower_scales", [{"file": str(file)}])
     assert read == json.loads(file.read_text())
 

@@ -132,7 +132,7 @@ def test_transformers_refuses_to_guess_weights(asked, compressed: Path) -> None:
 
 HOLD = """
 import sys, time
-from vlmcompress.engines.vllm.launch import server
+from vlmcompress.engines.vllm.serve import server
 with server(sys.argv[1], flags=["--max-num-seqs", "8"]) as running:
     print(running.url, running.name, running.pid, flush=True)
     time.sleep(600)

@@ -15,31 +15,30 @@ from tests.kit.places import DEMOS
 from vlmcompress import cli
 from vlmcompress.checkpoint.convert import convert
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, conformance
-from vlmcompress.engines.vllm.conformance import _compare, _questions
-from vlmcompress.engines.vllm.conformance._checks import CHECKS, _within
-from vlmcompress.engines.vllm.conformance._findings import Findings
+from vlmcompress.engines.vllm.conformance_checks import CHECKS, Answers, Pair, _within, same
+from vlmcompress.engines.vllm.conformance_plan import KINDS, make_questions
 from vlmcompress.errors import UserError
 
 engine = pytest.mark.engine
 
 
-def pair(*tokens: int, likely: float = -0.5) -> _compare.Pair:
+def pair(*tokens: int, likely: float = -0.5) -> Pair:
     """An engine that said 1, 2 with log-probability -0.5 each, and found 7 as likely as `likely`."""
     record = {"tokens": [[1, 2]], "best": [[[1, -0.5], [7, likely]], [[2, -0.5], [7, likely]]]}
-    return _compare.Pair("q", tokens, record)
+    return Pair("q", tokens, record)
 
 
 def test_equal_but_for_ties():
-    assert _compare.same([pair(1, 2), pair(1, 2)], "float32") == "1 of 1 answers equal"  # by id
-    assert _compare.same([pair(1, 7, likely=-0.5005)], "float32") == (
+    assert same([pair(1, 2), pair(1, 2)], "float32") == "1 of 1 answers equal"  # by id
+    assert same([pair(1, 7, likely=-0.5005)], "float32") == (
         "1 of 1 answers equal, 1 of them but for ties within 0.0005 nats"
     )
-    assert "but for ties" in _compare.same([pair(7, 2, likely=-0.7)], "bfloat16")
+    assert "but for ties" in same([pair(7, 2, likely=-0.7)], "bfloat16")
     for tokens, likely, dtype in (((1, 7), -0.51, "float32"), ((7, 2), -0.8, "bfloat16"), ((1, 3), -0.5, "bfloat16")):
         with pytest.raises(UserError, match="1 of 1 answers differ, first 'q', by "):
-            _compare.same([pair(*tokens, likely=likely)], dtype)
+            same([pair(*tokens, likely=likely)], dtype)
     with pytest.raises(UserError, match="by inf nats"):
-        _compare.same([pair(1)], "float32")
+        same([pair(1)], "float32")
 
 
 def test_questions_come_from_a_seed(tmp_path):
@@ -47,15 +46,15 @@ def test_questions_come_from_a_seed(tmp_path):
     made = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        made.append(_questions.make(tmp_path / name, 8, None, True, seed=3))
-    assert [question.kind for question in made[0].plain] == [*_questions.KINDS] * 2
+        made.append(make_questions(tmp_path / name, 8, None, True, seed=3))
+    assert [question.kind for question in made[0].plain] == [*KINDS] * 2
     pictures = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert pictures[0] == pictures[1] and len(set(pictures[0].values())) == len(pictures[0]) == 10
     data = DEMOS / "data" / "llava" / "validation.parquet"
-    given = _questions.make(tmp_path, 4, data, False, seed=0)
-    assert sum("image_url" in json.dumps(question.messages) for question in given.plain) == 3
+    questions = make_questions(tmp_path, 4, data, False, seed=0)
+    assert sum("image_url" in json.dumps(question.messages) for question in questions.plain) == 3
     with pytest.raises(UserError, match="take at least 4"):
-        _questions.make(tmp_path, 3, None, False, 0)
+        make_questions(tmp_path, 3, None, False, 0)
 
 
 def test_an_answer_without_text_streams_as_none():
@@ -86,7 +85,7 @@ def test_positions_may_begin_behind_a_cached_prefix(cached, tokens):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, quick_engines) -> Findings:
+def found(tmp_path_factory, quick_engines) -> Answers:
     """What vLLM and transformers say about a reduced demo model."""
     pytest.importorskip("vllm")
     folder = cases.reduced(DEMOS / "demo-qwen", tmp_path_factory.mktemp("reduced") / "demo-qwen", "dart:0.5")
@@ -98,7 +97,7 @@ def test_a_reduced_checkpoint_passes(found):
     assert [(check.name, check.detail) for check in conformance.judge(found) if not check.ok] == []
 
 
-def records(found: Findings, engine: str, name: str) -> list[dict]:
+def records(found: Answers, engine: str, name: str) -> list[dict]:
     """Of all requests of a round."""
     return [record for request, record in found.engines[engine]["rounds"][name].items() if request]
 
@@ -107,7 +106,7 @@ def rounded(rows: list[list[int]]) -> list[list[int]]:
     return torch.tensor(rows).bfloat16().long().tolist()
 
 
-def uncached(found: Findings) -> None:
+def uncached(found: Answers) -> None:
     for name in ("again", "long again"):
         for record in records(found, "caches", name):
             record["cached"] = 0

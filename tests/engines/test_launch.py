@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.processes import alive, wait_until_gone
 from vlmcompress.checkpoint import reducer_block
-from vlmcompress.engines.vllm.launch import server
+from vlmcompress.engines.vllm.serve import server
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
@@ -78,7 +78,7 @@ def test_no_orphan_when_the_parent_is_killed(checkpoint: Path, broken, tmp_path:
     (package / "__init__.py").write_text(f"import time; open({str(pid)!r}, 'w').close(); time.sleep(60)")
     child = tmp_path / "child"
     broken(f'sleep 60 & echo $! > {child}; PYTHONPATH={package.parent} exec {sys.executable} "$@"')
-    code = f"from vlmcompress.engines.vllm.launch import server\nwith server({str(checkpoint)!r}): pass"
+    code = f"from vlmcompress.engines.vllm.serve import server\nwith server({str(checkpoint)!r}): pass"
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     end = time.monotonic() + 60
     while not pid.exists() and time.monotonic() < end:

@@ -18,8 +18,8 @@ from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines.vllm import conformance, plugin
-from vlmcompress.engines.vllm.conformance import _questions
-from vlmcompress.engines.vllm.conformance._reference import Reference
+from vlmcompress.engines.vllm.conformance_plan import make_questions
+from vlmcompress.engines.vllm.conformance_reference import Reference
 from vlmcompress.recipe import resolve
 from vlmcompress.recipe.reducer import parse
 from vlmcompress.runs.quantize import quantize
@@ -94,7 +94,7 @@ def answered(folders: dict[str, Path], questions: list[Any], media: Path) -> dic
 
 
 def check(world: Path, folder: Path, combinations: list[tuple[str, str, str]]) -> None:
-    questions = _questions.make(world / "media", 4, None, False, seed=0).plain
+    questions = make_questions(world / "media", 4, None, False, seed=0).plain
     folders = {" ".join(one): written(world, folder / " ".join(one).replace(":", "-"), *one) for one in combinations}
     found = answered(folders, questions, world / "media")
     wrong = {}

@@ -17,16 +17,16 @@ from PIL import Image
 
 from tests.kit.processes import alive, wait_until_gone
 from tests.kit.tiny import build
+from vlmcompress.engines import Answer, Request, Settings
 from vlmcompress.engines.local import last_words
-from vlmcompress.engines.vllm import PYTHON_VARIABLE
-from vlmcompress.engines.vllm.runner import Answer, Request, Settings, answer
+from vlmcompress.engines.vllm import ENGINE, PYTHON_VARIABLE
 from vlmcompress.errors import UserError
 
 ASK = [Request("only", [{"role": "user", "content": "hello"}])]
 
 
 def ask(tmp_path: Path, **settings):
-    return answer("some/model", ASK, media=tmp_path, settings=Settings(**settings))
+    return ENGINE.answer("some/model", ASK, media=tmp_path, settings=Settings(**settings))
 
 
 def test_missing_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_killed_engine_is_started_again_for_what_it_owes(tmp_path: Path, broken)
     said: list[str] = []
     arrived: list[str] = []
     requests = [Request(name, ASK[0].messages) for name in ("one", "two")]
-    run = answer("some/model", requests, media=tmp_path, on_answer=lambda found: arrived.append(found.id),
+    run = ENGINE.answer("some/model", requests, media=tmp_path, on_answer=lambda found: arrived.append(found.id),
                  progress=lambda text, *_: said.append(text))  # fmt: skip
     assert list(run.answers) == arrived == ["one", "two"]
     assert [json.loads(line)["id"] for line in asked.read_text().splitlines()] == ["two"]
@@ -83,7 +83,7 @@ def test_an_error_of_the_callers_ends_the_worker(tmp_path: Path, broken) -> None
         raise UserError("disk full")
 
     with pytest.raises(UserError, match="^disk full$"):
-        answer("some/model", ASK, media=tmp_path, on_answer=full)
+        ENGINE.answer("some/model", ASK, media=tmp_path, on_answer=full)
     assert wait_until_gone(int(pid.read_text()))
 
 
@@ -135,8 +135,9 @@ def test_last_words(tmp_path: Path) -> None:
 
 PARENT = """
 import sys
-from vlmcompress.engines.vllm.runner import Request, answer
-answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], media=sys.argv[1])
+from vlmcompress.engines import Request
+from vlmcompress.engines.vllm import ENGINE
+ENGINE.answer("some/model", [Request("a", [{"role": "user", "content": "x"}])], media=sys.argv[1])
 """
 
 
@@ -189,7 +190,7 @@ def test_real_engine(qwen: Path, tmp_path: Path, quick_engines) -> None:
     requests += [request(f"again {i}", a, text) for i in range(3)]
     requests += [replace(requests[0], id="short", max_tokens=1)]
     seen: list[tuple] = []
-    run = answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2, logprobs=5),
+    run = ENGINE.answer(qwen, requests, media=tmp_path, settings=Settings(max_tokens=4, max_num_seqs=2, logprobs=5),
                  label="tiny", progress=lambda *at: seen.append(at))  # fmt: skip
     length = {name: found.prompt_tokens for name, found in run.answers.items()}
     assert sorted(run.answers) == sorted(r.id for r in requests)
@@ -217,5 +218,5 @@ def test_real_engine_that_cannot_load(qwen: Path, tmp_path: Path, quick_engines)
         if file.suffix != ".safetensors":
             os.link(file, copy / file.name)
     with pytest.raises(UserError, match="vLLM could not load .*weights") as caught:
-        answer(copy, ASK, media=tmp_path)
+        ENGINE.answer(copy, ASK, media=tmp_path)
     assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)

@@ -22,13 +22,13 @@ from tests.kit.processes import session_ends
 from tests.kit.tiny import build
 from vlmcompress.checkpoint import reducer_block
 from vlmcompress.engines import Request, Settings, get
-from vlmcompress.engines.vllm.serve import example, flags, remarks, serve
+from vlmcompress.engines.vllm.serve import arguments_of, example, remarks, serve
 from vlmcompress.errors import UserError
 from vlmcompress.recipe.reducer import parse
 
 
 def test_flags(checkpoint: Path) -> None:
-    found = flags(checkpoint, port=1234, max_model_len=512, extra=["--seed", "3"])
+    found = arguments_of(checkpoint, port=1234, max_model_len=512, extra=["--seed", "3"])
     assert found[0] == str(checkpoint)
     pairs = dict(zip(found[1::2], found[2::2], strict=True))
     assert pairs["--served-model-name"] == "tiny-vlm"
@@ -43,27 +43,27 @@ def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.Mon
     text: dict[str, Any] = {"max_position_embeddings": 512}
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert "512" in flags(tmp_path, max_model_len=512)
+    assert "512" in arguments_of(tmp_path, max_model_len=512)
     with pytest.raises(
         UserError, match="^--max-model-len is 513, more than the model's context of 512 tokens; give 512 "
     ):
-        flags(tmp_path, max_model_len=513)
+        arguments_of(tmp_path, max_model_len=513)
     with monkeypatch.context() as patched:
         patched.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-        assert "513" in flags(tmp_path, max_model_len=513)
+        assert "513" in arguments_of(tmp_path, max_model_len=513)
     text["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert "513" in flags(tmp_path, max_model_len=513)
+    assert "513" in arguments_of(tmp_path, max_model_len=513)
 
 
 def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
-    assert [line for line in remarks(flags(checkpoint)) if "Requests can have no videos; --videos N" in line]
-    found = flags(checkpoint, videos=2)
+    assert [line for line in remarks(arguments_of(checkpoint)) if "Requests can have no videos; --videos N" in line]
+    found = arguments_of(checkpoint, videos=2)
     assert json.loads(found[found.index("--limit-mm-per-prompt") + 1])["video"] == 2
     assert remarks(found) == []
-    assert remarks(flags(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
+    assert remarks(arguments_of(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
     with pytest.raises(UserError, match="--videos-per-request is -1, it should be at least 0"):
-        flags(checkpoint, videos=-1)
+        arguments_of(checkpoint, videos=-1)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
 def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, asks: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(reducer_block.write(plain, parse(reducer))))
-    found = flags(tmp_path, videos=1)
+    found = arguments_of(tmp_path, videos=1)
     assert ("--trust-request-mm-kwargs" in found) is asks
     assert any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(found)) is asks
-    refused = flags(tmp_path, videos=1, extra=["--no-trust-request-mm-kwargs"])
+    refused = arguments_of(tmp_path, videos=1, extra=["--no-trust-request-mm-kwargs"])
     assert refused[-1] == "--no-trust-request-mm-kwargs" and remarks(refused) == []
 
 
 def test_kv_scales_ask_for_an_fp8_cache(checkpoint: Path) -> None:
     config = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    found = flags(checkpoint)
+    found = arguments_of(checkpoint)
     assert found[found.index("--kv-cache-dtype") + 1] == "fp8"
 
 

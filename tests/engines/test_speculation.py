@@ -64,24 +64,24 @@ def cpu(monkeypatch) -> None:
 def test_what_can_not_be_is_refused_in_one_line(plain, cpu, text, message):
     for given in ({"speculative": text}, {"extra": ["--speculative-config", text]}, {"extra": [f"-sc={text}"]}):
         with pytest.raises(UserError, match=message) as raised:
-            serve.flags(plain, **given)
+            serve.arguments_of(plain, **given)
         assert "\n" not in str(raised.value)
 
 
 def test_what_goes_on_to_vllm(plain, cpu):
-    found = serve.flags(plain, speculative=json.dumps(NGRAM))
+    found = serve.arguments_of(plain, speculative=json.dumps(NGRAM))
     assert found[-2] == "--speculative-config" and json.loads(found[-1]) == NGRAM
     draft = {"model": str(plain.parent / "." / plain.name), "num_speculative_tokens": 2}
-    assert json.loads(serve.flags(plain, speculative=json.dumps(draft))[-1])["model"] == str(plain.resolve())
-    both = serve.flags(plain, speculative=json.dumps(NGRAM), extra=["--speculative-config", json.dumps(draft)])
+    assert json.loads(serve.arguments_of(plain, speculative=json.dumps(draft))[-1])["model"] == str(plain.resolve())
+    both = serve.arguments_of(plain, speculative=json.dumps(NGRAM), extra=["--speculative-config", json.dumps(draft)])
     assert both.count("--speculative-config") == 1  # flags behind -- win
 
 
 def test_a_state_that_a_cpu_can_not_speculate_with(hybrid, cpu, monkeypatch):
     with pytest.raises(UserError, match="qwen3-5 has Gated DeltaNet.* CPU build lacks the .Triton. kernel"):
-        serve.flags(hybrid, speculative=json.dumps(MTP))
+        serve.arguments_of(hybrid, speculative=json.dumps(MTP))
     monkeypatch.setattr(speculation, "_engine", lambda: (False, False))
-    assert json.loads(serve.flags(hybrid, speculative=json.dumps(MTP))[-1]) == MTP
+    assert json.loads(serve.arguments_of(hybrid, speculative=json.dumps(MTP))[-1]) == MTP
 
 
 def test_the_engine_is_asked_what_it_has():

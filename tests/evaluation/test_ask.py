@@ -127,7 +127,7 @@ def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path, quick_engines
 import os
 from pathlib import Path
 Path({str(tmp_path / "process")!r}).write_text(str(os.getpid()))
-from vlmcompress.engines.vllm.runner import ENGINE
+from vlmcompress.engines.vllm import ENGINE
 from vlmcompress.evaluation.ask import ask_suite
 from vlmcompress.evaluation.journal import open_journal
 from vlmcompress.evaluation.tasks import load_suite
@@ -142,7 +142,7 @@ with open_journal(Path({str(path)!r})) as journal:
         run.kill()
     # a fork did the work, and ends a moment after the program that stands for it
     assert wait_until_gone(int((tmp_path / "process").read_text()))
-    from vlmcompress.engines.vllm.runner import ENGINE
+    from vlmcompress.engines.vllm import ENGINE
 
     suite = load_suite("world", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA, limit=200)
     with open_journal(path) as journal:

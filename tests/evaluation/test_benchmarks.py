@@ -209,7 +209,7 @@ def test_all_benchmarks_say_how_they_score() -> None:
 @pytest.mark.engine
 def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
     """One group of all, asked of the demo model, which was taught nothing of it: answers, scored and counted."""
-    from vlmcompress.engines.vllm.runner import ENGINE
+    from vlmcompress.engines.vllm import ENGINE
 
     tasks = ", ".join(BENCHMARKS)
     (data / "all.yaml").write_text(f"group: all\ntask: [{tasks}]\n")

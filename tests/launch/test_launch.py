@@ -134,7 +134,7 @@ def test_flags_are_those_of_serve(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     _, flags, _ = called(written(folder, facts("fp8")) / "vllm.sh")
-    wanted, (first, *rest) = pairs(serve.flags(folder)[1:]), flags[1:]
+    wanted, (first, *rest) = pairs(serve.arguments_of(folder)[1:]), flags[1:]
     assert first == str(folder) and wanted.items() <= pairs(rest).items()
     assert pairs(rest).keys() - wanted.keys() == {
         "--enable-prefix-caching",

@@ -13,7 +13,7 @@ from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
 from vlmcompress import cli, models
 from vlmcompress.checkpoint import manifest
-from vlmcompress.engines.vllm.conformance import _names
+from vlmcompress.engines.vllm import conformance
 from vlmcompress.recipe import resolve
 from vlmcompress.runs.quantize import quantize
 
@@ -41,7 +41,7 @@ def folders(checkpoint, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def placed(folders) -> dict[str, dict]:
     """What vLLM makes of each."""
-    return _names.places(folders)
+    return conformance.tensor_places(folders)
 
 
 def in_memory_names(source: Path, folder: Path) -> Path:

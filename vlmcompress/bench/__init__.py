@@ -4,7 +4,7 @@
     results = run("OUT", "MODEL", load="closed:8")
     results.bench.summary["serve"]["cold"]["request_throughput"].ratio
 
-`prompts` makes conversations with images, `client` sends them to a server as `load` says and takes the time, `serving` does
-so for both sides in the order of `schedule` and checks that the work was done, `offline` times the engine without a
-server, `measure` makes figures and ratios of it, `memory` the sizes, `runs` all of it in one call.
+`prompts` makes conversations with images, `client` sends them to a server as a load says and takes the time, `serving` does so
+for both sides in turn, checks by the server's `counters` that the work was done, and times the engine without a server;
+`measure` makes figures and ratios of it, `runs` all of it in one call, `text` a page for a terminal.
 """

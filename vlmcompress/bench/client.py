@@ -1,4 +1,4 @@
-"""A streaming client that measures, for OpenAI-compatible chat servers.
+"""Loads, and a streaming client that measures them, for OpenAI-compatible chat servers.
 
 Loads and percentiles are those of `vllm bench serve` in vLLM 0.32. That tool itself is not used, as it drops the server's
 counts of cached and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk
@@ -6,6 +6,10 @@ counts of cached and visual tokens, so it can't show that images were processed;
 image into JSON while the clock runs, in the loop that reads the other streams; and its warm-up resends the first measured
 request, image included. Given the same requests, both agree on end-to-end times and requests per second
 as far as the machine has cores for client and server; the inter-token gaps differ by one a request.
+
+A closed load is N clients, each of which sends its next request when its last one is answered: it shows capacity at a given
+concurrency. An open load is a Poisson process of R requests a second, whatever the server does: it shows the latency of a
+service, queueing included.
 
 Definitions, with times in seconds from the moment at which a request is due (closed load: sent; open load: scheduled, so
 that a client that lags behind does not hide the server's queue):
@@ -19,12 +23,65 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from vlmcompress.bench.load import Load
+from vlmcompress.errors import UserError, did_you_mean
+
+KINDS = ("closed", "rate")
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load. Kind `closed`: `amount` clients; kind `rate`: `amount` requests per second."""
+
+    kind: Literal["closed", "rate"]
+    amount: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.amount:g}"
+
+    @property
+    def default_requests(self) -> int:
+        """Number of requests after which the load was mostly in its steady state: 16 rounds of all clients, or a minute."""
+        return max(64, math.ceil(self.amount * (16 if self.kind == "closed" else 60)))
+
+    def arrivals(self, requests: int, seed: int) -> list[float] | None:
+        """Draw the arrival times of an open load's requests, in seconds from the start, rising; None for a closed load.
+
+        Gaps are exponential with mean 1 / rate. Unlike vLLM's benchmark, the last arrival is not moved to requests / rate:
+        both sides get the same arrivals, so there is no variance between them to remove.
+        """
+        if self.kind == "closed":
+            return None
+        draw, now, times = random.Random(seed), 0.0, []
+        for _ in range(requests):
+            now += draw.expovariate(self.amount)
+            times.append(now)
+        return times
+
+
+def parse_load(text: str) -> Load:
+    """Read a load like `closed:8` or `rate:2.5`.
+
+    Raises:
+        UserError: neither of these, or the number is not above zero (for clients: not whole).
+    """
+    kind, colon, number = text.partition(":")
+    if kind not in KINDS:
+        raise UserError(f"--load {text}: no load '{kind}'{did_you_mean(kind, KINDS)}; e.g. closed:8 or rate:2.5")
+    what = "a whole number of clients" if kind == "closed" else "requests per second"
+    try:
+        amount = int(number) if kind == "closed" else float(number)
+    except ValueError:
+        amount = 0
+    if not colon or not 0 < amount < math.inf:
+        raise UserError(f"--load {text}: '{number}' should be {what} above 0; e.g. closed:8 or rate:2.5")
+    return Load("closed" if kind == "closed" else "rate", amount)
 
 
 @dataclass
@@ -101,7 +158,7 @@ async def _send(
     async with aiohttp.ClientSession(f"{url}/", timeout=limits, connector=connections) as session:
         start = time.perf_counter()
 
-        async def one(index: int, due: float) -> None:
+        async def send_one(index: int, due: float) -> None:
             nonlocal finished
             await _stream(session, bodies[index], due, outcomes[index])
             finished += 1
@@ -109,11 +166,11 @@ async def _send(
 
         async def client(waiting: list[int]) -> None:
             while waiting:
-                await one(waiting.pop(), time.perf_counter())
+                await send_one(waiting.pop(), time.perf_counter())
 
         async def arrive(index: int, offset: float) -> None:
             await asyncio.sleep(start + offset - time.perf_counter())
-            await one(index, start + offset)
+            await send_one(index, start + offset)
 
         arrivals = load.arrivals(len(bodies), seed)
         if arrivals is None:

@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import astuple, dataclass
 
 from vlmcompress.engines.local import last_words
-from vlmcompress.engines.vllm.launch import Server
+from vlmcompress.engines.vllm.serve import Server
 from vlmcompress.errors import UserError
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -52,10 +52,10 @@ def counters(server: Server) -> Counters:
 
 def cache_config(server: Server) -> dict[str, str]:
     """Read vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
-    found = [labels for name, labels, _ in exposed(server) if name == "vllm:cache_config_info"]
-    if not found:
+    configs = [labels for name, labels, _ in exposed(server) if name == "vllm:cache_config_info"]
+    if not configs:
         raise UserError(f"{server.url}/metrics has no vllm:cache_config_info; is this vLLM 0.32?")
-    return found[0]
+    return configs[0]
 
 
 def exposed(server: Server) -> list[tuple[str, dict[str, str], str]]:
@@ -70,8 +70,8 @@ def version(server: Server) -> str:
 
 def samples(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Parse Prometheus' text format: name, labels and value of each sample."""
-    found = (_SAMPLE.match(line) for line in text.splitlines())
-    return [(match[1], dict(_LABEL.findall(match[2] or "")), match[3]) for match in found if match]
+    matches = (_SAMPLE.match(line) for line in text.splitlines())
+    return [(match[1], dict(_LABEL.findall(match[2] or "")), match[3]) for match in matches if match]
 
 
 def _get(server: Server, path: str) -> str:

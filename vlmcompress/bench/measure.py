@@ -1,4 +1,4 @@
-"""Compute figures from single requests, and ratios of the two sides from repeats.
+"""Compute figures from single requests, ratios of the two sides from repeats, and the memory of each side.
 
 A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline, one of
 each repeat, because the two runs of a repeat were neighbours in time; the smallest and the largest show the spread.
@@ -16,17 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean, median, stdev
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from vlmcompress.bench.client import Outcome
 from vlmcompress.bench.counters import Counters
 from vlmcompress.errors import UserError, did_you_mean
-from vlmcompress.results import LoadRun, Ratio, State
+from vlmcompress.results import LoadRun, Memory, Ratio, State
 
 TIMES = ("ttft", "tpot", "itl", "e2e")
+_LIMITED = ("ttft", "tpot", "e2e")
 PERCENTILES = (50, 90, 99)
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
 
@@ -41,9 +43,10 @@ def parse_slo(text: str | None) -> dict[str, float]:
         name, _, value = item.strip().partition("=")
         if not name and not value:
             continue
-        known = ("ttft", "tpot", "e2e")
-        if name not in known:
-            raise UserError(f"--slo {item.strip()}: no time '{name}'{did_you_mean(name, known)}; e.g. ttft=200,tpot=50")
+        if name not in _LIMITED:
+            raise UserError(
+                f"--slo {item.strip()}: no time '{name}'{did_you_mean(name, _LIMITED)}; e.g. ttft=200,tpot=50"
+            )
         try:
             limits[name] = float(value)
         except ValueError:
@@ -61,14 +64,14 @@ def serve_run(
     state: State,
     repeat: int,
     slo: Mapping[str, float],
-    seen: Counters,
+    counters: Counters,
 ) -> LoadRun:
     """Make the record of one burst against a server. Times are those of requests that were answered.
 
     Args:
         duration: seconds from the first request to the last answer.
         slo: limits in milliseconds; goodput is requests per second that keep them all (TPOT of one token: 0).
-        seen: what the server counted meanwhile.
+        counters: what the server counted meanwhile.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
 
@@ -89,10 +92,10 @@ def serve_run(
         visual_tokens=visual,
         output_tokens=sum(outcome.output_tokens for outcome in good),
         cached_tokens=sum(outcome.cached_tokens for outcome in good),
-        media_hits=int(seen.media_hits),
-        drafts=int(seen.drafts),
-        drafted=int(seen.drafted),
-        accepted=int(seen.accepted),
+        media_hits=int(counters.media_hits),
+        drafts=int(counters.drafts),
+        drafted=int(counters.drafted),
+        accepted=int(counters.accepted),
         goodput=sum(map(keeps, good)) / duration if slo else None,
         ttft_ms=_milliseconds(outcome.ttft for outcome in good),
         tpot_ms=_milliseconds(outcome.tpot for outcome in good if outcome.tpot is not None),
@@ -103,17 +106,17 @@ def serve_run(
 
 def figures(run: LoadRun) -> dict[str, float]:
     """Compute a run's figures by name: `request_throughput`, `output_throughput`, `goodput` (per second), `ttft_p50_ms`, ..."""
-    found = {
+    by_name = {
         "request_throughput": run.completed / run.duration,
         "output_throughput": run.output_tokens / run.duration,
     }
     if run.goodput is not None:
-        found["goodput"] = run.goodput
+        by_name["goodput"] = run.goodput
     for name in TIMES:
         values = getattr(run, f"{name}_ms")
         if values:
-            found |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in PERCENTILES}
-    return found
+            by_name |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in PERCENTILES}
+    return by_name
 
 
 def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]:
@@ -127,7 +130,7 @@ def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]
         repeats = sorted(sides["baseline"].keys() & sides["candidate"].keys())
         pairs = [(sides["baseline"][repeat], sides["candidate"][repeat]) for repeat in repeats]
         ratios = {name: ratio(name, pairs) for name in (pairs[0][0] if pairs else {})}
-        summary.setdefault(mode, {})[state] = {name: found for name, found in ratios.items() if found is not None}
+        summary.setdefault(mode, {})[state] = {name: compared for name, compared in ratios.items() if compared}
     return summary
 
 
@@ -167,3 +170,49 @@ def student_t(freedom: int) -> float:
 
 def _milliseconds(seconds) -> list[float]:
     return [round(1000 * value, 3) for value in seconds]
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], cache_dtype: str) -> int | None:
+    """Bytes of the KV cache for a token: 2 (key and value) x layers x KV heads x head size x bytes, for full attention.
+
+    Args:
+        config: `config.json` of a checkpoint.
+        cache_dtype: the engine's type of the KV cache; `auto` is the type of the activations.
+
+    Returns:
+        The bytes; None for other attention (latent, sliding windows, linear layers), where they depend on the position, and
+        for types of the cache that hold scales between the values.
+    """
+    text = config.get("text_config") or config
+    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
+    sliding = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    if kinds or sliding or any(text.get(key) for key in ("kv_lora_rank", "mamba_d_state", "linear_num_key_heads")):
+        return None
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    kind = str(dtype or "bfloat16") if cache_dtype == "auto" else cache_dtype
+    size = 1 if kind in ("fp8", "fp8_e4m3", "fp8_e5m2") else _BYTES.get(kind)
+    try:
+        heads = text["num_attention_heads"]
+        width = text.get("head_dim") or text["hidden_size"] // heads
+        return size and 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * width * size
+    except KeyError:
+        return None
+
+
+def memory(weight_bytes: int, per_token: int, request_tokens: float, cache: Mapping[str, str]) -> Memory:
+    """Compute a side's memory.
+
+    Args:
+        per_token: bytes of the KV cache for one token.
+        request_tokens: tokens of a mean request, prompt and output.
+        cache: vLLM's `cache_config_info` as text: `block_size` and `kv_cache_size_tokens`.
+    """
+    block, capacity = int(cache["block_size"]), int(cache["kv_cache_size_tokens"])
+    held = math.ceil(request_tokens / block) * block
+    return Memory(
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_request=held * per_token,
+        kv_cache_bytes=capacity * per_token,
+        max_concurrency=round(capacity / held, 2),
+    )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.bench import measure, memory
-from vlmcompress.bench.images import parse_size
-from vlmcompress.bench.load import parse as parse_load
+from vlmcompress.bench.prompts import parse_size
+from vlmcompress.bench.client import parse as parse_load
 from vlmcompress.bench.offline import run_offline
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.schedule import SideName, abba
@@ -49,8 +49,8 @@ def run(
         runs += serve(planned, "warm", progress)[0]
     devices: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
     if offline:
-        more, devices = run_offline(planned, runs, progress)
-        runs += more
+        offline_runs, devices = run_offline(planned, runs, progress)
+        runs += offline_runs
     described = {side: _side(path, about[side], devices[side]) for side, path in planned.paths.items()}
     bench = Bench(
         load=str(planned.load),
@@ -95,7 +95,7 @@ def plan(
 
     Args:
         candidate, baseline: checkpoint folders, or ids on the Hub.
-        load: `closed:8` or `rate:2.5`; see `load.parse`.
+        load: `closed:8` or `rate:2.5`; see `client.parse_load`.
         requests: number of requests in a burst; None: enough for the load.
         data: folder of images, `.jsonl` or `.parquet`; None: see `prompts.open_prompts`.
         sizes: `WIDTHxHEIGHT` that images are scaled to in turn, or (without data) generated with.
@@ -137,14 +137,14 @@ def _memory(
     plan: Plan, described: Mapping[SideName, Side], about: Mapping[SideName, About], runs: Sequence[LoadRun]
 ) -> dict[str, Memory]:
     """Memory of the sides whose KV cache has a size per token."""
-    found: dict[str, Memory] = {}
+    by_side: dict[str, Memory] = {}
     for side, path in plan.paths.items():
         config = json_files.read(path / "config.json")
         cache = about[side].cache
-        per_token = memory.kv_bytes_per_token(config, cache["cache_dtype"])
+        per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])
         cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
         tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
         if per_token:
             mean = tokens / sum(run.completed for run in cold)
-            found[side] = memory.memory(described[side].weight_bytes, per_token, mean, cache)
-    return found
+            by_side[side] = measure.memory(described[side].weight_bytes, per_token, mean, cache)
+    return by_side

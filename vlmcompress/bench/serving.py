@@ -1,4 +1,9 @@
-"""Bursts of requests against servers of both sides, in ABBA order.
+"""Bursts of requests of both sides, against servers, and offline: all at once to the engine, without a server or a client.
+
+The order is baseline, candidate, candidate, baseline, baseline, candidate, ... A machine drifts (it warms up, a
+neighbour comes and goes). With A B B A a drift that is linear in time adds the same to both sides over two repeats,
+while A B A B favours one of them. Neighbours of a pair ran right after one another, so their ratio is of one time;
+neighbouring turns of one side need no restart of its engine between them.
 
 **cold**: prefix cache and image processor cache off and no image sent twice; that nothing came from a cache is checked
 in the server's counters. With both off vLLM also tells equal images apart, so its encoder cache finds nothing.
@@ -7,31 +12,52 @@ in the server's counters. With both off vLLM also tells equal images apart, so i
 Two engines that run at the same time disturb each other, so only one is ever asked. The other is stopped (a server is
 started for every turn, which always fits into memory), or `resident`: up, but idle. On two CPU cores an idle vLLM 0.32
 server was seen to take 0.8% of the machine; on a GPU both have to fit, see `--gpu-memory-utilization`.
+
+Offline, `engines/vllm/offline.py` is the engine's process. An engine that was started answers a warm-up burst, then the
+bursts of its turn, one engine at a time. The bursts are those of the cold server runs, so that different counts of
+prompt tokens show that images were not processed alike. Flags for `vllm serve` have no effect here. `vllm bench
+throughput --backend vllm-chat` times the same; but that tool takes no image files of one's own, and its `random-mm`
+silently becomes plain text where no data set path is given.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Literal
 
 from vlmcompress.bench import client, counters, measure
-from vlmcompress.bench.client import Outcome
-from vlmcompress.bench.load import Load
+from vlmcompress.bench.client import Load, Outcome
 from vlmcompress.bench.prompts import Prompts
-from vlmcompress.bench.schedule import SideName, abba
+from vlmcompress.common import json_files
 from vlmcompress.common.progress import Progress
 from vlmcompress.engines.local import last_words
-from vlmcompress.engines.vllm.launch import Server, server
+from vlmcompress.engines.vllm import ENGINE as VLLM
+from vlmcompress.engines.vllm import environment, offline
+from vlmcompress.engines.vllm.serve import Server, server
 from vlmcompress.errors import UserError
 from vlmcompress.results import LoadRun, State
+
+SideName = Literal["baseline", "candidate"]
+Turn = tuple[SideName, int]
 
 FLAGS: dict[State, tuple[str, ...]] = {
     "cold": ("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"),
     "warm": ("--enable-prefix-caching",),
 }
 ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
+
+SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
+# Unlike for answers, the engine's core is a process of its own: requests are prepared while it works on others.
+OFFLINE_ENGINE = replace(
+    VLLM,
+    name="vllm-offline",
+    module=Path(offline.__file__),
+    environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +92,12 @@ class About:
     cache: dict[str, str] = field(default_factory=dict)
 
 
+def abba(repeats: int) -> list[Turn]:
+    """List `(side, repeat)` in the order of the runs; each repeat has both sides, next to one another."""
+    sides: tuple[SideName, SideName] = ("baseline", "candidate")
+    return [(side, repeat) for repeat in range(repeats) for side in (sides if repeat % 2 == 0 else sides[::-1])]
+
+
 def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], dict[SideName, About]]:
     """Run all bursts of one state.
 
@@ -80,11 +112,10 @@ def serve(plan: Plan, state: State, progress: Progress) -> tuple[list[LoadRun], 
             before = counters.counters(running)
             label = f"{state} {side} {repeat + 1}/{plan.repeats}"
             outcomes, duration = burst(plan, running, repeat if state == "cold" else 0, label, progress, repeat)
-            seen = counters.counters(running).since(before)
-            check(plan, state, running, outcomes, seen.prefix_hits, int(seen.media_hits))
-            runs.append(
-                measure.serve_run(outcomes, duration, side=side, state=state, repeat=repeat, slo=plan.slo, seen=seen)
-            )
+            counted = counters.counters(running).since(before)
+            check(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
+            of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
+            runs.append(measure.serve_run(outcomes, duration, **of, slo=plan.slo, counters=counted))
     return runs, about
 
 
@@ -170,3 +201,78 @@ def check(
         )
     if state == "warm" and not media_hits:
         raise UserError(f"a warm run of {running.name} found no image in the cache; leave out flags that turn it off")
+
+
+def run_offline(
+    plan: Plan, served: Sequence[LoadRun], progress: Progress
+) -> tuple[list[LoadRun], dict[SideName, dict[str, Any]]]:
+    """Run all bursts of both sides; return their records and each engine's description of itself.
+
+    Args:
+        served: runs of the same plan against servers; visual tokens are taken from its cold ones.
+
+    Raises:
+        UserError: the engine can't start or dies, or a run is not the work of the server's.
+    """
+    runs: list[LoadRun] = []
+    about: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
+    for side, turns in groupby(abba(plan.repeats), key=lambda turn: turn[0]):
+        repeats = [repeat for _, repeat in turns]
+        label = f"offline {side} {', '.join(str(repeat + 1) for repeat in repeats)}/{plan.repeats}"
+        progress(f"{label}: starting vLLM", 0, len(repeats))
+        bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
+        events = OFFLINE_ENGINE.events(_offline_job(plan, side), bursts, plan.paths[side], SILENCE, SILENCE)
+        with contextlib.closing(events):
+            for event in events:
+                if event["event"] == "ready":
+                    about[side] = event["engine"]
+                elif event["id"] != plan.repeats:
+                    runs.append(_offline_run(plan, side, event, served))
+                    progress(label, len(runs), 2 * plan.repeats)
+    return runs, about
+
+
+def _offline_job(plan: Plan, side: SideName) -> dict[str, Any]:
+    config = json_files.read(plan.paths[side] / "config.json")
+    scaled = (config.get("quantization_config") or {}).get("kv_cache_scheme")
+    return {
+        "model": str(plan.paths[side].resolve()),
+        "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
+        "kv_cache_dtype": "fp8" if scaled else "auto",
+        "images": plan.prompts.images,
+        "out_tokens": plan.out_tokens,
+        "seed": plan.seed,
+        "speculative": plan.speculative.get(side),
+    }
+
+
+def _offline_run(plan: Plan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
+    """Make the record of one burst, after checking that it did the same work as that burst against a server."""
+    (same,) = (r for r in served if (r.side, r.state, r.repeat) == (side, "cold", event["id"]))
+    served_tokens = same.text_tokens + same.visual_tokens
+    if not same.failed and event["prompt_tokens"] != served_tokens:
+        raise UserError(
+            f"{plan.paths[side]}: offline, prompts of burst {event['id']} have {event['prompt_tokens']} tokens, in the "
+            f"server {served_tokens}; leave out flags that change how images are processed, or use --no-offline"
+        )
+    if event["cached_tokens"] or set(event["output_tokens"]) != {plan.out_tokens}:
+        raise UserError(
+            f"{plan.paths[side]}: offline answers have {min(event['output_tokens'])} to {max(event['output_tokens'])} of "
+            f"{plan.out_tokens} tokens, {event['cached_tokens']} prompt tokens came from a cache; raise --max-model-len"
+        )
+    drafted: dict[str, Any] = {
+        key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name
+    }
+    return LoadRun(
+        side=side,
+        mode="offline",
+        state="cold",
+        repeat=event["id"],
+        duration=event["seconds"],
+        completed=plan.requests,
+        failed=0,
+        text_tokens=event["prompt_tokens"] - same.visual_tokens,
+        visual_tokens=same.visual_tokens,
+        output_tokens=sum(event["output_tokens"]),
+        **drafted,
+    )

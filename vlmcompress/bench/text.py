@@ -23,11 +23,11 @@ SHOWN = {
 def text(bench: Bench) -> str:
     """Render speed in each mode and state, and memory."""
     turns = f"{bench.repeats} turn{'s' * (bench.repeats > 1)} a side"
-    seen = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
-    lines = [f"load {bench.load}, {seen}; {Path(bench.source).name}"]
+    work = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
+    lines = [f"load {bench.load}, {work}; {Path(bench.source).name}"]
     for mode, states in bench.summary.items():
-        for state, found in states.items():
-            rows = [_row(title, found[name]) for name, title in SHOWN.items() if name in found]
+        for state, ratios in states.items():
+            rows = [_row(title, ratios[name]) for name, title in SHOWN.items() if name in ratios]
             head = ("", "baseline", "candidate", "ratio", "of repeats")
             lines += ["", f"{mode}, {'no caches' if state == 'cold' else 'caches on'}", table([head, *rows])]
     if bench.memory:
@@ -40,14 +40,10 @@ def text(bench: Bench) -> str:
     return "\n".join(lines)
 
 
-def _row(title: str, found: Ratio) -> tuple[str, ...]:
-    spread = f"{found.low:.2f} to {found.high:.2f}" if found.low < found.high else ""
-    return (
-        title,
-        *(f"{value:.4g} {found.unit}" for value in (found.baseline, found.candidate)),
-        f"{found.ratio:.2f}",
-        spread,
-    )
+def _row(title: str, ratio: Ratio) -> tuple[str, ...]:
+    sides = (f"{value:.4g} {ratio.unit}" for value in (ratio.baseline, ratio.candidate))
+    repeats = f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio.low < ratio.high else ""
+    return title, *sides, f"{ratio.ratio:.2f}", repeats
 
 
 def _drafted(bench: Bench) -> list[tuple[str, ...]]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.calibration.block_store import BlockStore, StoredWeights
 from vlmcompress.calibration.solve import BlockResult, solve_block, warnings
-from vlmcompress.checkpoint import manifest, vision_scales
+from vlmcompress.checkpoint import manifest
 from vlmcompress.checkpoint.write import write
 from vlmcompress.common.progress import Progress
 from vlmcompress.common.text import size
 from vlmcompress.data.provenance import unseen
+from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.hf_hooks import resizing, scorer_file
 from vlmcompress.models import VLM, Source
 from vlmcompress.planning.plan import Plan
@@ -95,7 +96,7 @@ def _setting(recipe: Recipe, source: Source) -> models.ImageSetting | None:
 
 def _beside(recipe: Recipe, attention: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any] | bytes]:
     """Further files: scales of the tower's attention, and the scorer of a reducer that goes by one."""
-    found: dict[str, Mapping[str, Any] | bytes] = {vision_scales.NAME: attention} if attention else {}
+    found: dict[str, Mapping[str, Any] | bytes] = {VISION_SCALES: attention} if attention else {}
     reduce = recipe.reduce
     return found | ({scorer_file.CARRIED: scorer_file.content(reduce)} if reduce and reduce.options.scorer else {})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlmcompress.bench.images import stamp
+from vlmcompress.bench.prompts import stamp
 from vlmcompress.data.samples import Sample
 from vlmcompress.errors import UserError
 

@@ -73,8 +73,8 @@ def _counted(llm, job: dict) -> dict[str, float]:
     """vLLM's counters of speculative decoding so far, by name; none without it."""
     if not job["speculative"]:
         return {}
-    found: dict[str, float] = {}
+    counters: dict[str, float] = {}
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name and hasattr(metric, "value"):
-            found[metric.name] = found.get(metric.name, 0) + metric.value
-    return found
+            counters[metric.name] = counters.get(metric.name, 0) + metric.value
+    return counters

@@ -1,4 +1,9 @@
-"""Start vLLM's own OpenAI-compatible server with the flags that a checkpoint needs: `vlmcompress serve`.
+"""Start vLLM's own OpenAI-compatible server with the flags that a checkpoint needs.
+
+`serve` replaces this process by it (`vlmcompress serve`), `server` runs it for as long as a `with` block lasts:
+
+    with server("OUT", flags=["--no-enable-prefix-caching"]) as running:
+        requests.get(f"{running.url}/v1/models")
 
 The flags are plain `vllm serve` flags and are printed, so that they can be taken elsewhere, with a line for each that
 grants or forbids something; whatever the user adds after `--` comes last and wins.
@@ -6,17 +11,23 @@ grants or forbids something; whatever the user adds after `--` comes last and wi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.checkpoint import vision_scales
 from vlmcompress.common import json_files
+from vlmcompress.engines.local import how_it_ended, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import environment, interpreter, plugin, speculation
 from vlmcompress.errors import UserError
 
@@ -26,6 +37,13 @@ if TYPE_CHECKING:
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
 TRUST = "--trust-request-mm-kwargs"  # without it vLLM answers requests that have `mm_processor_kwargs` with status 400
+HOST = "127.0.0.1"
+# Scales for FP8 attention in the vision tower, as vLLM's `mm_encoder_attention.py` reads them: JSON, name of the attention
+# layer in vLLM -> {"q", "k", "v"}, by which queries, keys and values are divided before they become float8_e4m3. Nothing
+# else in the checkpoint depends on them: without the flags the tower computes in 16 bits.
+VISION_SCALES = "vision_attention_scales.json"
+VISION_SCALES_FLAG = "--mm-encoder-fp8-scale-path"
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has nothing to do with this machine
 
 
 def serve(
@@ -56,7 +74,7 @@ def serve(
     model = Path(model)
     python = interpreter()
     limits: dict[str, Any] = {"images": images, "videos": videos, "max_model_len": max_model_len}
-    arguments = flags(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
+    arguments = arguments_of(model, host=host, port=port, **limits, speculative=speculative, extra=extra)
     check_port(host, port)
     text = [f"vllm serve {shlex.join(arguments)}", *remarks(arguments), f"\n{example(model, host, port)}\n"]
     print("\n".join(text), file=sys.stderr, flush=True)
@@ -64,7 +82,86 @@ def serve(
     os.execve(python, command, environment())
 
 
-def flags(
+@dataclass(frozen=True)
+class Server:
+    """A running server. `name`: the model's name there; `log_path`: its log; `pid`: its process, which leads a session."""
+
+    url: str
+    name: str
+    log_path: Path
+    pid: int
+    start_seconds: float
+
+
+@contextlib.contextmanager
+def server(
+    model: str | Path,
+    *,
+    port: int | None = None,
+    flags: Sequence[str] = (),
+    images: int = 4,
+    max_model_len: int | None = None,
+    speculative: str | None = None,
+    timeout: float = 1800.0,
+    log: str | Path | None = None,
+) -> Iterator[Server]:
+    """Serve a checkpoint on this machine.
+
+    Args:
+        model: checkpoint folder.
+        port: port to listen on; None: a free one.
+        flags: further flags of `vllm serve`; they win over the ones found for the checkpoint.
+        images: the most images in one request.
+        speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
+        timeout: seconds until the server must answer.
+        log: file for the server's log, overwritten; None: a temporary one, gone when the block ends.
+
+    Raises:
+        UserError: no such checkpoint, no engine, the port is taken, or the server does not come up.
+    """
+    model, port = Path(model), port or _free_port()
+    check_port(HOST, port)
+    limits: dict[str, Any] = {"images": images, "max_model_len": max_model_len}
+    arguments = arguments_of(model, host=HOST, port=port, **limits, speculative=speculative, extra=flags)
+    command = [interpreter(), str(SERVER), "--end-with-parent", *arguments]
+    began, url = time.monotonic(), f"http://{HOST}:{port}"
+    with tempfile.TemporaryDirectory(prefix="vlmcompress-server-") as folder:
+        log = Path(log or Path(folder, "log"))
+        running = start_process(command, environment(), log, piped=False)
+        try:
+            _wait(running, model, url, timeout, log)
+            yield Server(url, name(model), log, running.pid, round(time.monotonic() - began, 2))
+        finally:
+            stop_process(running, grace=20.0)
+            keep_log(log)
+
+
+def _wait(running: subprocess.Popen, model: Path, url: str, timeout: float, log: Path) -> None:
+    deadline = time.monotonic() + timeout
+    while not _healthy(url):
+        if (code := running.poll()) is not None:
+            end = how_it_ended(code)
+            raise UserError(f"vLLM's server could not start ({end}) with {model}{last_words(log)}")
+        if time.monotonic() > deadline:
+            raise UserError(f"vLLM's server was not up after {timeout:g} s with {model}{last_words(log)}")
+        time.sleep(0.25)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with _DIRECT.open(f"{url}/health", timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def arguments_of(
     model: Path,
     *,
     host: str = "127.0.0.1",
@@ -102,7 +199,7 @@ def flags(
         arguments += ["--kv-cache-dtype", "fp8"]
     if reducer is not None and reducer.asks:
         arguments.append(TRUST)
-    if (last := speculation.given(extra)) is not None:
+    if (last := speculation.last_setting(extra)) is not None:
         speculation.checked(model, last)
     elif speculative is not None:
         arguments += [speculation.FLAG, json.dumps(speculation.checked(model, speculative))]
@@ -111,17 +208,26 @@ def flags(
 
 def remarks(arguments: Sequence[str]) -> list[str]:
     """Explain flags found for a checkpoint that grant or forbid something and that the user did not set: a line each."""
-    names, found = [argument.partition("=")[0] for argument in arguments], []
+    names, lines = [argument.partition("=")[0] for argument in arguments], []
     if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
-        found.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
+        lines.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
     if TRUST in names and f"--no-{TRUST[2:]}" not in names:
-        found.append(
+        lines.append(
             "The reducer reads the question: all words of the prompt, or a request's "
             '\'"mm_processor_kwargs": {"query": "..."}\'. vLLM takes the latter only with '
             f"{TRUST}, which lets clients change how images are processed, too; serve those you trust."
         )
-    scales = vision_scales.remark(Path(arguments[0])) if vision_scales.PATH_FLAG not in names else None
-    return [*found, scales] if scales else found
+    model = Path(arguments[0])
+    if VISION_SCALES_FLAG not in names and (model / VISION_SCALES).is_file():
+        flags = shlex.join(vision_attention_flags(model))
+        lines.append(f"It has scales for FP8 attention in the vision tower; on Blackwell, add: {flags}")
+    return lines
+
+
+def vision_attention_flags(model: Path) -> list[str]:
+    """Flags of `vllm serve` for FP8 attention in the vision tower, by the checkpoint's scales; FLASHINFER is Blackwell's."""
+    flags = ["--mm-encoder-attn-backend", "FLASHINFER", "--mm-encoder-attn-dtype", "fp8"]
+    return [*flags, VISION_SCALES_FLAG, str(model / VISION_SCALES)]
 
 
 def name(model: Path) -> str:
@@ -160,8 +266,8 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     from vlmcompress.checkpoint import reducer_block  # which brings torch along
 
     try:
-        found = reducer_block.read(config)
-        reason = found and plugin.refusal(names[0], found.reducer)
+        carried = reducer_block.read(config)
+        reason = carried and plugin.refusal(names[0], carried.reducer)
     except UserError as error:
         reason = str(error)
     if reason:
@@ -169,7 +275,7 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "vlmcompress" not in plugins.split(","):
         raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
-    return found.reducer if found else None
+    return carried.reducer if carried else None
 
 
 def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:

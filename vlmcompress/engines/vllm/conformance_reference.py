@@ -58,28 +58,30 @@ class Reference:
         self.vlm = VLM(model.eval(), processor, models.spec_for(models.read_config(folder)), folder)
 
     @contextlib.contextmanager
-    def reduced(self, found: CarriedReducer | None) -> Iterator[None]:
+    def reduced(self, carried: CarriedReducer | None) -> Iterator[None]:
         """Within the context, the reducer that a checkpoint carries is attached; None: no reducer is."""
-        with self._attach(found) if found else contextlib.nullcontext() as attached:
+        with self._attach(carried) if carried else contextlib.nullcontext() as attached:
             self._attached = attached
             yield
 
-    def _attach(self, found: CarriedReducer) -> hf_hooks.Attachment:
-        chosen = scorer_file.known(self.vlm.model.config, found.reducer, self.vlm.path)
-        return hf_hooks.attach(self.vlm, chosen, counter=found.count)
+    def _attach(self, carried: CarriedReducer) -> hf_hooks.Attachment:
+        chosen = scorer_file.known(self.vlm.model.config, carried.reducer, self.vlm.path)
+        return hf_hooks.attach(self.vlm, chosen, counter=carried.count)
 
     def ask(self, messages: list[dict[str, Any]], tokens: int) -> Expected:
         """Continue a conversation by `tokens` greedily."""
         model: Any = self.vlm.model
         batch = self._encode(messages)
-        seen: list[Tensor] = []
+        positions: list[Tensor] = []
         text = model.get_submodule(self.vlm.spec.layers.rpartition(".")[0])
-        hook = text.register_forward_pre_hook(lambda *given: seen.append(_positions(given[2])), with_kwargs=True)
+        hook = text.register_forward_pre_hook(
+            lambda _, __, kwargs: positions.append(_positions(kwargs)), with_kwargs=True
+        )
         if self._attached is not None:
             self._attached.seen = []
         try:
             with torch.inference_mode():
-                found = model.generate(
+                output = model.generate(
                     **batch,
                     do_sample=False,
                     num_beams=1,
@@ -100,9 +102,9 @@ class Reference:
         return Expected(
             prompt[keep].tolist(),
             kept,
-            found.sequences[0, len(prompt) :].tolist(),
-            found.logits[0][0].float().log_softmax(-1),
-            torch.cat(seen, 1),
+            output.sequences[0, len(prompt) :].tolist(),
+            output.logits[0][0].float().log_softmax(-1),
+            torch.cat(positions, 1),
         )
 
     def _encode(self, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -110,10 +112,10 @@ class Reference:
         conversation = [
             message | {"content": [_part(part) for part in _parts(message["content"])]} for message in messages
         ]
-        found = self.vlm.processor.apply_chat_template(
+        inputs = self.vlm.processor.apply_chat_template(
             [conversation], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        return dict(found.to(dtype=self.vlm.model.dtype))
+        return dict(inputs.to(dtype=self.vlm.model.dtype))
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
@@ -130,8 +132,8 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 def _positions(kwargs: dict[str, Any]) -> Tensor:
     """Positions `[3, s]` of one call of the language model."""
-    given, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-    if given is None:
+    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    if positions is None:
         start = cache.get_seq_length() if cache is not None else 0
-        given = torch.arange(start, start + kwargs["inputs_embeds"].shape[1])[None]
-    return (given[-3:, 0] if given.ndim == 3 else given.expand(3, -1)).clone()
+        positions = torch.arange(start, start + kwargs["inputs_embeds"].shape[1])[None]
+    return (positions[-3:, 0] if positions.ndim == 3 else positions.expand(3, -1)).clone()
