@@ -111,7 +111,7 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
 
 def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of a server: medians over its turns, and the requests that its KV cache holds at once."""
-    from vlmcompress.bench import counters
+    from vlmcompress.bench import counters, measure
 
     config, cache = json.loads((folder / "config.json").read_text()), counters.cache_config(running)
     per_token = measure.kv_bytes_per_token(config, cache["cache_dtype"])

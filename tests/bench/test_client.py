@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from vlmcompress.bench.client import encode, send
+from vlmcompress.bench.client import encode, parse_load, send
 
 pytest.importorskip("aiohttp")
 FIRST, GAP = 0.15, 0.06  # seconds

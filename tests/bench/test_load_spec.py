@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vlmcompress.bench.client import parse_load
 from vlmcompress.bench.measure import parse_slo
 from vlmcompress.bench.serving import abba
 from vlmcompress.errors import UserError

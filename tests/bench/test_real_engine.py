@@ -10,6 +10,7 @@ import pytest
 
 from vlmcompress import launch
 from vlmcompress.bench import client, counters, serving
+from vlmcompress.bench.client import parse_load
 from vlmcompress.bench.prompts import open_prompts
 from vlmcompress.bench.runs import run
 from vlmcompress.bench.serving import run_offline
